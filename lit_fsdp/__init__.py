@@ -1,0 +1,46 @@
+"""Fine-tuning of causal language models with fully sharded data parallelism, on Lightning.
+
+Public names are imported when they are first used, so that the command line answers before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_fsdp.callbacks.checkpoint import Checkpoint
+    from lit_fsdp.datamodule import CausalLMDataModule
+    from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+    from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.strategy import fsdp_strategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CausalLMDataModule": "datamodule",
+    "CausalLMModule": "module",
+    "Checkpoint": "callbacks.checkpoint",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "ContractError": "errors",
+    "DataError": "errors",
+    "fsdp_strategy": "strategy",
+}
+
+__all__ = [
+    "CausalLMDataModule",
+    "CausalLMModule",
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "DataError",
+    "fsdp_strategy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lit_fsdp' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lit_fsdp.{_HOMES[name]}"), name)

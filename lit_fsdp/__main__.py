@@ -1,0 +1,39 @@
+"""Entry point of ``lit-fsdp`` and ``python -m lit_fsdp``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lit_fsdp.commands import run
+from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0 done; 1 the run failed or a check found something; 2 the recipe or the command line is wrong; 75 saved and
+    stopped on SIGTERM or SIGUSR1; 130 on Ctrl-C. What a user can mend is said without a traceback.
+    """
+    try:
+        return run(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        return _say(str(error), 2)
+    except (CheckpointError, ContractError, DataError) as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _say(text: str, code: int) -> int:
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or "0"
+    print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

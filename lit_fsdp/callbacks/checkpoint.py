@@ -1,0 +1,144 @@
+"""When a checkpoint is written and which ones stay; how it is written is the strategy's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_fsdp.checkpoint import retention
+from lit_fsdp.checkpoint.find import best, checkpoints
+from lit_fsdp.checkpoint.manifest import record_metrics
+from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.typed import build
+from lit_fsdp.errors import CheckpointError
+
+
+class Checkpoint(ModelCheckpoint):
+    """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps the last k and the best.
+
+    The run folder is the Trainer's ``default_root_dir``. A metric logged by a validation at the same step is added to
+    the checkpoint's manifest afterwards, so that saving never waits for a validation.
+
+    Args:
+        **options: The fields of :class:`lit_fsdp.config.checkpoint.CheckpointConfig`.
+
+    Raises:
+        ConfigError: An unknown option or a wrong value.
+    """
+
+    FILE_EXTENSION = ""
+
+    def __init__(self, **options: Any) -> None:
+        self.config = build(CheckpointConfig, options, "checkpoint")
+        super().__init__(save_top_k=-1, save_on_train_epoch_end=False, enable_version_counter=False)
+        self._saved_step = -1
+        self._seen_step = 0
+
+    @property
+    def state_key(self) -> str:
+        """One entry per run, whatever the options."""
+        return "lit_fsdp.Checkpoint"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Fix the folder."""
+        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
+        if trainer.global_step == 0:
+            refuse_used_run_folder(Path(trainer.default_root_dir))
+        self._seen_step = self._saved_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save after every ``every_steps`` optimizer steps and after the last one."""
+        step = trainer.global_step
+        if step == self._seen_step:  # in the middle of an accumulation
+            return
+        self._seen_step = step
+        every = self.config.every_steps
+        if (every and step % every == 0) or _is_last_step(trainer):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add the metrics of this validation to the checkpoint of the same step, and apply retention."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or self._saved_step != trainer.global_step:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self.config.monitor in metrics and trainer.is_global_zero:
+            folder = self._folder(self._saved_step)
+            if folder.is_dir():  # a run that resumed here may have lost it since
+                record_metrics(folder, metrics)
+        self._retain(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing: checkpoints exist at optimizer steps only."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a run that something else ended, unless its last step is saved already."""
+        if trainer.global_step > max(self._saved_step, 0):
+            self.save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Nothing: after an exception the ranks may not agree on a step."""
+
+    def save(self, trainer: Trainer) -> Path:
+        """Write the current step's checkpoint on all ranks, once, and apply retention; returns its folder."""
+        folder = self._folder(trainer.global_step)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return folder
+        if self._saved_step != trainer.global_step:
+            trainer.save_checkpoint(folder, weights_only=False)
+            self._saved_step = trainer.global_step
+            self.last_model_path = str(folder)
+            self._retain(trainer)
+        return folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing needs to travel: what exists is read from the run folder."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`state_dict`."""
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """For Lightning's own ``ckpt_path="last"``."""
+        found = checkpoints(Path(trainer.default_root_dir))
+        return {str(found[-1].path)} if found else set()
+
+    def _folder(self, step: int) -> Path:
+        assert self.dirpath is not None
+        return Path(self.dirpath) / f"step-{step:08d}"
+
+    def _retain(self, trainer: Trainer) -> None:
+        found = checkpoints(Path(trainer.default_root_dir))
+        top = best(found, self.config.monitor, self.config.mode)
+        self.best_model_path = str(top.path) if top else ""
+        if trainer.is_global_zero:
+            for old in retention.to_remove(found, self.config.keep_last, self.config.monitor, self.config.mode):
+                retention.remove(old.path)
+
+
+def refuse_used_run_folder(run_folder: Path) -> None:
+    """Refuse to start a new run where another one has left checkpoints.
+
+    Raises:
+        CheckpointError: There are checkpoints; says which and what to do.
+    """
+    found = checkpoints(run_folder)
+    if found:
+        raise CheckpointError(
+            f"{run_folder} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
+            "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
+        )
+
+
+def _is_last_step(trainer: Trainer) -> bool:
+    if trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps:
+        return True
+    loop = trainer.fit_loop
+    return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)

@@ -1,0 +1,98 @@
+"""A progress bar over the whole run, in optimizer steps, on rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_SHOWN = {"train_loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "peak_memory_gib": "peak {:.2f} GiB"}
+
+
+class RunProgress(ProgressBar):
+    """Loss, tokens per second, peak memory and time left of the run; plain lines where there is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._seen_step = 0
+        self._started = 0.0
+        self._first_step = 0
+
+    def disable(self) -> None:
+        """Lightning calls this on every rank but 0."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Undo :meth:`disable`."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the bar."""
+        self._seen_step = self._first_step = trainer.global_step
+        self._started = time.perf_counter()
+        if not self._enabled or not sys.stderr.isatty():
+            return
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._progress.start()
+        self._task = self._progress.add_task("", total=_total_steps(trainer), completed=trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Advance after an optimizer step; the numbers are those last logged."""
+        if not self._enabled or trainer.global_step == self._seen_step:
+            return
+        self._seen_step = trainer.global_step
+        is_logged = trainer.global_step % trainer.log_every_n_steps == 0
+        if self._progress is not None and self._task is not None:
+            text = self._text(trainer) if is_logged else None
+            self._progress.update(self._task, completed=trainer.global_step, description=text)
+        elif is_logged:
+            left = self._seconds_left(trainer)
+            print(f"step {trainer.global_step}/{_total_steps(trainer)}  {self._text(trainer)}  {left}", file=sys.stderr)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the bar."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the bar, so that the message stands alone."""
+        self._stop()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """One line per validation during training."""
+        if self._enabled and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
+            text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            console = self._progress.console if self._progress else Console(stderr=True)
+            console.print(f"step {trainer.global_step}: {text}", highlight=False)
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = self._task = None
+
+    def _text(self, trainer: Trainer) -> str:
+        metrics = trainer.callback_metrics
+        return "  ".join(form.format(float(metrics[name])) for name, form in _SHOWN.items() if name in metrics)
+
+    def _seconds_left(self, trainer: Trainer) -> str:
+        total, done = _total_steps(trainer), trainer.global_step - self._first_step
+        if total is None:
+            return ""
+        seconds = (time.perf_counter() - self._started) / max(1, done) * (total - trainer.global_step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if steps not in (-1, float("inf")) else None

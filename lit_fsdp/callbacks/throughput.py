@@ -1,0 +1,69 @@
+"""Tokens per second, step time and peak memory, from the counts that travel with each step's all-reduce anyway."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp.metrics.memory import GIB, peak_device_bytes
+
+
+class Throughput(Callback):
+    """Logs rates over all ranks between two logged steps; validation, saving and the first step are not counted.
+
+    ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` those that are learnt.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._seconds = 0.0
+        self._steps = 0
+        self._step_started = 0.0
+        self._seen_step = 0
+        self._warm = False
+        self.total_tokens = self.total_seconds = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        self._seen_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock at the first micro-batch of a step."""
+        if not self._step_started:
+            self._step_started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop the clock after the optimizer step; log every ``log_every_n_steps``."""
+        if trainer.global_step == self._seen_step:
+            return
+        self._seen_step = trainer.global_step
+        totals = getattr(pl_module, "step_totals", None)
+        if totals is None:
+            return
+        if self._warm:
+            self._sum = totals if self._sum is None else self._sum + totals
+            self._steps += 1
+        is_logged = trainer.global_step % trainer.log_every_n_steps == 0 and self._sum is not None
+        counts = self._sum.tolist() if is_logged and self._sum is not None else None  # waits for the device
+        if self._warm:
+            self._seconds += time.perf_counter() - self._step_started
+        self._step_started, self._warm = 0.0, True
+        if counts is not None:
+            self._log(trainer, pl_module, counts)
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule, counts: list[float]) -> None:
+        supervised, _, _, tokens, samples, *_ = counts
+        seconds = max(self._seconds, 1e-9)
+        self.total_tokens += tokens
+        self.total_seconds += seconds
+        pl_module.log("tokens_per_second", tokens / seconds, prog_bar=True)
+        pl_module.log("supervised_tokens_per_second", supervised / seconds)
+        pl_module.log("samples_per_second", samples / seconds)
+        pl_module.log("step_seconds", seconds / self._steps)
+        pl_module.log("peak_memory_gib", peak_device_bytes(trainer.strategy.root_device) / GIB, prog_bar=True)
+        self._sum, self._seconds, self._steps = None, 0.0, 0

@@ -1,0 +1,1 @@
+"""Checkpoints: written beside their place, described by a manifest, visible only when complete."""

@@ -1,0 +1,244 @@
+"""``manifest.json``: what a checkpoint consists of; a folder without one is no checkpoint.
+
+It is written last, lists every other file with size and hash, and ends with a hash of itself, so that whatever
+changes later is noticed. Standard library only: the command line reads manifests before torch is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_fsdp.checkpoint.disk import FileEntry, checked_name, inside, naming, replace_bytes
+from lit_fsdp.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "lit_fsdp.checkpoint"
+VERSION = 1
+Layout = Literal["sharded", "full"]
+_OWN_KEYS = {
+    "format", "format_version", "layout", "world_size", "created", "versions", "tensors", "files", "metrics", "sha256"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype and shape of one whole (unsharded) tensor."""
+
+    dtype: str
+    """Name without ``torch.``, e.g. ``float32``."""
+    shape: tuple[int, ...]
+    """Size of each dim; empty for a number."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint's description of itself."""
+
+    folder: Path
+    """Where it was read from."""
+    layout: Layout
+    """One file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
+    global_step: int
+    """Optimizer steps done."""
+    world_size: int
+    """Ranks that wrote it."""
+    created: str
+    """Time of writing, ISO 8601 in UTC."""
+    versions: Mapping[str, str]
+    """Versions of python, torch, lightning, transformers and lit_fsdp at the time of writing."""
+    tensors: Mapping[str, TensorSpec]
+    """Every tensor by name."""
+    files: Mapping[str, FileEntry]
+    """Every file but the manifest, by path inside the folder."""
+    metrics: Mapping[str, float]
+    """Logged values by name."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the caller of the save added: ``model``, ``epoch``, ``engine`` and the like."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, the manifest aside."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def file(self, name: str) -> Path:
+        """The listed file ``name``, which lies inside the folder and has the listed size.
+
+        Raises:
+            CheckpointError: It is not listed, missing, of another size, or a link out of the folder.
+        """
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder / name}: not in the manifest of this checkpoint")
+        path = inside(self.folder, name)
+        num_bytes = path.stat().st_size
+        if num_bytes != self.files[name].num_bytes:
+            raise CheckpointError(
+                f"{path}: {num_bytes} bytes, {self.files[name].num_bytes} in the manifest; "
+                "this checkpoint is damaged, use another one"
+            )
+        return path
+
+    def dumps(self) -> bytes:
+        """The text of ``manifest.json``.
+
+        Raises:
+            CheckpointError: ``extra`` holds something that is not plain JSON.
+        """
+        document = {
+            "format": FORMAT,
+            "format_version": VERSION,
+            **self.extra,
+            "global_step": self.global_step,
+            "layout": self.layout,
+            "world_size": self.world_size,
+            "created": self.created,
+            "versions": dict(self.versions),
+            "metrics": {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()},
+            "tensors": {name: {"dtype": t.dtype, "shape": list(t.shape)} for name, t in self.tensors.items()},
+            "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in self.files.items()},
+        }
+        body = _canonical(document)
+        document["sha256"] = hashlib.sha256(body).hexdigest()
+        return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free keys.
+
+    Raises:
+        CheckpointError: ``global_step`` is missing, a key is the manifest's own, or a value is not plain JSON.
+    """
+    taken = sorted(set(extra) & (_OWN_KEYS - {"metrics"}))
+    if taken:
+        raise CheckpointError(f"manifest: {', '.join(taken)} is filled in by the save itself; use another key")
+    step = extra.get("global_step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"manifest: global_step is {step!r}, but must be a whole number >= 0")
+    plain = {key: value for key, value in extra.items() if key != "metrics"}
+    if json.loads(_canonical(plain)) != plain:
+        raise CheckpointError("manifest: something in it is not plain JSON (tuples, keys that are not text)")
+    return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain floats; 0-dim tensors are numbers too.
+
+    Raises:
+        CheckpointError: A value is not a number.
+    """
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"metrics: {dict(metrics)!r} holds something that is not one number: {error}") from error
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """The checked manifest of the checkpoint at ``folder``.
+
+    Raises:
+        CheckpointError: There is nothing there, it is something else (named), or the manifest is damaged.
+    """
+    folder = Path(folder)
+    if not os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(not_a_checkpoint(folder))
+    path = inside(folder, MANIFEST)
+    with naming(path):
+        text = path.read_bytes()
+    try:
+        return _parsed(folder, json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged or not ours ({error!r}); use another checkpoint") from error
+
+
+def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank.
+
+    Raises:
+        CheckpointError: ``folder`` is no checkpoint, or the manifest cannot be written.
+    """
+    old = read_manifest(folder)
+    values = {**old.metrics, **checked_metrics(metrics)}
+    replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
+
+
+def not_a_checkpoint(path: Path) -> str:
+    """A sentence about what is at ``path`` instead of a checkpoint, and what to give instead."""
+    if not os.path.lexists(path):
+        return f"{path}: no such checkpoint folder"
+    if not path.is_dir():
+        kind = "a Lightning or torch file" if path.suffix in (".ckpt", ".pt", ".pth", ".bin") else "a file"
+        return f"{path}: {kind}, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050"
+    inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = sorted(p.name for p in inner.iterdir() if (p / MANIFEST).is_file() and not p.name.startswith("."))
+    if steps:
+        kind = "a run folder" if inner != path else "a folder of checkpoints"
+        return f"{path}: {kind}, not a checkpoint; give one of its checkpoints: {inner / steps[-1]}" + (
+            f" (also there: {', '.join(steps[:-1][-8:])})" if steps[:-1] else ""
+        )
+    if inner != path:
+        return f"{path}: a run folder without a complete checkpoint"
+    if (path / "config.json").is_file():
+        return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
+    if (path / ".metadata").is_file():
+        kind = "Lightning's sharded checkpoint" if (path / "meta.pt").is_file() else "a plain torch DCP folder"
+        return f"{path}: {kind}, without the manifest of a lit_fsdp checkpoint"
+    return f"{path}: not a checkpoint: it has no {MANIFEST}"
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest: something in it is not plain JSON: {error}") from error
+
+
+def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
+    """The manifest from its JSON; any built-in exception means that it is malformed."""
+    if document["format"] != FORMAT:
+        raise ValueError(f"format is {document['format']!r}, not {FORMAT!r}")
+    if document["format_version"] != VERSION:
+        raise ValueError(f"format_version is {document['format_version']!r}, this version reads {VERSION}")
+    digest = document.pop("sha256")
+    if hashlib.sha256(_canonical(document)).hexdigest() != digest:
+        raise ValueError("it was changed after it was written: its own sha256 differs")
+    if document["layout"] not in get_args(Layout):
+        raise ValueError(f"layout is {document['layout']!r}")
+    files = {checked_name(n): FileEntry(_count(f["bytes"]), _sha256(f["sha256"])) for n, f in document["files"].items()}
+    tensors = {
+        name: TensorSpec(str(t["dtype"]), tuple(_count(size) for size in t["shape"]))
+        for name, t in document["tensors"].items()
+    }
+    return Manifest(
+        folder=folder,
+        layout=document["layout"],
+        global_step=_count(document["global_step"]),
+        world_size=_count(document["world_size"]),
+        created=str(document["created"]),
+        versions={str(k): str(v) for k, v in document["versions"].items()},
+        tensors=tensors,
+        files=files,
+        metrics={str(k): float(v) for k, v in document["metrics"].items()},
+        extra={k: v for k, v in document.items() if k not in _OWN_KEYS | {"global_step"}},
+    )
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number >= 0")
+    return value
+
+
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"{value!r} is not a sha256")
+    return value

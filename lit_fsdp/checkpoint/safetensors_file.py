@@ -1,0 +1,141 @@
+"""One safetensors file, written tensor by tensor and read slice by slice.
+
+The header needs only names, dtypes and shapes, so the data can be streamed: no more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.checkpoint.disk import FileEntry, HashedFile
+from lit_fsdp.checkpoint.manifest import TensorSpec
+from lit_fsdp.errors import CheckpointError
+
+_CODES = {
+    "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_HEADER_ALIGNMENT = 8
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Dtype and whole shape of a tensor or DTensor."""
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of the data of one tensor."""
+    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+
+
+def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Names in the order of their data: wide dtypes first, which keeps every tensor aligned."""
+    return sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
+
+
+class TensorFile:
+    """A safetensors file in the making; tensors are appended in :func:`file_order`.
+
+    Args:
+        path: Must not exist yet.
+        specs: Every tensor the file will hold.
+        metadata: Text entries of the header.
+
+    Raises:
+        CheckpointError: A dtype safetensors does not know, or the file cannot be written.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+        self._specs, self._left = specs, file_order(specs)
+        header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+        offset = 0
+        for name in self._left:
+            spec = specs[name]
+            if spec.dtype not in _CODES:
+                raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; save it in the sharded layout")
+            end = offset + num_bytes(spec)
+            header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        self._file = HashedFile(path)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the data of the next tensor."""
+        expected = self._left.pop(0)
+        assert name == expected and spec_of(tensor) == self._specs[name], (name, expected, spec_of(tensor))
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        self._file.write(flat.view(torch.uint8).numpy())
+
+    def close(self) -> FileEntry:
+        """Sync and close; all tensors must have been written."""
+        assert not self._left, f"not written: {self._left}"
+        self._file.close()
+        assert self._file.entry is not None
+        return self._file.entry
+
+    def abandon(self) -> None:
+        """Close an unfinished file after a failure."""
+        self._file.abandon()
+
+
+def write_tensors(
+    path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], torch.Tensor]
+) -> FileEntry:
+    """Write a whole file; ``tensor_of`` is asked for one tensor at a time."""
+    file = TensorFile(path, specs)
+    try:
+        for name in file_order(specs):
+            file.append(name, tensor_of(name))
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a small file, on the CPU and independent of the file.
+
+    Raises:
+        CheckpointError: Not a safetensors file.
+    """
+    with opened(path) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def opened(path: Path) -> Any:
+    """``safetensors.safe_open`` for torch on the CPU, with a CheckpointError for what is not safetensors."""
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def fill(file: Any, name: str, into: torch.Tensor) -> None:
+    """Copy tensor ``name`` of an opened file into ``into``, reading only what this rank holds of it.
+
+    Args:
+        file: From :func:`opened`.
+        name: Of whole shape ``into.shape``.
+        into: A tensor, or a DTensor of any mesh and of ``Shard`` and ``Replicate`` placements.
+    """
+    local = into.to_local() if isinstance(into, DTensor) else into
+    if local.numel() == 0:
+        return
+    if not isinstance(into, DTensor) or into.dim() == 0:
+        local.detach().copy_(file.get_tensor(name))
+        return
+    for chunk in into.__create_chunk_list__():
+        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        local.detach().copy_(file.get_slice(name)[where])

@@ -1,0 +1,194 @@
+"""LightningCLI around a recipe that has been read and checked already."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.callbacks.csv_log import RunCSVLogger
+from lit_fsdp.callbacks.predictions import PredictionWriter
+from lit_fsdp.callbacks.progress import RunProgress
+from lit_fsdp.callbacks.run_record import RunRecord
+from lit_fsdp.callbacks.stop import SignalFlags, StopOnSignal, StopRequested
+from lit_fsdp.callbacks.throughput import Throughput
+from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.typed import field_docs, unknown_key
+from lit_fsdp.datamodule import CausalLMDataModule
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.module import CausalLMModule
+
+# Packages whose classes a recipe may name. A rejected class path is not imported.
+_TRUSTED = ["lit_fsdp.*", "lightning.*", "pytorch_lightning.*", "torch.*", "torchmetrics.*"]
+_TRAINER_DEFAULTS = {
+    "strategy": {"class_path": FACTORY},
+    "enable_model_summary": False,  # the audit of FSDP units says more
+    "use_distributed_sampler": False,  # the data module orders samples itself
+    "num_sanity_val_steps": 0,
+}
+_SECTIONS = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
+    """Run ``fit``, ``validate``, ``test`` or ``predict`` and return the exit code.
+
+    Args:
+        verb: Which of them.
+        values: The merged and checked recipe.
+        flags: Further flags for Lightning's parser.
+
+    Raises:
+        ConfigError: A key or value that only Lightning knows to be wrong.
+    """
+    _check_trainer_keys(values, flags)
+    signals = SignalFlags()
+    if not any(flag.split("=")[0] in ("-h", "--help", "--print_config") for flag in flags):
+        signals.install()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    jsonargparse.set_parsing_settings(
+        docstring_parse_attribute_docstrings=True, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
+    )
+    cli: RecipeCLI | None = None
+    try:
+        cli = RecipeCLI(verb, [verb, "--config", yaml.safe_dump(values, sort_keys=False), *flags], signals)
+        cli.run_trainer()
+    except argparse.ArgumentError as error:
+        raise ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above") from None
+    except StopRequested as stop:
+        assert cli is not None
+        if cli.trainer.is_global_zero:
+            print(f"{stop}; resume with --ckpt_path last", file=sys.stderr)
+        # Lightning's launcher takes any other exit code of a child for a failure and kills the rest.
+        return 0 if cli.is_launched_child else stop.exit_code
+    except BaseException:
+        if cli is not None:
+            cli.end_children()
+        raise
+    return 0
+
+
+class RecipeCLI(LightningCLI):
+    """One verb of LightningCLI with our module, data module, callbacks and run folder.
+
+    Args:
+        verb: The only subcommand.
+        args: For the parser.
+        signals: Set by this process's signal handlers.
+    """
+
+    def __init__(self, verb: str, args: list[str], signals: SignalFlags) -> None:
+        self.verb, self.signals = verb, signals
+        strict = {"allow_abbrev": False, "exit_on_error": False}
+        super().__init__(
+            CausalLMModule,
+            CausalLMDataModule,
+            save_config_callback=None,
+            trainer_defaults=_TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            parser_kwargs={**strict, "prog": "lit-fsdp", verb: dict(strict)},
+            args=args,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the verb that runs: building the other parsers would cost as much again."""
+        return {self.verb: LightningCLI.subcommands()[self.verb]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The ``checkpoint`` section, and the sentence of each field as its help."""
+        parser.add_class_arguments(CheckpointConfig, "checkpoint")
+        for action in parser._actions:
+            section, _, field = action.dest.partition(".")
+            if section in _SECTIONS and field in field_docs(_SECTIONS[section]):
+                action.help = field_docs(_SECTIONS[section])[field]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse what :func:`run_verb` made of the command line."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: hyper-parameters come from the recipe, never out of a checkpoint."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing yet: :meth:`run_trainer` runs it."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
+        given = self._get(self.config_init, "trainer")
+        checkpoint = self._get(self.config_init, "checkpoint")
+        resumed = bool(self._get(self.config_init, "ckpt_path"))
+        callbacks: list[Any] = [StopOnSignal(self.signals), RunRecord(), Throughput(), PredictionWriter()]
+        if given.get("enable_progress_bar") is not False:
+            callbacks.append(RunProgress())
+        if given.get("enable_checkpointing") is not False:
+            callbacks.append(Checkpoint(**vars(checkpoint)))
+        logger = given.get("logger")
+        if logger is not False:
+            own = RunCSVLogger(given["default_root_dir"], resumed=resumed)
+            others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+            kwargs["logger"] = [own, *others]
+        return self._instantiate_trainer({**given, **kwargs}, callbacks)
+
+    def run_trainer(self) -> None:
+        """Prepare the data before any process group exists, then run the verb."""
+        ckpt_path = self._get(self.config_init, "ckpt_path")
+        self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"))
+        self.datamodule.prepare(_STAGES[self.verb])
+        folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
+        if self.trainer.is_global_zero and self.verb == "fit":
+            self._write_recipe(folder / "recipe.yaml")
+        if self.verb == "fit":
+            self.trainer.strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
+            self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+        else:
+            getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+
+    def _write_recipe(self, path: Path) -> None:
+        """The resolved recipe, every default spelled out."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parser = self._parser(self.subcommand)
+        config = self.config[self.verb].clone()
+        path.write_text(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
+
+    @property
+    def is_launched_child(self) -> bool:
+        """Whether Lightning started this process, rather than a user, torchrun or srun."""
+        return isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher) and self.trainer.local_rank != 0
+
+    def end_children(self) -> None:
+        """Do not leave ranks waiting for one that failed."""
+        launcher = getattr(self, "trainer", None) and self.trainer.strategy.launcher
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            for child in launcher.procs:
+                if child.poll() is None:
+                    child.terminate()
+
+
+def _check_trainer_keys(values: dict[str, Any], flags: list[str]) -> None:
+    """Keys of the ``trainer`` section against Lightning's Trainer, with the nearest right one."""
+    known = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    flagged = [flag.removeprefix("--trainer.").partition("=") for flag in flags if flag.startswith("--trainer.")]
+    given = {**values.get("trainer", {}), **{name.split(".")[0].rstrip("+"): value for name, _, value in flagged}}
+    for key, value in given.items():
+        if key not in known:
+            raise unknown_key(f"trainer.{key}", value, str(key), known)
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if not name.startswith("--trainer.") and name not in ("-h", "--help", "--print_config"):
+            allowed = ["trainer", "model", "data", "checkpoint", "seed_everything", "ckpt_path", "config", "print_config"]
+            raise unknown_key(name.removeprefix("--"), flag, name.removeprefix("--"), allowed)

@@ -1,0 +1,157 @@
+"""The verbs of ``lit-fsdp``. Nothing heavy is imported before the words are understood."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.errors import ConfigError
+
+_TRAINER_VERBS = {
+    "fit": "train a model by a recipe",
+    "validate": "loss, perplexity and token accuracy on data.val",
+    "test": "the same on data.test",
+    "predict": "score every row of data.predict into predictions.jsonl",
+}
+_OTHER_VERBS = {
+    "export": "a checkpoint as a Hugging Face folder",
+    "generate": "ask an exported model",
+}
+_USAGE = """usage: lit-fsdp VERB [options]
+
+{verbs}
+
+lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--ckpt_path last|best|PATH]
+  files are merged in order, later wins, flags last; --print_config shows the result, --help every key
+lit-fsdp VERB --help explains a verb; recipes/ and configs/ hold complete runs and fragments
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Understand the command line, run the verb and return the exit code.
+
+    Raises:
+        ConfigError: A verb, key or value that does not exist, or a rule that does not hold.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in {**_TRAINER_VERBS, **_OTHER_VERBS}.items())
+        print(_USAGE.format(verbs=verbs), end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        import lit_fsdp
+
+        print(f"lit_fsdp {lit_fsdp.__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb in _TRAINER_VERBS:
+        return _trainer_verb(verb, rest)
+    others: dict[str, Callable[[list[str]], int]] = {"export": _export, "generate": _generate}
+    if verb in others:
+        return others[verb](rest)
+    verbs = [*_TRAINER_VERBS, *_OTHER_VERBS]
+    near = difflib.get_close_matches(verb, verbs, n=1) or ["fit"]
+    raise ConfigError("command line", verb, ", ".join(verbs), f"lit-fsdp {near[0]} ...")
+
+
+def _trainer_verb(verb: str, argv: list[str]) -> int:
+    """Check the recipe before anything heavy is imported, then hand it to Lightning's command line."""
+    from lit_fsdp.config.miniature import adapt_to_miniature
+    from lit_fsdp.config.recipe import read_recipe
+    from lit_fsdp.config.run import check_recipe
+
+    recipe = read_recipe(argv)
+    values = recipe.values
+    if "-h" not in recipe.flags and "--help" not in recipe.flags:
+        replaced = adapt_to_miniature(values, recipe.replaced)
+        trainer = values.setdefault("trainer", {}) or {}
+        if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
+            stem = recipe.files[0].stem if recipe.files else "run"
+            values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
+        check_recipe(values, verb)
+        if not recipe.only_shows:
+            for line in replaced if _is_first_process() else ():
+                print(f"miniature: {line}", file=sys.stderr)
+            _resolve_checkpoint(verb, values)
+    from lit_fsdp.cli import run_verb
+
+    return run_verb(verb, values, recipe.flags)
+
+
+def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> None:
+    """``last`` and ``best`` become the path they stand for; a used run folder is refused without one of them."""
+    from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
+    from lit_fsdp.config.checkpoint import CheckpointConfig
+    from lit_fsdp.config.typed import build
+
+    run_folder = Path(values["trainer"]["default_root_dir"])
+    checkpoint = build(CheckpointConfig, values.get("checkpoint"), "checkpoint")
+    if values.get("ckpt_path"):
+        found = resolve_ckpt_path(str(values["ckpt_path"]), run_folder, checkpoint.monitor, checkpoint.mode)
+        values["ckpt_path"] = str(found)
+    elif verb == "fit" and _is_first_process():
+        there = checkpoints(run_folder)
+        if there:
+            raise ConfigError(
+                "trainer.default_root_dir",
+                f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
+                "a new run folder, or a resume",
+                "add --ckpt_path last, or name another --trainer.default_root_dir",
+            )
+
+
+def _is_first_process() -> bool:
+    """Whether this process, of those started by Lightning, torchrun or srun, is the one that speaks."""
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = _parser("export", "Write a checkpoint, sharded or full, as a folder that plain transformers loads.")
+    parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
+    parser.add_argument("--out", required=True, type=Path, help="folder to create")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the weights; default: as saved")
+    parser.add_argument("--max_shard_gib", type=float, default=5.0, help="largest weight file in GiB (default 5)")
+    options = _parse(parser, argv)
+    from lit_fsdp.checkpoint.hf_export import export
+
+    report = export(options.ckpt, options.out, options.dtype, options.max_shard_gib)
+    print(report)
+    return 0
+
+
+def _generate(argv: Sequence[str]) -> int:
+    parser = _parser("generate", "Answer a prompt with an exported model and its chat template.")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--prompt", required=True, help="what the user says")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
+    options = _parse(parser, argv)
+    from lit_fsdp.models.generate import chat
+
+    print(chat(options.model, options.prompt, options.system, options.max_new_tokens))
+    return 0
+
+
+def _parser(verb: str, text: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        f"lit-fsdp {verb}", description=text, allow_abbrev=False, exit_on_error=False, epilog="Exit codes: 0, 1, 2."
+    )
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments, or a ConfigError that names the nearest flag."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in argv:
+        name = word.split("=")[0]
+        if name.startswith("--") and name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
+            raise ConfigError(f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}")
+    try:
+        return parser.parse_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(parser.prog, str(error), parser.format_usage().strip(), f"see {parser.prog} --help") from None

@@ -1,0 +1,31 @@
+"""What is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_fsdp.config.optim import OptimConfig
+from lit_fsdp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The ``model`` section: arguments of :class:`lit_fsdp.CausalLMModule`."""
+
+    name: str | dict | None = None
+    """Hub name, model folder or GGUF file to start from; a config .json file or mapping for random init."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; default: beside the model."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning-rate schedule."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention backend of transformers."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    miniature: bool = False
+    """Random init of the same architecture shrunk to about a million parameters, for trying a recipe out."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not self.name:
+            raise ConfigError("name", repr(self.name), "a hub name, folder, GGUF file or config", "name a model")

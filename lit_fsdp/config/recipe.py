@@ -1,0 +1,158 @@
+"""A recipe from files and flags: YAML merged in order, later wins, flags last.
+
+Only the standard library and PyYAML: the command line reads recipes before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_fsdp.errors import ConfigError
+
+OWN_SECTIONS = ("model", "data", "checkpoint", "seed_everything", "ckpt_path")
+_SWITCHES = ("-h", "--help", "--print_config")
+
+
+@dataclass
+class Recipe:
+    """What the command line says, before anything is checked."""
+
+    values: dict[str, Any]
+    """All files and the flags of our own sections, merged."""
+    files: list[Path]
+    flags: list[str] = field(default_factory=list)
+    """Flags that Lightning's parser reads itself (``--trainer.…`` and switches), as they were given."""
+    replaced: list[str] = field(default_factory=list)
+    """One line per value that a later file replaced by another."""
+
+    @property
+    def only_shows(self) -> bool:
+        """Whether this call prints help or the configuration and runs nothing."""
+        return any(flag.split("=")[0] in _SWITCHES for flag in self.flags)
+
+
+def read_recipe(argv: Sequence[str]) -> Recipe:
+    """Files (``--config``, merged in their order) and flags (last, wherever they stand).
+
+    Raises:
+        ConfigError: A file that is missing or no YAML mapping, a flag without value, or a word that is no flag.
+    """
+    values: dict[str, Any] = {}
+    recipe = Recipe(values, [])
+    flags: list[tuple[str, str]] = []
+    for name, value in _tokens(argv):
+        if name in ("--config", "-c"):
+            path = Path(value or "")
+            content = read_yaml(path)
+            before = _leaves(values)
+            merge(values, content)
+            after = _leaves(content)
+            recipe.replaced += [
+                f"{key}: {before[key]!r} → {new!r} ({path})"
+                for key, new in after.items()
+                if key in before and before[key] != new
+            ]
+            recipe.files.append(path)
+        elif name in _SWITCHES:
+            recipe.flags.append(name if value is None else f"{name}={value}")
+        else:
+            if value is None:
+                raise ConfigError(name.lstrip("-"), "a flag without a value", "--key value", f"write {name} VALUE")
+            flags.append((name, value))
+    for name, value in flags:
+        key = name.removeprefix("--")
+        if key.split(".")[0] in OWN_SECTIONS or key.startswith("trainer.strategy"):
+            merge(values, _nested(key, _scalar(value, key)))
+        else:
+            recipe.flags.append(f"{name}={value}")
+            if key.startswith("trainer.") and "+" not in key and key.count(".") == 1:
+                merge(values, _nested(key, _scalar(value, key)))
+    return recipe
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file as a mapping with text keys.
+
+    Raises:
+        ConfigError: The file is missing (near names are given), is no YAML, or holds no mapping.
+    """
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
+        there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
+        raise ConfigError("--config", str(path), f"an existing YAML file: {there}", "check the path")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError("--config", f"{path}, which is no YAML ({where})", "YAML", "mend that line") from None
+    if not isinstance(content, dict):
+        raise ConfigError("--config", f"{path} with {type(content).__name__}", "a mapping of sections", "see recipes/")
+    return content
+
+
+def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Merge ``new`` into ``into`` in place: mappings key by key, everything else is replaced.
+
+    A word (``precision: mixed``) and a mapping (``{mode: mixed}``) replace each other; another ``class_path`` drops
+    the arguments of the one before.
+    """
+    for key, value in new.items():
+        old = into.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            if "class_path" in value and value["class_path"] != old.get("class_path", value["class_path"]):
+                old.pop("init_args", None)
+            merge(old, value)
+        else:
+            into[key] = _copied(value)
+
+
+def _tokens(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            raise ConfigError("command line", word, "--key value", f"write --{word} VALUE, or --config {word}")
+        name, equals, value = word.partition("=")
+        if equals:
+            yield name, value
+        elif name in _SWITCHES or not words or (words[0].startswith("--") and not _is_number(words[0])):
+            yield name, None
+        else:
+            yield name, words.pop(0)
+
+
+def _is_number(word: str) -> bool:
+    return word.lstrip("-").replace(".", "", 1).isdigit()
+
+
+def _scalar(text: str, key: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(key, text, "a YAML value", "quote it") from None
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    head, _, rest = key.partition(".")
+    return {head: _nested(rest, value) if rest else value}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _copied(v) for k, v in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        found.update(_leaves(value, where) if isinstance(value, Mapping) else {where: value})
+    return found

@@ -1,0 +1,189 @@
+"""The rules between sections: one list, checked before any process starts and before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.sharding import StrategyConfig, mesh_shape, strategy_config
+from lit_fsdp.config.typed import build, unknown_key
+from lit_fsdp.errors import ConfigError
+
+FACTORY = "lit_fsdp.fsdp_strategy"
+STRATEGY = "trainer.strategy.init_args"
+_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "ckpt_path")
+_LIGHTNINGS = {  # further arguments of Trainer.fit, .validate, ..., which --print_config shows
+    "fit": ("weights_only",),
+    "validate": ("weights_only", "verbose"),
+    "test": ("weights_only", "verbose"),
+    "predict": ("weights_only", "return_predictions"),
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The typed sections of a recipe, and Lightning's as it stands."""
+
+    strategy: StrategyConfig
+    model: ModelConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    trainer: dict[str, Any]
+    verb: str
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run."""
+        return int(self.trainer.get("num_nodes") or 1)
+
+    @property
+    def world_size(self) -> int | None:
+        """All ranks, or ``None`` while ``devices`` is ``auto``."""
+        devices = self.trainer.get("devices")
+        if isinstance(devices, list):
+            devices = len(devices)
+        return devices * self.num_nodes if isinstance(devices, int) and devices > 0 else None
+
+
+def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
+    """The typed sections of a recipe whose every own value and cross-field rule holds.
+
+    Args:
+        values: The merged recipe; a missing or short ``trainer.strategy`` is completed in place.
+        verb: ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Raises:
+        ConfigError: The first thing that is wrong.
+    """
+    allowed = (*_TOP, *_LIGHTNINGS[verb])
+    for key in values:
+        if key not in allowed:
+            raise unknown_key(str(key), values[key], str(key), allowed)
+    trainer = values.setdefault("trainer", {}) or {}
+    if not isinstance(trainer, dict):
+        raise ConfigError("trainer", trainer, "a mapping of Lightning's Trainer arguments", "write trainer: {...}")
+    values["trainer"] = trainer
+    run = RunConfig(
+        strategy=strategy_config(_complete_strategy(trainer), STRATEGY),
+        model=build(ModelConfig, values.get("model"), "model"),
+        data=build(DataConfig, values.get("data"), "data"),
+        checkpoint=build(CheckpointConfig, values.get("checkpoint"), "checkpoint"),
+        trainer=trainer,
+        verb=verb,
+    )
+    for rule in RULES:
+        rule(run)
+    return run
+
+
+def _complete_strategy(trainer: dict[str, Any]) -> dict[str, Any]:
+    given = trainer.get("strategy")
+    if given is None or given == FACTORY:
+        given = {"class_path": FACTORY}
+    if not isinstance(given, dict):
+        raise ConfigError("trainer.strategy", repr(given), FACTORY, f"write strategy: {{class_path: {FACTORY}}}")
+    for key in given:
+        if key not in ("class_path", "init_args"):
+            raise unknown_key(f"trainer.strategy.{key}", given[key], str(key), ("class_path", "init_args"))
+    if given.setdefault("class_path", FACTORY) != FACTORY:
+        raise ConfigError("trainer.strategy.class_path", given["class_path"], FACTORY, f"write class_path: {FACTORY}")
+    if given.get("init_args") is None:
+        given["init_args"] = {}
+    trainer["strategy"] = given
+    return given["init_args"]
+
+
+def _precision_is_the_strategys(run: RunConfig) -> None:
+    if run.trainer.get("precision") is not None:
+        raise ConfigError(
+            "trainer.precision",
+            run.trainer["precision"],
+            f"nothing: precision is {STRATEGY}.precision (mixed, low_precision, fp32)",
+            f"drop trainer.precision and set {STRATEGY}.precision: mixed",
+        )
+
+
+def _mesh_fits(run: RunConfig) -> None:
+    if run.world_size is not None:
+        mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
+
+
+def _batches_fit(run: RunConfig) -> None:
+    if run.world_size is None or run.verb != "fit":
+        return
+    steps = accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, run.world_size)
+    given = run.trainer.get("accumulate_grad_batches")
+    if given is not None and given != steps:
+        raise ConfigError(
+            "trainer.accumulate_grad_batches",
+            f"{given} with global_batch_size {run.data.global_batch_size}, micro_batch_size "
+            f"{run.data.micro_batch_size} on {run.world_size} ranks",
+            f"{steps}, which follows from them",
+            "drop accumulate_grad_batches, or change data.global_batch_size",
+        )
+
+
+def _training_ends(run: RunConfig) -> None:
+    if run.verb != "fit":
+        return
+    steps, epochs = run.trainer.get("max_steps"), run.trainer.get("max_epochs")
+    has_end = (isinstance(steps, int) and steps > 0) or (isinstance(epochs, int) and epochs > 0)
+    if not has_end and not run.trainer.get("max_time") and not run.trainer.get("fast_dev_run"):
+        raise ConfigError("trainer.max_steps", steps, "max_steps or max_epochs >= 1", "set trainer.max_steps: 1000")
+    warmup = run.model.optim.warmup_steps
+    if isinstance(steps, int) and 0 < steps < warmup:
+        raise ConfigError(
+            "model.optim.warmup_steps",
+            f"{warmup} with trainer.max_steps {steps}",
+            f"at most max_steps ({steps})",
+            f"set warmup_steps: {max(0, steps // 10)}",
+        )
+
+
+def _has_a_model(run: RunConfig) -> None:
+    if run.model.name is None:
+        raise ConfigError("model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
+
+
+def _has_data(run: RunConfig) -> None:
+    split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}[run.verb]
+    if getattr(run.data, split) in (None, [], ""):
+        raise ConfigError(f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
+
+
+def _not_overfitting_batches(run: RunConfig) -> None:
+    if run.trainer.get("overfit_batches"):
+        raise ConfigError(
+            "trainer.overfit_batches",
+            run.trainer["overfit_batches"],
+            "0: the order of samples is a function of the step, which this would change in silence",
+            "name a small file as data.train and set data.shuffle: false",
+        )
+
+
+def _limits_whole_batches(run: RunConfig) -> None:
+    limit = run.trainer.get("limit_train_batches")
+    if limit not in (None, 1, 1.0):
+        raise ConfigError(
+            "trainer.limit_train_batches",
+            limit,
+            "1.0: it counts micro-batches, and could end an epoch inside a global batch",
+            "set trainer.max_steps",
+        )
+
+
+RULES: list[Callable[[RunConfig], None]] = [
+    _has_a_model,
+    _has_data,
+    _training_ends,
+    _precision_is_the_strategys,
+    _mesh_fits,
+    _batches_fit,
+    _not_overfitting_batches,
+    _limits_whole_batches,
+]
+"""Every rule that needs more than one section; each raises ConfigError."""

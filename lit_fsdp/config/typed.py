@@ -1,0 +1,169 @@
+"""Plain data (from YAML, JSON or keyword arguments) into frozen dataclasses, with errors in the house form.
+
+jsonargparse parses the command line once lightning is loaded; this builder runs before anything heavy is
+imported, so that a wrong value in our own sections is refused at once and with the full path of the key.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from lit_fsdp.errors import ConfigError
+
+T = TypeVar("T")
+_MISMATCH = object()
+
+
+def build(cls: type[T], values: Mapping[str, Any] | T | None, path: str) -> T:
+    """The dataclass ``cls`` from a mapping; unknown keys and wrong types are refused.
+
+    Args:
+        cls: A dataclass whose fields may be numbers, strings, literals, lists, unions and other dataclasses.
+        values: Keys are field names; an instance of ``cls`` is returned as it is; ``None`` means all defaults.
+        path: Where ``values`` stands in the recipe; errors start with it.
+
+    Raises:
+        ConfigError: A key that ``cls`` does not have, a value of another type, or a rule of ``cls`` itself.
+    """
+    if isinstance(values, cls):
+        return values
+    if not isinstance(values, Mapping) and values is not None:
+        raise ConfigError(path, values, "a mapping of keys to values", f"write {path} as key: value lines")
+    given = dict(values or {})
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in names:
+            raise unknown_key(f"{path}.{key}" if path else str(key), given[key], str(key), names)
+    hints = _hints(cls)
+    kwargs = {key: _convert(hints[key], value, f"{path}.{key}" if path else key) for key, value in given.items()}
+    try:
+        return cls(**kwargs)
+    except ConfigError as error:
+        raise ConfigError(_join(path, error.field), error.given, error.allowed, error.fix) from None
+
+
+def accepts(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give an ``__init__(self, **options)`` the signature of ``config``, so that each key is declared once.
+
+    ``inspect``, editors and jsonargparse read the signature; defaults and types come from the dataclass.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        hints = _hints(config)
+        fields = [p.replace(annotation=hints[p.name]) for p in inspect.signature(config).parameters.values()]
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init.__signature__ = inspect.Signature([own, *fields])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
+
+
+def unknown_key(path: str, given: Any, key: str, names: Iterable[str]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    names = sorted(names)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5) or [n for n in names if n.startswith(key)][:1]
+    parent = path.rpartition(".")[0]
+    fix = f"write {parent + '.' if parent else ''}{close[0]}" if close else "remove this key"
+    return ConfigError(path, f"{given!r} for a key that does not exist", f"one of {', '.join(names)}", fix)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, by field name; it becomes the ``--help``."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            docs[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return docs
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _join(path: str, field: str) -> str:
+    return field if not path or field.startswith(f"{path}.") else f"{path}.{field}"
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """``value`` as ``hint`` wants it, or a ConfigError that lists what is allowed."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, Mapping):
+        nested = [o for o in options if dataclasses.is_dataclass(o)]
+        if nested:
+            return build(typing.cast(type, nested[0]), value, path)
+    for option in options:
+        converted = _try(option, value, path)
+        if converted is not _MISMATCH:
+            return converted
+    allowed = " | ".join(_describe(o) for o in options)
+    words = [str(w) for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
+    close = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
+    fix = f"write {path}: {close[0] if close else words[0]}" if words else f"give {path} as {allowed}"
+    raise ConfigError(path, repr(value), allowed, fix)
+
+
+def _try(hint: Any, value: Any, path: str) -> Any:
+    """``value`` converted to the single type ``hint``, or ``_MISMATCH``."""
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return value
+    if hint is type(None):
+        return value if value is None else _MISMATCH
+    if origin is Literal:
+        same = [w for w in typing.get_args(hint) if w == value and type(w) is type(value)]
+        return same[0] if same else _MISMATCH
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            return _MISMATCH
+        return [_convert(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if origin is dict or hint is dict:
+        return dict(value) if isinstance(value, Mapping) else _MISMATCH
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, typing.cast(type, hint)) else _MISMATCH
+    return _scalar(hint, value)
+
+
+def _scalar(hint: Any, value: Any) -> Any:
+    if hint is bool or isinstance(value, bool):
+        return value if hint is bool and isinstance(value, bool) else _MISMATCH
+    if hint in (int, float):
+        try:  # YAML 1.1 reads 1e-4 (no dot) as a string
+            number = float(value) if isinstance(value, (int, float, str)) else None
+        except ValueError:
+            return _MISMATCH
+        if number is None or number != number:
+            return _MISMATCH
+        if hint is float:
+            return number
+        exact = isinstance(value, int) or (abs(number) < 2**53 and number.is_integer())
+        return int(value if isinstance(value, int) else number) if exact else _MISMATCH
+    return value if isinstance(value, hint) else _MISMATCH
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " | ".join(str(a) for a in args)
+    if origin in (list, tuple):
+        return f"[{_describe(args[0])}, ...]"
+    if origin is dict or hint is dict:
+        return "a mapping"
+    if hint is type(None):
+        return "null"
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(f.name for f in dataclasses.fields(hint)) + "}"
+    return {bool: "true | false", int: "a whole number", float: "a number", str: "text"}.get(hint, str(hint))

@@ -1,0 +1,1 @@
+"""Counting: memory and rates."""

@@ -1,0 +1,26 @@
+"""How much memory this process has used at most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+
+def peak_host_bytes() -> int:
+    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 where the kernel does not tell.
+
+    ``getrusage`` would do on Linux only until the first fork: a child starts with its parent's peak.
+    """
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    lines = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), 0)
+
+
+def peak_device_bytes(device: torch.device) -> int:
+    """Largest allocation on a CUDA device so far in bytes, or the peak of the host's memory on CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()

@@ -1,0 +1,76 @@
+"""The module tree of a causal LM without its memory: everything on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lit_fsdp.errors import ConfigError
+
+
+def build_on_meta(
+    hf_config: PretrainedConfig, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
+
+    Floating-point parameters are declared fp32 whatever the config says: the dtype at rest is the precision mode's
+    business. Tied parameters are one object. The key-value cache is switched off, as training never reads it.
+
+    Args:
+        hf_config: Not changed; the model gets a copy.
+        attn_implementation: ``sdpa`` or ``eager``; a model that lacks it is refused.
+        trust_remote_code: Run Python code that comes with the model.
+
+    Raises:
+        ConfigError: The architecture is no causal LM, needs code that may not run, or lacks the attention.
+    """
+    config = copy.deepcopy(hf_config)
+    config.use_cache = False
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except (ValueError, ImportError) as error:
+        raise _refusal(config, attn_implementation, error) from error
+    model.tie_weights()
+    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
+    if left:  # a tensor made from data in __init__; its memory would be copied to every rank
+        raise ConfigError(
+            "model.name",
+            f"{config.model_type}, which creates {', '.join(left[:3])} outside the meta device",
+            "a model whose constructor follows the default device",
+            "use the architecture that transformers itself ships",
+        )
+    return model.train()
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Parameters of ``model``, a tied one counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _refusal(config: PretrainedConfig, attn_implementation: str, error: Exception) -> ConfigError:
+    text = " ".join(str(error).split())
+    if "attention implementation" in text:
+        return ConfigError(
+            "model.attn_implementation",
+            f"{attn_implementation} for {config.model_type}",
+            "an attention backend that the model has",
+            "set attn_implementation: eager",
+        )
+    if "trust_remote_code" in text:
+        return ConfigError(
+            "model.trust_remote_code",
+            "false for a model that comes with its own code",
+            "true, after you have read that code",
+            "set trust_remote_code: true",
+        )
+    return ConfigError(
+        "model.name",
+        f"a model of type {config.model_type} ({text[:200]})",
+        "an architecture that AutoModelForCausalLM can build",
+        "name a decoder-only language model (llama, qwen3, mistral, gemma3_text, gpt2, ...)",
+    )

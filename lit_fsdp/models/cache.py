@@ -1,0 +1,94 @@
+"""A folder that is made once, by one process, and is seen only when it is whole."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lit_fsdp.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.2
+_REMIND_SECONDS = 30.0
+
+
+def cache_root() -> Path:
+    """``$LIT_FSDP_CACHE``, else ``~/.cache/lit_fsdp``."""
+    return Path(os.environ.get("LIT_FSDP_CACHE") or "~/.cache/lit_fsdp").expanduser()
+
+
+def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
+    """``folder``, made by ``make`` in a temporary folder and renamed when complete, unless it is there already.
+
+    Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
+    is killed, the next takes over.
+
+    Args:
+        folder: Its name must identify the content, as an existing one is used as it is.
+        make: Called with an empty folder to fill.
+        what: Named in the log, for those who wait.
+
+    Raises:
+        CheckpointError: The disk is full, or the place cannot be written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f"{folder.name}.lock", what):
+            if not folder.is_dir():
+                _make(folder, make, what)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error}); set LIT_FSDP_CACHE to another place") from error
+    return folder
+
+
+def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
+    start = time.monotonic()
+    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):  # of a killed process: we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    _log.info("%s: once, into %s", what, folder)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        make(partial)
+        for path in [*partial.rglob("*"), partial]:
+            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for their owner alone
+            _sync(path)
+        partial.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _log.info("%s: done in %.1f s", what, time.monotonic() - start)
+
+
+@contextmanager
+def _locked(lock: Path, what: str) -> Iterator[None]:
+    """Hold an exclusive lock; polled, so that Ctrl-C works and waiting can be reported."""
+    with open(lock, "a", encoding="utf-8") as handle:
+        start = reported = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                now = time.monotonic()
+                if reported == start or now - reported >= _REMIND_SECONDS:
+                    _log.info("%s: waiting for another process (%.0f s, %s)", what, now - start, lock)
+                    reported = now
+                time.sleep(_POLL_SECONDS)
+        yield
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

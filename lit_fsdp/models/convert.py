@@ -1,0 +1,159 @@
+"""Model files that cannot be read shard by shard, rewritten once as a safetensors folder in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models.cache import cache_root, make_once
+from lit_fsdp.models.names import tied_groups
+from lit_fsdp.models.quiet import no_progress_bars
+
+_VERSION = 1
+_MIB = 2**20
+_SHARD_BYTES = 4 * 2**30
+
+
+def convert_gguf(file: Path) -> Path:
+    """The safetensors model folder of a GGUF file: weights in fp32, config, generation config, tokenizer, template.
+
+    fp32, as dequantised values (fp16 scale times integer plus fp16 offset) need up to 15 significant bits and bf16
+    has 8. Converted at the first call; later calls find it by name, size, time and the first and last MiB.
+
+    Raises:
+        ConfigError: The ``gguf`` package is missing, or the file is of a kind that transformers cannot read.
+    """
+    stat = file.stat()
+    key = hashlib.blake2b(repr((_VERSION, file.name, stat.st_size, stat.st_mtime_ns)).encode(), digest_size=6)
+    with open(file, "rb") as handle:
+        key.update(handle.read(_MIB))
+        handle.seek(max(0, stat.st_size - _MIB))
+        key.update(handle.read(_MIB))
+
+    def make(folder: Path) -> None:
+        with _reading(file):
+            tokenizer, limit = _gguf_tokenizer(file)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer.model_max_length = limit or model.config.max_position_embeddings
+        tokenizer.save_pretrained(folder)
+        save_folder(model, folder)
+
+    return _converted(file, key.hexdigest(), make)
+
+
+def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
+    """The same model as in folder ``source``, under the names of its modules, in the dtype of its files.
+
+    For folders with ``.bin`` files only, and for names or shapes that only ``from_pretrained`` can translate (such
+    as one file entry per expert). Needs memory for one whole model, in one process.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` does not find every tensor either.
+    """
+    key = hashlib.blake2b(repr(_VERSION).encode(), digest_size=6)
+    for file in sorted([*source.glob("*.bin"), *source.glob("*.safetensors"), *source.glob("*.json")]):
+        stat = file.resolve().stat()
+        key.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+
+    def make(folder: Path) -> None:
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
+        with _reading(source):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype="auto", output_loading_info=True, **options
+            )
+        model, info = loaded
+        lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        if lacking:
+            some = "; ".join(lacking[:8])
+            raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")
+        save_folder(model, folder)
+
+    return _converted(source, key.hexdigest(), make)
+
+
+def save_folder(model: PreTrainedModel, folder: Path) -> None:
+    """Write config, generation config and weights under the module's own names, each tied tensor once.
+
+    Not ``save_pretrained``: it refuses models that were dequantised, and writes older names back.
+    """
+    config = json.loads(model.config.to_json_string())
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        config.pop(key, None)
+    config["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    state = model.state_dict()
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    room = _SHARD_BYTES
+    for name in (names[0] for names in tied_groups(model)):
+        if state[name].nbytes > room and shards[-1]:
+            shards.append({})
+            room = _SHARD_BYTES
+        shards[-1][name] = state[name].contiguous()
+        room -= state[name].nbytes
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for file, shard in zip(files, shards, strict=True):
+        try:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk comes wrapped in it
+            raise OSError(str(error)) from error
+
+
+def _converted(source: Path, key: str, make: Callable[[Path], None]) -> Path:
+    stem = source.stem if source.is_file() else source.resolve().name
+    folder = cache_root() / "models" / f"{stem}-{key}"
+    return make_once(folder, make, f"converting {source.name} to safetensors")
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Load quietly; what transformers raises about the file becomes a ConfigError that names it."""
+    try:
+        with no_progress_bars():
+            yield
+    except (ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        if isinstance(error, ImportError) and "gguf" in str(error).lower():
+            allowed, fix = "a GGUF file, with the gguf package installed", "pip install 'lit-fsdp[gguf]'"
+            raise ConfigError("model.name", source, allowed, fix) from error
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            "model.name",
+            f"{source} ({type(error).__name__}: {text})",
+            "a causal LM that transformers can read",
+            "check that the file is whole; else start from the model's safetensors folder",
+        ) from error
+
+
+def _gguf_tokenizer(file: Path) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """The tokenizer of a GGUF file, with what transformers leaves out, and the file's context length."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    fields = GGUFReader(file).fields
+    pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
+    lengths = [field.contents() for name, field in fields.items() if name.endswith(".context_length")]
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if pre == "smollm":  # each digit is a token of its own, before spaces are joined to what follows
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    return tokenizer, int(lengths[0]) if lengths else None

@@ -1,0 +1,139 @@
+"""The same architecture at toy size, so that a recipe can be tried out anywhere without its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lit_fsdp.config.places import shipped
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta, num_parameters
+
+HUB_NAMES_KEY = "_hub_names"
+"""Key of a shipped config that lists the hub repositories it stands for; not part of the architecture."""
+
+_HEAD_DIM = 16
+_MAX_PARAMETERS = 20_000_000
+_SMALLER = {  # sizes that do not depend on others, by the names that transformers uses
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+}
+
+
+def shrink(
+    hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """``hf_config`` with two to four small blocks and the tokenizer's vocabulary.
+
+    The model type, tying, the ratio of query to key-value heads (up to 4), RoPE type, kinds of layers, sliding window
+    and maximal positions stay.
+
+    Raises:
+        ConfigError: The architecture has its size in settings that are not known here.
+    """
+    full = hf_config.get_text_config()
+    try:
+        small = type(full).from_dict(_small_values(full, tokenizer))
+        size = num_parameters(build_on_meta(small, "eager", trust_remote_code))
+        if size <= _MAX_PARAMETERS:
+            return small
+        problem = f"still {size:,} parameters"
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
+        problem = " ".join(str(error).split())[:200]
+    raise ConfigError(
+        "model.miniature",
+        f"true for {full.model_type} ({problem})",
+        "an architecture whose sizes are known here (llama, mistral, qwen, gemma, phi, gpt, opt, bloom, mixtral, ...)",
+        "name a small config .json of that architecture instead of miniature: true",
+    )
+
+
+def shipped_config(name: str) -> dict[str, Any] | None:
+    """The config that ships for a hub name, or for the last part of a path to a copy of that model; else None."""
+    last = _plain(Path(name).name)
+    best: tuple[int, dict[str, Any]] | None = None
+    for file in sorted(shipped("model").glob("*.json")):
+        values = json.loads(file.read_text(encoding="utf-8"))
+        hub_names = values.pop(HUB_NAMES_KEY, [])
+        if name in hub_names:
+            return values
+        for known in [_plain(Path(hub_name).name) for hub_name in hub_names]:
+            if last.startswith(known) and (best is None or len(known) > best[0]):
+                best = len(known), values
+    return best[1] if best else None
+
+
+def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    values: dict[str, Any] = full.to_dict()
+    heads, kv_heads = _heads(full)
+    hidden = heads * _HEAD_DIM
+    kinds = list(dict.fromkeys(values.get("layer_types") or []))
+    num_layers = min(full.num_hidden_layers, max(2, len(kinds)), 4)
+    head_dim = _HEAD_DIM
+    if values.get("head_dim"):  # some models have wider heads than hidden / heads
+        head_dim *= max(1, min(4, round(values["head_dim"] * full.num_attention_heads / full.hidden_size)))
+    common = {
+        "hidden_size": hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * hidden),
+        "word_embed_proj_dim": hidden if values.get("word_embed_proj_dim") == full.hidden_size else hidden // 2,
+        "layer_types": (kinds * num_layers)[:num_layers],
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    caps = {**_SMALLER, "max_window_layers": num_layers, "num_kv_shared_layers": num_layers, "rotary_dim": head_dim}
+    for common_name, value in common.items():
+        name = full.attribute_map.get(common_name, common_name)  # GPT-2 says n_embd for hidden_size
+        if values.get(name) is not None:
+            values[name] = value
+    values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
+    _fit_rope(values, head_dim)
+    for name in ("quantization_config", "_name_or_path", "dtype", "transformers_version"):
+        values.pop(name, None)
+    return values
+
+
+def _heads(full: PretrainedConfig) -> tuple[int, int]:
+    """Query and key-value heads with the model's ratio if it is at most 4, else 4 to 1."""
+    kv_heads = getattr(full, "num_key_value_heads", None) or full.num_attention_heads
+    ratio = full.num_attention_heads // kv_heads
+    if ratio > 4:
+        return 4, 1
+    heads = math.lcm(ratio, 4) if ratio != 3 else 3
+    return heads, heads // ratio
+
+
+def _fit_rope(values: dict[str, Any], head_dim: int) -> None:
+    """Cut per-frequency factors (LongRoPE) to the number of frequencies that are left."""
+    rope = values.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list):
+            values["rope_parameters"] = rope = {**rope, key: rope[key][: int(head_dim * share) // 2]}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,196 @@
+"""From what the recipe names to a config, a folder of weights and a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.convert import convert_checkpoint, convert_gguf
+from lit_fsdp.models.hub import fetch_model
+from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
+from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
+from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.tokenizers import load_tokenizer
+
+__all__ = ["ModelSource", "resolve_model"]
+
+_FIELD = "model.name"
+
+
+def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
+    """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
+
+    Safe to call in every process: downloads and conversions happen in one, the others wait. A miniature never asks
+    the hub and reads no weights.
+
+    Args:
+        config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialisation).
+        seed: Of random initialisation; only named in the label here.
+
+    Raises:
+        ConfigError: Nothing usable is there; the error says what is.
+        CheckpointError: Files are damaged, lack tensors, or cannot be converted.
+    """
+    if config.name is None:
+        raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
+    if config.miniature:
+        return _miniature(config, seed)
+    if isinstance(config.name, Mapping) or config.name.endswith(".json"):
+        hf_config = _from_values(*_values(config.name))
+        label = f"{_label(config.name)}, random init (seed {seed})"
+        return ModelSource(hf_config, None, config.tokenizer, label)
+    path = Path(config.name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        folder = convert_gguf(path)
+    elif path.is_dir():
+        folder = path
+    else:
+        if path.exists() or _is_path(config.name):
+            raise _no_such_path(config.name)
+        folder = fetch_model(config.name, config.trust_remote_code)
+    return _from_folder(folder, config)
+
+
+def _from_folder(folder: Path, config: ModelConfig) -> ModelSource:
+    hf_config = _read_config(folder, config.trust_remote_code)
+    label = _label(config.name)
+    if getattr(hf_config, "quantization_config", None):
+        fix = "start from the model's bf16 or fp32 version"
+        raise ConfigError(_FIELD, f"{config.name}, which is quantized", "weights that can be trained", fix)
+    tokenizer = config.tokenizer or str(folder)
+    if has_safetensors(folder):
+        model = build_on_meta(hf_config, "eager", config.trust_remote_code)
+        match = match_names(model, stored_tensors(folder))
+        fits = not match.misshapen and not (match.missing and match.unexpected)
+        if fits:
+            return ModelSource(hf_config, folder, tokenizer, label)
+    elif not list(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            _FIELD,
+            f"{folder}, a folder with config.json but no weights",
+            "model.safetensors or its index beside config.json",
+            f"for random init name {folder / 'config.json'}",
+        )
+    return ModelSource(hf_config, convert_checkpoint(folder, config.trust_remote_code), tokenizer, label)
+
+
+def _miniature(config: ModelConfig, seed: int) -> ModelSource:
+    assert config.name is not None
+    local = Path(config.name).expanduser() if isinstance(config.name, str) else None
+    tokenizer_folders = [Path(config.tokenizer).expanduser()] if config.tokenizer else [local] if local else []
+    tokenizer = next((str(f) for f in tokenizer_folders if (f / "tokenizer.json").is_file()), None)
+    if local is not None and (local / "config.json").is_file():
+        full = _read_config(local, config.trust_remote_code)
+    elif isinstance(config.name, Mapping) or config.name.endswith(".json"):
+        full = _from_values(*_values(config.name))
+    else:
+        values = shipped_config(config.name)
+        if values is not None:
+            full = _from_values(values, config.name)
+        elif local is not None and local.suffix == ".gguf" and local.is_file():
+            full = AutoConfig.from_pretrained(local.parent, gguf_file=local.name, local_files_only=True)
+        else:
+            raise ConfigError(
+                _FIELD,
+                f"{config.name} with miniature: true",
+                "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
+                "download its config.json and name that file",
+            )
+    label = f"{_label(config.name)} miniature, random init (seed {seed})"
+    source = ModelSource(full, None, tokenizer, label)
+    return dataclasses.replace(source, hf_config=shrink(full, load_tokenizer(source, config), config.trust_remote_code))
+
+
+def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The keys of an inline config or of a config file, and where they stand."""
+    if isinstance(name, Mapping):
+        return dict(name), _FIELD
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise _no_such_path(name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            _FIELD, f"{name}, which is no JSON ({error})", "a Hugging Face config.json", "mend it"
+        ) from error
+    return values if isinstance(values, dict) else {}, name
+
+
+def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:
+    values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3, cutoff=0.5)
+        raise ConfigError(
+            _FIELD,
+            f"model_type {model_type!r} in {where}",
+            "a model type of transformers",
+            f"write model_type: {' or '.join(close) or 'llama'}",
+        )
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError, KeyError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(_FIELD, f"{where} ({text})", f"a valid {model_type} config", "correct that key") from error
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            _FIELD,
+            f"{folder}, a folder without config.json",
+            "a Hugging Face model folder",
+            f"name one of what is there: {_listing(folder)}; of a training checkpoint, export it first",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in text:
+            fix = "set trust_remote_code: true, after you have read that code"
+        else:
+            fix = "mend config.json, or use a transformers that knows this model"
+        raise ConfigError(
+            _FIELD, f"{folder / 'config.json'} ({text})", "a config transformers can read", fix
+        ) from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether ``name`` can only be meant as a path: hub names have at most one slash and no file ending of ours."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json", "/"))
+
+
+def _no_such_path(name: str) -> ConfigError:
+    path = Path(name).expanduser()
+    parent = path.parent
+    if path.exists():
+        return ConfigError(_FIELD, f"{name}, which is no model", "a folder, GGUF file or config .json", "name one")
+    while not parent.is_dir():
+        parent = parent.parent
+    fix = f"name what exists; in {parent.resolve()}: {_listing(parent, path.name)}"
+    return ConfigError(_FIELD, f"{name}, which does not exist", "a folder, GGUF file, config .json or hub name", fix)
+
+
+def _listing(folder: Path, wanted: str = "") -> str:
+    entries = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
+    close = difflib.get_close_matches(wanted, entries, n=4, cutoff=0.4)
+    return ", ".join(close or entries[:8]) or "nothing"
+
+
+def _label(name: str | Mapping[str, Any] | None) -> str:
+    if isinstance(name, Mapping):
+        return str(name.get("model_type", "model"))
+    path = Path(str(name))
+    if path.name == "config.json" and path.parent.name:
+        return path.parent.name
+    return path.stem if path.suffix in (".gguf", ".json") else path.name

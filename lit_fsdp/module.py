@@ -1,0 +1,266 @@
+"""The LightningModule for any transformers causal LM.
+
+The loss of a global batch is (sum over its supervised tokens) / (their number), whatever the ranks, the accumulation
+and the padding. ``training_step`` returns sums; just before the optimizer step one small all-reduce brings the
+token counts together and the gradients are scaled once.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import MeanMetric
+from transformers import PreTrainedTokenizerBase
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.optim import OptimConfig, schedule_factor
+from lit_fsdp.config.typed import accepts, build
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.loss import TokenLoss, causal_lm_forward, per_sample_loss
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.tokenizers import load_tokenizer
+from lit_fsdp.models.weights import Weights, open_weights
+from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.sharded import ShardedStrategy
+
+_INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
+STOP_INTERRUPT, STOP_TERMINATE = 0, 1
+
+
+class CausalLMModule(LightningModule):
+    """Fine-tunes a causal language model; its arguments are the ``model`` section of a recipe.
+
+    Works under :func:`lit_fsdp.fsdp_strategy` (built on meta and loaded shard by shard) and under Lightning's own
+    single-device and DDP strategies.
+
+    Args:
+        **options: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
+
+    Raises:
+        ConfigError: An unknown option or a wrong value.
+    """
+
+    model: nn.Module | None
+    """The transformers model; ``None`` until ``configure_model``."""
+
+    @accepts(ModelConfig)
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.config = build(ModelConfig, options, "model")
+        if self.config.name is None:
+            raise ConfigError(
+                "model.name", "null", "a hub name, folder, GGUF file or config", "name the model to start from"
+            )
+        self.model = None
+        self._weights: Weights | None = None
+        self._source: ModelSource | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._decayed: set[str] = set()
+        self.stop_votes = [0.0, 0.0]
+        self.step_totals = torch.zeros(7, dtype=torch.float64)
+        self._window: torch.Tensor | None = None
+        self._val_metrics, self._test_metrics = _EvalMetrics(), _EvalMetrics()
+
+    @property
+    def source(self) -> ModelSource:
+        """Where config, weights and tokenizer come from; found (and converted) at the first use."""
+        if self._source is None:
+            self._source = resolve_model(self.config, torch.initial_seed())
+        return self._source
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer with its chat template."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.source, self.config)
+        return self._tokenizer
+
+    def configure_model(self) -> None:
+        """Build the model on meta; the strategy fills it, or this does where there is nothing to shard."""
+        if self.model is not None:
+            return
+        seed = self.trainer.strategy.broadcast(torch.initial_seed())
+        model = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
+        self._weights = open_weights(self.source, model, seed)
+        self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
+        self.model = model
+        if not isinstance(self.trainer.strategy, ShardedStrategy):
+            materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
+            for module in self.modules():
+                materializer.fill(module)
+
+    def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
+        """One tensor of the model, or only its rows, for whoever fills the meta model."""
+        assert self._weights is not None
+        return self._weights.read(module_name.removeprefix("model").removeprefix("."), module, attribute, rows)
+
+    # -- training
+
+    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
+        loss = self._forward(batch)
+        counts = torch.stack(
+            [
+                loss.num_tokens.double(),
+                loss.loss_sum.detach().double(),
+                loss.num_correct.double(),
+                batch["attention_mask"].sum().double(),
+                torch.as_tensor(float(len(batch["input_ids"])), dtype=torch.float64, device=loss.num_tokens.device),
+            ]
+        )
+        self._window = counts if self._window is None else self._window + counts
+        return loss.loss_sum
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale the gradients of the global batch from sums to the mean over its supervised tokens.
+
+        Undoes what others divided by: the engine averages over ranks, Lightning divides by
+        ``accumulate_grad_batches`` (also in a short last window). A global batch without supervised tokens gives zero.
+        """
+        assert self._window is not None
+        votes = torch.tensor(self.stop_votes, dtype=torch.float64, device=self._window.device)
+        totals = torch.cat([self._window, votes])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(totals)
+        self.step_totals, self._window = totals, None
+        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / totals[0].clamp(min=1)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
+        if local:
+            torch._foreach_mul_(local, scale.to(torch.float32))
+        loss = (totals[1] / totals[0].clamp(min=1)).float()
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        """Fused AdamW; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
+        optim = self.config.optim
+        decayed, plain = [], []
+        for name, param in self.named_parameters():
+            if param.requires_grad:
+                clean = name.replace("_fsdp_wrapped_module.", "")
+                (decayed if clean in self._decayed else plain).append(param)
+        groups = [
+            {"params": decayed, "weight_decay": optim.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            fused=True,
+        )
+        total = self._total_steps(optim)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _total_steps(self, optim: OptimConfig) -> int:
+        """Optimizer steps of the whole run; only schedules that end need it."""
+        trainer = self.trainer
+        if optim.schedule == "constant":
+            return max(1, trainer.max_steps)
+        limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            limits.append(int(trainer.estimated_stepping_batches))
+        if not limits or min(limits) == math.inf:
+            raise ConfigError(
+                "trainer.max_steps",
+                "no end of training",
+                f"max_steps or max_epochs, which schedule {optim.schedule} falls towards",
+                "set trainer.max_steps, or model.optim.schedule: constant",
+            )
+        return min(limits)
+
+    # -- evaluation
+
+    def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
+        """Add a batch to the validation metrics."""
+        self._val_metrics.add(self._forward(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log loss, perplexity and token accuracy over all supervised validation tokens of all ranks."""
+        self.log_dict(self._val_metrics.finish("val"), prog_bar=True)
+
+    def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
+        """Add a batch to the test metrics."""
+        self._test_metrics.add(self._forward(batch))
+
+    def on_test_epoch_end(self) -> None:
+        """Log loss, perplexity and token accuracy over all supervised test tokens of all ranks."""
+        self.log_dict(self._test_metrics.finish("test"))
+
+    def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
+        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
+        assert self.model is not None
+        inputs = {k: v for k, v in batch.items() if k in _INPUTS and k != "labels"}
+        sums, tokens = per_sample_loss(self.model(**inputs).logits, batch["labels"])
+        rows = zip(batch["row"].tolist(), sums.tolist(), tokens.tolist(), strict=True)
+        return [
+            {"row": row, "loss_sum": loss, "supervised_tokens": num, "perplexity": math.exp(min(loss / max(1, num), 700))}
+            for row, loss, num in rows
+            if row >= 0
+        ]
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
+        assert self.model is not None
+        return causal_lm_forward(self.model, {k: v for k, v in batch.items() if k in _INPUTS})
+
+    # -- what a checkpoint holds beside tensors
+
+    def checkpoint_manifest(self) -> dict[str, Any]:
+        """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
+        ties = getattr(self.trainer.strategy, "_ties", {})
+        strip = lambda name: name.removeprefix("model.")  # noqa: E731
+        return {"model": {"prefix": "model.", "tied": {strip(a): strip(b) for a, b in ties.items()}}}
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.source.hf_config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            generation = self._generation_config()
+            if generation is not None:
+                generation.save_pretrained(folder)
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
+
+    def _generation_config(self) -> Any:
+        from transformers import GenerationConfig
+
+        folder = self.source.weights_folder
+        if folder is not None and (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return getattr(self.model, "generation_config", None)
+
+
+class _EvalMetrics(nn.Module):
+    """Token-weighted loss and accuracy; every rank may have seen another number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.accuracy = MeanMetric().set_dtype(torch.float64), MeanMetric().set_dtype(torch.float64)
+
+    def add(self, sums: TokenLoss) -> None:
+        """Add the sums of one batch; one without supervised tokens changes nothing."""
+        weight = sums.num_tokens.double()
+        mean = sums.loss_sum.detach().double() / weight.clamp(min=1)
+        self.loss.update(mean, weight)
+        self.accuracy.update(sums.num_correct.double() / weight.clamp(min=1), weight)
+
+    def finish(self, stage: str) -> dict[str, torch.Tensor]:
+        """Metrics over all ranks, and a fresh start."""
+        loss, accuracy = self.loss.compute().float(), self.accuracy.compute().float()
+        self.loss.reset()
+        self.accuracy.reset()
+        return {f"{stage}_loss": loss, f"{stage}_perplexity": loss.exp(), f"{stage}_token_accuracy": accuracy}

@@ -1,0 +1,53 @@
+"""Gradient clipping over sharded gradients, one implementation for both engines.
+
+Lightning refuses norm clipping under its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235);
+here the norm is the one an unsharded model would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def total_norm(grads: Iterable[torch.Tensor], shard_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The 2-norm of all gradients together, as an fp32 scalar, equal on all ranks.
+
+    Args:
+        grads: DTensors, or the local shards; parts of a tensor that other ranks of ``shard_group`` hold are not here.
+        shard_group: Ranks that together hold one copy of the gradients; ``None`` when each rank holds all of it.
+    """
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = [g for g in local if g.numel()]
+    device = local[0].device if local else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else []
+    squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    if shard_group is not None and dist.get_world_size(shard_group) > 1:
+        dist.all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+def clip_by_norm(
+    grads: Iterable[torch.Tensor], max_norm: float, shard_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Scale the gradients in place so that their 2-norm is at most ``max_norm``; the norm before is returned.
+
+    Non-finite norms are not clipped away: the gradients become non-finite everywhere, which the loss will show.
+    """
+    grads = list(grads)
+    norm = total_norm(grads, shard_group)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    if local:
+        torch._foreach_mul_(local, scale.to(local[0].device))
+    return norm
+
+
+def clip_by_value(grads: Iterable[torch.Tensor], max_value: float) -> None:
+    """Clamp every gradient element to ``[-max_value, max_value]`` in place; shards need nothing from each other."""
+    for grad in grads:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.clamp_(-max_value, max_value)

@@ -1,0 +1,123 @@
+"""Real tensors for a model built on meta, read so that no rank ever holds more than its shards and one module.
+
+A reader gives one tensor, or only some of its rows in dim 0. Where the weights come from (a file, an initialiser)
+is the reader's business; it is handed in by the module that is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lit_fsdp.parallel.units import tied_names
+
+
+class Reader(Protocol):
+    """Gives the tensors of a model, one at a time."""
+
+    def __call__(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
+        """The parameter or buffer ``attribute`` of ``module``, or its ``rows`` in dim 0, on the CPU."""
+
+
+class Materializer:
+    """Fills the meta tensors of a model module by module, before or after it is sharded.
+
+    Args:
+        model: The model, unsharded, on meta; names and ties are taken from it now.
+        read: Where tensors come from.
+        device: Where they go.
+    """
+
+    def __init__(self, model: nn.Module, read: Reader, device: torch.device) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.read, self.device = read, device
+        self.first_name = tied_names(model)
+        self._tied: dict[str, nn.Parameter] = {}
+
+    def fill(self, module: nn.Module) -> None:
+        """Replace the module's own meta parameters and buffers (not its children's) by filled ones.
+
+        Sharded parameters (DTensors) get only this rank's rows; the others all of theirs.
+        """
+        name = self.names[module]
+        for attribute, param in list(module._parameters.items()):
+            if param is None or not param.is_meta:
+                continue
+            full_name = f"{name}.{attribute}" if name else attribute
+            first = self.first_name.get(full_name, full_name)
+            if first not in self._tied:
+                filled = self._parameter(name, module, attribute, param)
+                if first not in self.first_name.values():
+                    module._parameters[attribute] = filled
+                    continue
+                self._tied[first] = filled
+            module._parameters[attribute] = self._tied[first]
+        for attribute, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[attribute] = self.read(name, module, attribute, None).to(self.device)
+
+    @torch.no_grad()
+    def _parameter(self, name: str, module: nn.Module, attribute: str, param: nn.Parameter) -> nn.Parameter:
+        if not isinstance(param, DTensor):
+            data = self.read(name, module, attribute, None).to(self.device, param.dtype)
+            return nn.Parameter(data.clone() if data.storage_offset() else data, param.requires_grad)
+        filled = torch.empty_like(param, device=self.device)
+        local = filled.to_local()
+        rows = local_rows(param)
+        if local.numel():
+            local.copy_(self.read(name, module, attribute, rows))
+        return nn.Parameter(filled, param.requires_grad)
+
+
+def local_rows(param: DTensor) -> slice | None:
+    """The rows (dim 0) of the full tensor that this rank holds; ``None`` for all of them.
+
+    ``fully_shard`` splits dim 0 into equal chunks of ``ceil(rows / ranks)``; the last chunks may be short or empty.
+    """
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0
+            ranks, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)
+            chunk = -(-param.shape[0] // ranks)
+            start = min(rank * chunk, param.shape[0])
+            return slice(start, min(start + chunk, param.shape[0]))
+    return None
+
+
+def reset_parameters_reader(seed: int) -> Reader:
+    """A reader for modules of other people on meta: each module's own ``reset_parameters``, seeded by its name.
+
+    Raises (when read):
+        RuntimeError: A module with parameters has no ``reset_parameters``.
+    """
+
+    def read(module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
+        reset = getattr(type(module), "reset_parameters", None)
+        if reset is None:
+            raise RuntimeError(
+                f"{module_name or 'the root'} ({type(module).__name__}) has parameters on the meta device and no "
+                "reset_parameters(); build it on the CPU, or give it reset_parameters()"
+            )
+        digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=6).digest()
+        real = type(module).__new__(type(module))
+        real.__dict__.update(module.__dict__)
+        real._parameters = {k: _empty(v) for k, v in module._parameters.items()}
+        real._buffers = {k: _empty(v) for k, v in module._buffers.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest, "big"))
+            reset(real)
+        tensor = getattr(real, attribute).detach()
+        return tensor if rows is None else tensor[rows]
+
+    return read
+
+
+def _empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -1,0 +1,169 @@
+"""The realised-dtype contract: what the precision mode promises is read back from the live run and compared.
+
+Nothing here sets a dtype except :func:`cast_parameters`; the engines are given the row, and then asked what they did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lit_fsdp.config.precision import DtypeRow
+from lit_fsdp.errors import ContractError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Newer torch reduces through reduce_scatter_single, older through reduce_scatter_tensor.
+_REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: ``fp32``, ``bf16``, … or torch's own."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all floating-point parameters (buffers stay) to their storage dtype in place; ties are kept."""
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_floating_point() or param.dtype == dtype:
+                continue
+            if id(param) not in done:
+                done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+            module._parameters[name] = done[id(param)]
+
+
+class DtypeContract:
+    """Compares declared and realised dtypes, and keeps both for ``dtypes.json``.
+
+    Args:
+        row: What the precision mode promises.
+        mode: Its name, for messages.
+    """
+
+    def __init__(self, row: DtypeRow, mode: str) -> None:
+        self.row, self.mode = row, mode
+        self.realised: dict[str, dict[str, int]] = {}
+        self._handles: list[Any] = []
+        self._first_step_done = False
+
+    def check_parameters(self, named: Iterable[tuple[str, torch.Tensor]], when: str) -> None:
+        """Parameters at rest, e.g. ``when="after set-up"``; raises ContractError naming the first that differs."""
+        floating = {name: p.dtype for name, p in named if p.is_floating_point()}
+        self._compare(f"parameters {when}", floating, self.row.param)
+
+    def check_gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gradients as the optimizer is about to see them: the dtype of their parameters."""
+        grads = {name: p.grad.dtype for name, p in named if p.grad is not None}
+        self._compare("gradients", grads, self.row.param)
+
+    def check_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], when: str = "after the first step"
+    ) -> None:
+        """Floating-point moments of the optimizer, except its 0-dim step counters.
+
+        Args:
+            optimizer: Its ``state`` is read; one without state yet is not compared.
+            names: Parameter names by ``id``.
+            when: For messages and for the key in ``dtypes.json``.
+        """
+        found = {
+            f"{names.get(id(param), '?')}.{key}": value.dtype
+            for param, state in optimizer.state.items()
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0
+        }
+        self._compare(f"optimizer state {when}", found, self.row.param)
+
+    def watch(self, units: Mapping[str, nn.Module]) -> None:
+        """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units."""
+        for name, module in units.items():
+            own = [p for p in module.parameters() if p.is_floating_point()]
+            if own:  # after the engine has gathered, and before it frees
+                self._handles.append(module.register_forward_pre_hook(self._gathered_hook(name)))
+                self._handles.append(module.register_forward_hook(self._output_hook(name), prepend=True))
+
+    @contextlib.contextmanager
+    def watch_reductions(self) -> Iterator[None]:
+        """Record the dtype of every floating-point reduction the engine issues inside this context.
+
+        The collectives of ``torch.distributed`` are looked up there at call time by both engines.
+        """
+        if self._first_step_done:
+            yield
+            return
+        seen: dict[str, torch.dtype] = {}
+        originals = {name: getattr(dist, name) for name in _REDUCTIONS if hasattr(dist, name)}
+
+        def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                tensor = kwargs.get("tensor", kwargs.get("output", args[0] if args else None))
+                if torch.is_tensor(tensor) and tensor.is_floating_point():
+                    seen[name if seen.get(name, tensor.dtype) == tensor.dtype else f"{name} again"] = tensor.dtype
+                return original(*args, **kwargs)
+
+            return call
+
+        for name, original in originals.items():
+            setattr(dist, name, recording(name, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+        if seen:
+            self._compare("reductions", seen, self.row.reduce)
+
+    @property
+    def watching(self) -> bool:
+        """Whether the first optimizer step is still to come."""
+        return not self._first_step_done
+
+    def finish_first_step(self) -> None:
+        """Stop recording: hooks are removed, later steps cost nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._first_step_done = True
+
+    def report(self) -> dict[str, Any]:
+        """Declared and realised dtypes for ``dtypes.json``; what was not observed (one rank reduces nothing) is absent."""
+        declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
+        return {"mode": self.mode, "declared": declared, "realised": self.realised}
+
+    def _gathered_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            gathered = {f"{name}.{n}": p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
+            self._compare("gathered parameters in the forward", gathered, self.row.compute)
+
+        return hook
+
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point()]
+            outputs = {f"output {i} of {name}": tensor.dtype for i, tensor in enumerate(tensors)}
+            self._compare("activations", outputs, self.row.compute)
+
+        return hook
+
+    def _compare(self, what: str, found: Mapping[str, torch.dtype], declared: str) -> None:
+        counts: dict[str, int] = defaultdict(int, self.realised.get(what, {}))
+        for name, dtype in found.items():
+            if dtype_name(dtype) != declared:
+                raise ContractError(
+                    f"precision contract broken: {what}: {name} is {dtype_name(dtype)}\n"
+                    f"  declared: {declared} (mode {self.mode})\n"
+                    "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), or choose the "
+                    "precision mode that says so"
+                )
+            counts[dtype_name(dtype)] += 1
+        if found:
+            self.realised[what] = dict(counts)

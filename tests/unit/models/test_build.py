@@ -1,0 +1,75 @@
+"""Building on meta: no memory, ties, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.places import shipped
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.resolve import resolve_model
+
+_MILLIONS = {
+    "SmolLM2-135M-Instruct": 134.515008,
+    "Llama-3.2-1B": 1235.814400,
+    "Llama-3.1-8B": 8030.261248,
+    "Qwen3-0.6B": 596.049920,
+    "Qwen3-8B": 8190.735360,
+    "Mistral-7B-v0.3": 7248.023552,
+}
+
+
+def test_everything_is_on_meta_and_trainable(family, tiny, tensors):
+    config = tiny(family)
+    before = config.to_dict()
+    model = build_on_meta(config, "eager")
+    assert all(t.is_meta for t in tensors(model).values())
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+    assert model.training
+    assert model.config.use_cache is False
+    assert config.to_dict() == before
+
+
+def test_dtype_in_the_config_does_not_matter(tiny):
+    model = build_on_meta(tiny("llama", dtype="bfloat16"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_tied_weights_are_one_object(tiny):
+    model = build_on_meta(tiny("llama"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    untied = build_on_meta(tiny("llama", tie_word_embeddings=False))
+    assert num_parameters(untied) - num_parameters(model) == 99 * 64
+
+
+def test_attention_that_the_model_lacks(tiny):
+    with pytest.raises(ConfigError, match="attn_implementation: eager"):
+        build_on_meta(tiny("bloom"), "sdpa")
+
+
+def test_no_causal_lm():
+    with pytest.raises(ConfigError, match="a model of type t5"):
+        build_on_meta(AutoConfig.for_model("t5"))
+
+
+@pytest.mark.parametrize("name", sorted(_MILLIONS))
+def test_shipped_configs_have_the_published_size(name):
+    file = shipped("model") / f"{name}.json"
+    source = resolve_model(ModelConfig(name=str(file)), seed=1)
+    assert num_parameters(build_on_meta(source.hf_config)) == round(_MILLIONS[name] * 1e6)
+    assert json.loads(file.read_text())["_hub_names"]
+    assert "_hub_names" not in source.hf_config.to_dict()
+
+
+def test_every_shipped_config_is_checked():
+    assert {file.stem for file in shipped("model").glob("*.json")} == set(_MILLIONS)
+
+
+def test_shipped_folder_that_does_not_exist():
+    with pytest.raises(ConfigError, match="model"):
+        shipped("modle")

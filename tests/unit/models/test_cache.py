@@ -1,0 +1,82 @@
+"""A cached folder: made once, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.cache import cache_root, make_once
+
+
+def _write(folder):
+    (folder / "file").write_text("content")
+
+
+def test_second_call_reuses(tmp_path):
+    folder = make_once(tmp_path / "a" / "model-1", _write, "x")
+    assert (folder / "file").read_text() == "content"
+    assert (folder / "file").stat().st_mode & 0o777 == 0o644
+    assert make_once(folder, lambda _: pytest.fail("made twice"), "x") == folder
+
+
+def test_others_wait_and_are_told(tmp_path, caplog):
+    started, finish, made = threading.Event(), threading.Event(), []
+
+    def slow(folder):
+        made.append(folder)
+        started.set()
+        assert finish.wait(10)
+        _write(folder)
+
+    threads = [threading.Thread(target=make_once, args=(tmp_path / "m", slow, "converting x")) for _ in range(2)]
+    with caplog.at_level(logging.INFO):
+        threads[0].start()
+        assert started.wait(10)
+        threads[1].start()
+        while "waiting for another process" not in caplog.text:
+            threads[1].join(0.01)
+        assert not (tmp_path / "m").exists()
+        finish.set()
+        for thread in threads:
+            thread.join(10)
+    assert len(made) == 1
+    assert (tmp_path / "m" / "file").is_file()
+
+
+def test_failure_leaves_nothing_and_can_be_repeated(tmp_path):
+    def fail(folder):
+        _write(folder)
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        make_once(tmp_path / "m", fail, "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.lock"]
+    assert make_once(tmp_path / "m", _write, "x").is_dir()
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
+    leftover = tmp_path / ".m.abc.partial"
+    leftover.mkdir()
+    (leftover / "half").write_text("")
+    make_once(tmp_path / "m", _write, "x")
+    assert not leftover.exists()
+
+
+def test_full_disk_names_the_way_out(tmp_path):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"No space left.*LIT_FSDP_CACHE"):
+        make_once(tmp_path / "m", full, "x")
+    assert not (tmp_path / "m").exists()
+
+
+def test_place_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path))
+    assert cache_root() == tmp_path
+    monkeypatch.delenv("LIT_FSDP_CACHE")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert str(cache_root()) == "/home/somebody/.cache/lit_fsdp"

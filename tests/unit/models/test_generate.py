@@ -1,0 +1,82 @@
+"""Answers: padding changes nothing, and the model is left as it was."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.generate import answer_batch, chat
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+
+
+@pytest.fixture
+def pair(tiny):
+    tokenizer = miniature_tokenizer()
+    torch.manual_seed(0)
+    config = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config), tokenizer
+
+
+def _user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_batch_answers_like_single_prompts(pair):
+    model, tokenizer = pair
+    conversations = [_user("a"), _user("a much longer question than that"), _user("and this")]
+    together = answer_batch(model, tokenizer, conversations, 12)
+    assert together == [answer_batch(model, tokenizer, [c], 12)[0] for c in conversations]
+    assert len(set(together)) == 3
+
+
+def test_mode_is_put_back(pair):
+    model, tokenizer = pair
+    model.train()
+    answer_batch(model, tokenizer, [_user("a")], 1)
+    assert model.training
+    model.eval()
+    answer_batch(model, tokenizer, [_user("a")], 1)
+    assert not model.training
+
+
+def test_length_is_limited_and_the_end_mark_stops(pair):
+    model, tokenizer = pair
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    (answer,) = answer_batch(model, tokenizer, [_user("a")], 5)  # all logits equal: always the first token
+    assert len(tokenizer(answer)["input_ids"]) == 5
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight[tokenizer.eos_token_id] = 1e3  # tied: the end mark wins wherever it is positive
+    answers = answer_batch(model, tokenizer, [_user("a"), _user("b")], 40)
+    assert all(len(tokenizer(answer)["input_ids"]) < 40 for answer in answers)
+
+
+def test_sampling_varies(pair):
+    model, tokenizer = pair
+    torch.manual_seed(0)
+    answers = {answer_batch(model, tokenizer, [_user("a")], 8, temperature=5.0)[0] for _ in range(4)}
+    assert len(answers) > 1
+
+
+def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
+    model, tokenizer = pair
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    system = {"role": "system", "content": "be brief"}
+    (expected,) = answer_batch(model, tokenizer, [[system, *_user("hello")]], 6)
+    assert chat(str(tmp_path), "hello", "be brief", 6) == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert chat(str(tmp_path), None, "be brief", 6) == expected
+
+
+def test_chat_with_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="--model"):
+        chat(str(tmp_path), "hello")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="--prompt"):
+        chat(str(tmp_path), "  ")

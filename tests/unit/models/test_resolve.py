@@ -1,0 +1,229 @@
+"""What a model name may be, and what is said when it is none of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from huggingface_hub import errors as hub_errors
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models import hub
+from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.miniature import shipped_config
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+
+
+def _resolve(name, **options):
+    return resolve_model(ModelConfig(name=name, **options), seed=7)
+
+
+def test_folder_is_used_as_it_is(saved):
+    folder = saved("llama")
+    source = _resolve(str(folder))
+    assert (source.weights_folder, source.tokenizer_source) == (folder, str(folder))
+    assert source.label == "llama-model"
+    assert _resolve(str(folder), tokenizer="other").tokenizer_source == "other"
+
+
+def test_config_file_and_mapping_mean_random_init(tmp_path, tiny):
+    values = tiny("qwen3").to_dict()
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(values))
+    for name, label in ((str(file), "mine"), (values, "qwen3")):
+        source = _resolve(name)
+        assert source.weights_folder is None
+        assert source.hf_config.head_dim == 32
+        assert source.label == f"{label}, random init (seed 7)"
+
+
+def test_folder_without_weights_names_the_config_file(tmp_path, tiny):
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        _resolve(str(tmp_path))
+    assert error.value.field == "model.name"
+    assert error.value.fix == f"for random init name {tmp_path / 'config.json'}"
+
+
+def test_folder_without_config_lists_what_is_there(tmp_path):
+    (tmp_path / "step-00000050").mkdir()
+    with pytest.raises(ConfigError, match=r"without config\.json[\s\S]*step-00000050/"):
+        _resolve(str(tmp_path))
+
+
+def test_path_that_does_not_exist_names_the_nearest(tmp_path):
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "zzz").mkdir()
+    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*: smollm2/$"):
+        _resolve(str(tmp_path / "smolm2" / "config.json").replace("/config.json", ""))
+    with pytest.raises(ConfigError, match="does not exist"):
+        _resolve("./no/such/model.gguf")
+
+
+def test_file_of_another_kind(tmp_path):
+    (tmp_path / "model.onnx").write_text("")
+    with pytest.raises(ConfigError, match="which is no model"):
+        _resolve(str(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "lama"}, "write model_type: llama"),
+        ({"hidden_size": 8}, "model_type None"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "a valid llama config"),
+    ],
+)
+def test_wrong_mapping(values, said):
+    with pytest.raises(ConfigError, match=said):
+        _resolve(values)
+
+
+def test_config_that_is_no_json(tmp_path):
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(ConfigError, match="which is no JSON"):
+        _resolve(str(tmp_path / "c.json"))
+
+
+def test_quantized_weights_are_refused(saved):
+    folder = saved("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ConfigError, match="which is quantized"):
+        _resolve(str(folder))
+
+
+def test_no_name():
+    with pytest.raises(ConfigError, match=r"model\.name: got None"):
+        _resolve(None)
+
+
+class _Response:
+    headers: dict = {}
+    status_code = 403
+    request = None
+
+
+def _raises(error):
+    def snapshot_download(*args, **kwargs):
+        raise error
+
+    return snapshot_download
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gated", "HF_TOKEN"),
+        ("unknown", "for a folder write ./some/model"),
+        ("offline", "hf download some/model --local-dir model"),
+        ("no network", "hf download some/model"),
+    ],
+)
+def test_hub_failures_say_what_to_do(monkeypatch, kind, said):
+    error = {
+        "gated": lambda: hub_errors.GatedRepoError("403", response=_Response()),
+        "unknown": lambda: hub_errors.RepositoryNotFoundError("404", response=_Response()),
+        "offline": lambda: hub_errors.OfflineModeIsEnabled("offline"),
+        "no network": lambda: hub_errors.LocalEntryNotFoundError("no connection"),
+    }[kind]()
+    monkeypatch.setattr(hub, "snapshot_download", _raises(error))
+    with pytest.raises(ConfigError) as raised:
+        _resolve("some/model")
+    assert raised.value.field == "model.name"
+    assert said in raised.value.fix
+
+
+def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
+    folder, asked = saved("llama"), []
+
+    def download(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    source = _resolve("some/model")
+    assert (source.weights_folder, source.label) == (folder, "model")
+    ((name, patterns),) = asked
+    assert name == "some/model"
+    assert "*.safetensors" in patterns
+    assert not {"*.bin", "*.py"} & set(patterns)
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+
+
+def test_miniature_of_every_family(family, tiny, no_hub):
+    full = tiny(family, **({"hidden_size": 128} if family != "gpt2" else {"n_embd": 128}))
+    config = ModelConfig(name=full.to_dict(), miniature=True)
+    source = resolve_model(config, 7)
+    small = source.hf_config
+    assert (source.weights_folder, source.tokenizer_source) == (None, None)
+    assert small.model_type == full.model_type
+    assert small.hidden_size == 64
+    assert small.tie_word_embeddings == full.tie_word_embeddings
+    assert small.vocab_size == len(load_tokenizer(source, config)) == len(miniature_tokenizer())
+    assert small.eos_token_id == miniature_tokenizer().eos_token_id
+    assert num_parameters(build_on_meta(small, "eager")) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "rope"),
+    [
+        ("meta-llama/Llama-3.2-1B-Instruct", 4, 1, "llama3"),
+        ("Qwen/Qwen3-0.6B", 4, 2, "default"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 3, 1, "default"),
+        ("somewhere/SmolLM2-135M-Instruct.Q4_1.gguf", 3, 1, "default"),
+        ("/models/Mistral-7B-Instruct-v0.3", 4, 1, "default"),
+    ],
+)
+def test_miniature_of_shipped_configs(no_hub, name, heads, kv_heads, rope):
+    source = _resolve(name, miniature=True)
+    small, full = source.hf_config, shipped_config(name)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (heads, kv_heads)
+    assert small.rope_parameters == full["rope_parameters"]
+    assert small.rope_parameters["rope_type"] == rope
+    assert small.max_position_embeddings == full["max_position_embeddings"]
+    assert small.tie_word_embeddings == full["tie_word_embeddings"]
+    assert "miniature, random init" in source.label
+
+
+def test_miniature_keeps_every_kind_of_layer(no_hub, tiny):
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    full = tiny("gemma3_text", num_hidden_layers=6, layer_types=kinds, sliding_window=24)
+    small = _resolve(full.to_dict(), miniature=True).hf_config
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert small.sliding_window == 24
+
+
+def test_miniature_cuts_long_rope_factors(no_hub, tiny):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope["original_max_position_embeddings"] = 32
+    full = tiny("phi3", hidden_size=384, rope_parameters=rope)
+    small = _resolve(full.to_dict(), miniature=True).hf_config
+    assert small.rope_parameters["rope_type"] == "longrope"
+    assert small.rope_parameters["long_factor"] == [2.0] * 8
+
+
+def test_miniature_uses_a_tokenizer_that_is_at_hand(saved, no_hub):
+    folder = saved("llama")
+    tokenizer = miniature_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder)
+    source = _resolve(str(folder), miniature=True)
+    assert source.tokenizer_source == str(folder)
+    assert source.hf_config.vocab_size == len(tokenizer)
+
+
+def test_miniature_of_an_unknown_hub_name(no_hub):
+    with pytest.raises(ConfigError, match="configs/model"):
+        _resolve("some/model", miniature=True)
+
+
+def test_miniature_of_an_architecture_without_known_sizes(no_hub):
+    with pytest.raises(ConfigError, match=r"model\.miniature: got true for mamba"):
+        _resolve({"model_type": "mamba"}, miniature=True)

@@ -1,0 +1,92 @@
+"""The generated tokenizer, and loading the model's own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from transformers import AutoTokenizer
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+
+
+def _source(tiny, folder, **changes):
+    return ModelSource(tiny("llama", **{"vocab_size": 512, **changes}), None, str(folder) if folder else None, "label")
+
+
+def test_every_text_comes_back():
+    tokenizer = miniature_tokenizer()
+    text = "".join(map(chr, range(256))) + " the king's é 漢字 🙂\n\n  end"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) <= 512
+    assert tokenizer(" the")["input_ids"] == [tokenizer.convert_tokens_to_ids("Ġthe")]
+
+
+def test_special_tokens_are_all_different():
+    tokenizer = miniature_tokenizer()
+    ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert len(ids | {tokenizer.convert_tokens_to_ids("<|im_start|>")}) == 4
+    assert tokenizer("<|im_end|>")["input_ids"] == [tokenizer.eos_token_id]
+    assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+
+
+def test_chat_template_is_chatml_and_marks_the_assistant():
+    tokenizer = miniature_tokenizer()
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    prompt = tokenizer.apply_chat_template(conversation[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    marked = tokenizer.apply_chat_template(conversation, return_dict=True, return_assistant_tokens_mask=True)
+    learnt = [i for i, m in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(learnt) == "Hello<|im_end|>"
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path, tiny):
+    tokenizer = miniature_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny("llama").save_pretrained(tmp_path)
+    loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))
+    text = "the assistant says: 12  34\n"
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template
+    assert loaded.pad_token == "<|pad|>"
+
+
+def test_missing_pad_token_is_set_and_logged(tmp_path, tiny, caplog):
+    tokenizer = miniature_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token is None
+    with caplog.at_level(logging.INFO, logger="lit_fsdp"):
+        loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))
+    assert loaded.pad_token == loaded.eos_token == "<|im_end|>"
+    assert "padding with <|im_end|>" in caplog.text
+
+
+def test_no_token_to_pad_with(tmp_path, tiny):
+    tokenizer = miniature_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="an eos or pad token"):
+        load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))
+
+
+def test_more_tokens_than_embeddings(tmp_path, tiny):
+    miniature_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="at most the 100 embeddings of label"):
+        load_tokenizer(_source(tiny, tmp_path, vocab_size=100), ModelConfig(name="x"))
+
+
+def test_config_alone_has_no_tokenizer(tiny):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: got None"):
+        load_tokenizer(_source(tiny, None), ModelConfig(name="x"))
+
+
+def test_folder_without_tokenizer(tmp_path, tiny):
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
+        load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))

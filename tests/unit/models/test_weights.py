@@ -1,0 +1,164 @@
+"""Reading weights: equal to from_pretrained, by rows, and what is wrong with a folder is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.weights import open_weights
+
+
+def _opened(folder, seed=1):
+    source = resolve_model(ModelConfig(name=str(folder)), seed)
+    model = build_on_meta(source.hf_config, "eager")
+    return open_weights(source, model, seed), model
+
+
+def _rewrite(folder, change):
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    save_file(change(stored), file, metadata={"format": "pt"})
+
+
+def _assert_like_from_pretrained(folder, weights, model, fill, tensors):
+    filled = fill(weights, model)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    assert list(tensors(filled)) == list(tensors(expected))
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensors(filled)[name], tensor), name
+    ids = torch.arange(20).reshape(2, 10)
+    # a cache would change the memory layout inside attention, and with it the last bit
+    assert torch.equal(filled(ids).logits, expected.eval()(ids, use_cache=False).logits)
+
+
+def test_equal_to_from_pretrained(family, saved, fill, tensors):
+    folder = saved(family)
+    weights, model = _opened(folder)
+    _assert_like_from_pretrained(folder, weights, model, fill, tensors)
+
+
+def test_rows_are_parts_of_the_whole(family, saved):
+    weights, model = _opened(saved(family))
+    for name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            whole = weights.read(name, module, attribute)
+            cuts = [0, 3, 3, len(whole) // 2 + 1, len(whole)]
+            parts = [weights.read(name, module, attribute, slice(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+            assert parts[1].shape == (0, *whole.shape[1:])
+            assert torch.equal(torch.cat(parts), whole)
+            assert all(part.untyped_storage().nbytes() == part.nbytes for part in [whole, *parts])
+
+
+def test_dtype_is_the_files(saved):
+    folder = saved("llama")
+    _rewrite(folder, lambda stored: {name: t.bfloat16() for name, t in stored.items()})
+    weights, model = _opened(folder)
+    assert weights.read("model.norm", model.model.norm, "weight").dtype == torch.bfloat16
+    assert weights.read("model.rotary_emb", model.model.rotary_emb, "inv_freq").dtype == torch.float32
+
+
+def test_several_files_with_an_index(saved, fill, tensors):
+    folder = saved("qwen3", max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    weights, model = _opened(folder)
+    _assert_like_from_pretrained(folder, weights, model, fill, tensors)
+
+
+def test_names_without_the_base_prefix(saved, fill, tensors):
+    folder = saved("gpt2")
+    _rewrite(folder, lambda stored: {name.removeprefix("transformer."): t for name, t in stored.items()})
+    weights, model = _opened(folder)
+    assert resolve_model(ModelConfig(name=str(folder)), 1).weights_folder == folder
+    _assert_like_from_pretrained(folder, weights, model, fill, tensors)
+
+
+def test_tied_weight_stored_under_its_other_name(saved, fill, tensors):
+    folder = saved("llama")
+    _rewrite(folder, lambda s: {n.replace("model.embed_tokens", "lm_head"): t for n, t in s.items()})
+    weights, model = _opened(folder)
+    assert torch.equal(
+        weights.read("lm_head", model.lm_head, "weight"),
+        weights.read("model.embed_tokens", model.model.embed_tokens, "weight"),
+    )
+    _assert_like_from_pretrained(folder, weights, model, fill, tensors)
+
+
+def test_missing_tensors_are_named(saved):
+    folder = saved("llama")
+    _rewrite(folder, lambda stored: {n: t for n, t in stored.items() if "layers.1.mlp" not in n})
+    with pytest.raises(CheckpointError, match=r"3 tensors of LlamaForCausalLM are missing: model\.layers\.1\.mlp"):
+        _opened(folder)
+
+
+def test_other_shape_is_named(saved):
+    folder = saved("llama")
+    source = resolve_model(ModelConfig(name=str(folder)), 1)
+    source.hf_config.intermediate_size = 100
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight: \(96, 64\) in model\.safetensors, \(100, 64\)"):
+        open_weights(source, build_on_meta(source.hf_config), 1)
+
+
+def test_unexpected_tensors_are_one_warning(saved, caplog):
+    folder = saved("llama")
+    extra = {"model.vision.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    _rewrite(folder, lambda stored: stored | extra)
+    with caplog.at_level(logging.WARNING):
+        _opened(folder)
+    (record,) = caplog.records
+    assert "1 tensors have no place" in record.message
+    assert "model.vision.weight" in record.message
+    assert "inv_freq" not in record.message
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "no index entry"])
+def test_damaged_files_are_named(saved, damage):
+    folder = saved("llama", max_shard_size="60KB")
+    file = sorted(folder.glob("*.safetensors"))[0]
+    if damage == "no index entry":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: 1000 if damage == "cut" else 0])
+    with pytest.raises(CheckpointError, match=file.name):
+        _opened(folder)
+
+
+def test_damaged_index(saved):
+    folder = saved("llama", max_shard_size="60KB")
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: not a readable index"):
+        _opened(folder)
+
+
+def test_file_cut_after_opening(saved):
+    folder = saved("llama")
+    weights, model = _opened(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"cannot read model\.norm\.weight"):
+        weights.read("model.norm", model.model.norm, "weight")
+
+
+def test_wrong_module_is_noticed(tiny):
+    model = build_on_meta(tiny("llama"))
+    weights = open_weights(ModelSource(model.config, None, None, "x"), model, 1)
+    with pytest.raises(AssertionError, match="LlamaRMSNorm"):
+        weights.read("model.norm", model.lm_head, "weight")
+
+
+def test_shape_that_no_conversion_mends(saved):
+    folder = saved("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    with pytest.raises(CheckpointError, match="misshapen"):
+        resolve_model(ModelConfig(name=str(folder)), 1)
