@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lit_fsdp.checkpoint.disk import FileEntry, HashedFile
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
-from lit_fsdp.checkpoint.ranks import RankFailures, reason
+from lit_fsdp.checkpoint.ranks import RankFailures, Ranks, reason
 from lit_fsdp.errors import CheckpointError
 
 FOLDER = "tensors"
@@ -62,13 +62,11 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessG
         try:
             dcp.save(dict(tensors), storage_writer=writer, process_group=group)
         except CheckpointException as error:
-            raise _failures(error) from error
+            raise _failures(error, group) from error
     return {f"{FOLDER}/{path.name}": entry for path, entry in writer.fs.entries.items()}
 
 
-def load(
-    manifest: Manifest, into: Mapping[str, torch.Tensor], description: dcp_metadata.Metadata, group: Any
-) -> None:
+def load(manifest: Manifest, into: Mapping[str, torch.Tensor], description: dcp_metadata.Metadata, group: Any) -> None:
     """Read tensors in place; collective.
 
     Args:
@@ -86,7 +84,7 @@ def load(
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             dcp.load(dict(into), storage_reader=reader, planner=planner, process_group=group)
         except CheckpointException as error:
-            raise _failures(error) from error
+            raise _failures(error, group) from error
 
 
 def read_description(manifest: Manifest) -> dcp_metadata.Metadata:
@@ -199,11 +197,15 @@ def _check_places(description: dcp_metadata.Metadata, manifest: Manifest) -> Non
         if not isinstance(index, dcp_metadata.MetadataIndex) or place.transform_descriptors:
             raise CheckpointError(f"{manifest.folder / METADATA}: refused: {index} is stored in an unknown way")
         size = manifest.file(f"{FOLDER}/{place.relative_path}").stat().st_size
-        if not (0 <= place.offset and 0 <= place.length and place.offset + place.length <= size):
+        if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
             raise CheckpointError(f"{manifest.folder / METADATA}: {index.fqn} lies outside {place.relative_path}")
 
 
-def _failures(error: CheckpointException) -> RankFailures:
+def _failures(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:
+    """What DCP collected from all ranks; on a rank that was interrupted, the interrupt itself."""
+    own = error.failures.get(Ranks(group).rank)
+    if own is not None and not isinstance(own[0], Exception):
+        return own[0]
     return RankFailures({rank: reason(failure) for rank, (failure, _) in error.failures.items()})
 
 

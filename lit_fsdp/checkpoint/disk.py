@@ -1,28 +1,23 @@
-"""Files that are on the disk when we say so: hashed and synced writing, folders published by one rename.
+"""Files that are on the disk when we say so, and names that stay inside their folder.
 
-``fsync`` of a file does not save its name: the folder that holds it is synced too. A folder in the making has a
-hidden name on the same file system as its final one, so that the rename at the end is atomic.
+``fsync`` of a file does not save its name: the folder that holds it has to be synced too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from lit_fsdp.errors import CheckpointError
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(tmp|removed)-[0-9a-f]{16}")
 _SMALL_BYTES = 1 << 18
 _WRITEBACK_BYTES = 1 << 26
 _READ_BYTES = 1 << 22
@@ -221,78 +216,3 @@ def inside(folder: Path, name: str) -> Path:
     if not real.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     return path
-
-
-def hidden_name(folder: Path, kind: Literal["tmp", "removed"]) -> Path:
-    """A fresh hidden sibling of ``folder``: being written (``tmp``) or being deleted (``removed``)."""
-    return folder.with_name(f".{folder.name}.{kind}-{secrets.token_hex(8)}")
-
-
-def stage(folder: Path, held: contextlib.ExitStack) -> Path:
-    """A new empty hidden sibling of ``folder``, locked until ``held`` closes; dead ones beside it are removed.
-
-    Raises:
-        CheckpointError: ``folder`` exists, or its parent cannot be written.
-    """
-    refuse_existing(folder)
-    with naming(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    sweep(folder.parent)
-    staging = hidden_name(folder, "tmp")
-    with naming(staging):
-        staging.mkdir()
-        handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
-    held.callback(os.close, handle)
-    with contextlib.suppress(OSError):  # some network file systems cannot lock folders; then nothing is protected
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return staging
-
-
-def publish(staging: Path, folder: Path) -> None:
-    """Make ``staging`` durable and visible as ``folder`` in one step."""
-    sync_tree(staging)
-    refuse_existing(folder)
-    with naming(folder):
-        os.rename(staging, folder)
-    sync_folder(folder.parent)
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise CheckpointError if there is anything at ``folder``."""
-    if os.path.lexists(folder):
-        raise CheckpointError(f"{folder} exists already and is never overwritten; remove it or choose another place")
-
-
-def discard(folder: Path) -> None:
-    """Delete a hidden folder as far as that is possible; what stays is swept by the next save."""
-    assert _HIDDEN.fullmatch(folder.name), folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def sweep(parent: Path) -> list[Path]:
-    """Delete what dead saves and removals left in ``parent``; returns what was there.
-
-    The lock of a folder in the making ends with the process that holds it, however it died.
-    """
-    removed = []
-    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        if _HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and not _is_held(path):
-            discard(path)
-            removed.append(path)
-    return removed
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False

@@ -122,7 +122,7 @@ def _survey(run_folder: Path) -> list[Found | Damaged]:
             manifest = read_manifest(path)
             for name in manifest.files:
                 manifest.file(name)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # OSError: removed by another rank meanwhile
             entries.append(Damaged(path, str(error)))
         else:
             entries.append(_found(manifest))
@@ -130,9 +130,7 @@ def _survey(run_folder: Path) -> list[Found | Damaged]:
 
 
 def _found(manifest: Manifest) -> Found:
-    return Found(
-        manifest.global_step, manifest.folder, dict(manifest.metrics), manifest.created, manifest.num_bytes
-    )
+    return Found(manifest.global_step, manifest.folder, dict(manifest.metrics), manifest.created, manifest.num_bytes)
 
 
 def _step_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from lit_fsdp.errors import CheckpointError
 T = TypeVar("T")
 
 
-class RankFailures(Exception):  # noqa: N818 - it carries several
+class RankFailures(Exception):
     """What went wrong, by rank, where a collective has told every rank already."""
 
     def __init__(self, by_rank: dict[int, str]) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lit_fsdp.checkpoint.disk import hidden_name, naming, sync_folder
+from lit_fsdp.checkpoint.disk import naming, sync_folder
 from lit_fsdp.checkpoint.find import Found, best
 from lit_fsdp.checkpoint.manifest import MANIFEST, not_a_checkpoint
+from lit_fsdp.checkpoint.staging import hidden_name
 from lit_fsdp.errors import CheckpointError
 
 

@@ -74,7 +74,7 @@ class TensorFile:
     def append(self, name: str, tensor: torch.Tensor) -> None:
         """Write the data of the next tensor."""
         expected = self._left.pop(0)
-        assert name == expected and spec_of(tensor) == self._specs[name], (name, expected, spec_of(tensor))
+        assert (name, spec_of(tensor)) == (expected, self._specs[expected]), (name, spec_of(tensor), expected)
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         self._file.write(flat.view(torch.uint8).numpy())
 
@@ -90,9 +90,7 @@ class TensorFile:
         self._file.abandon()
 
 
-def write_tensors(
-    path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], torch.Tensor]
-) -> FileEntry:
+def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], torch.Tensor]) -> FileEntry:
     """Write a whole file; ``tensor_of`` is asked for one tensor at a time."""
     file = TensorFile(path, specs)
     try:

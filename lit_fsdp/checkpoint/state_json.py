@@ -96,7 +96,7 @@ class _Encoder:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
         if kind is not defaultdict:
-            return {{dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}[kind]: pairs}
+            return {"$dict" if kind is dict else "$counter" if kind is Counter else "$ordered_dict": pairs}
         for name, factory in _FACTORIES.items():
             if value.default_factory is factory:
                 return {"$defaultdict": [name, pairs]}

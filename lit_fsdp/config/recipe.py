@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lit_fsdp.config.typed import unknown_key
 from lit_fsdp.errors import ConfigError
 
 OWN_SECTIONS = ("model", "data", "checkpoint", "seed_everything", "ckpt_path")
@@ -62,6 +63,9 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         elif name in _SWITCHES:
             recipe.flags.append(name if value is None else f"{name}={value}")
         else:
+            section = name.removeprefix("--").split(".")[0]
+            if section not in ("trainer", *OWN_SECTIONS):
+                raise unknown_key(section, value, section, ("config", "print_config", "trainer", *OWN_SECTIONS))
             if value is None:
                 raise ConfigError(name.lstrip("-"), "a flag without a value", "--key value", f"write {name} VALUE")
             flags.append((name, value))

@@ -38,7 +38,8 @@ class RunConfig:
     @property
     def num_nodes(self) -> int:
         """Nodes of the run."""
-        return int(self.trainer.get("num_nodes") or 1)
+        given = self.trainer.get("num_nodes")
+        return given if isinstance(given, int) and given > 0 else 1  # Lightning refuses anything else itself
 
     @property
     def world_size(self) -> int | None:
@@ -167,7 +168,7 @@ def _not_overfitting_batches(run: RunConfig) -> None:
 
 def _limits_whole_batches(run: RunConfig) -> None:
     limit = run.trainer.get("limit_train_batches")
-    if limit not in (None, 1, 1.0):
+    if limit is not None and (limit != 1 or isinstance(limit, int)):  # 1 is one batch, 1.0 all of them
         raise ConfigError(
             "trainer.limit_train_batches",
             limit,

@@ -59,6 +59,10 @@ class StrategyConfig:
     """Checkpoints as one file per rank (sharded) or one file in all (full)."""
 
     def __post_init__(self) -> None:
+        if self.wrap == []:
+            raise ConfigError(
+                "wrap", "[]", "auto, or at least one class name", "write wrap: auto, or name a block class"
+            )
         if self.replicate_degree is not None and self.replicate_degree < 1:
             raise ConfigError("replicate_degree", self.replicate_degree, ">= 1", "write the number of model copies")
         if self.replicate_degree not in (None, 1) and self.sharding != "hybrid_shard":
@@ -89,7 +93,7 @@ class StrategyConfig:
 
 
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
-    """``(replicate_degree, shard_degree)``: how many copies of the model there are and over how many ranks each is split.
+    """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
 
     Args:
         config: ``sharding`` and ``replicate_degree`` decide.
@@ -98,7 +102,7 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
         path: Where the strategy's arguments stand in the recipe, for the error.
 
     Raises:
-        ConfigError: The copies do not divide the ranks, or ``hybrid_shard`` would keep a single copy or shard nothing.
+        ConfigError: The copies do not divide the ranks, or ``hybrid_shard`` on one node is not told how many to make.
     """
     if config.sharding == "no_shard":
         return world_size, 1

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -70,10 +71,12 @@ def accepts(config: type) -> Callable[[Callable[..., None]], Callable[..., None]
 def unknown_key(path: str, given: Any, key: str, names: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
     names = sorted(names)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5) or [n for n in names if n.startswith(key)][:1]
+    initials = "".join(word[:1] for word in key.split("_"))  # learning_rate is meant by lr
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    close = close or [n for n in names if n.startswith(key)][:1] or [n for n in names if n == initials]
     parent = path.rpartition(".")[0]
     fix = f"write {parent + '.' if parent else ''}{close[0]}" if close else "remove this key"
-    return ConfigError(path, f"{given!r} for a key that does not exist", f"one of {', '.join(names)}", fix)
+    return ConfigError(path, f"{_shown(given)} for a key that does not exist", f"one of {', '.join(names)}", fix)
 
 
 @functools.cache
@@ -110,10 +113,20 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if converted is not _MISMATCH:
             return converted
     allowed = " | ".join(_describe(o) for o in options)
-    words = [str(w) for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
-    close = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
-    fix = f"write {path}: {close[0] if close else words[0]}" if words else f"give {path} as {allowed}"
-    raise ConfigError(path, repr(value), allowed, fix)
+    words = [_shown(w).strip("'") for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
+    close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
+    if isinstance(value, str) and value and not close and list[str] in options:
+        close = [f"[{value}]"]
+    close = close or words
+    fix = f"write {path}: {close[0]}" if close else f"give {path} as {allowed}"
+    raise ConfigError(path, _shown(value), allowed, fix)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _try(hint: Any, value: Any, path: str) -> Any:
@@ -140,24 +153,25 @@ def _try(hint: Any, value: Any, path: str) -> Any:
 def _scalar(hint: Any, value: Any) -> Any:
     if hint is bool or isinstance(value, bool):
         return value if hint is bool and isinstance(value, bool) else _MISMATCH
+    if hint is int and isinstance(value, int):
+        return value
     if hint in (int, float):
         try:  # YAML 1.1 reads 1e-4 (no dot) as a string
-            number = float(value) if isinstance(value, (int, float, str)) else None
-        except ValueError:
+            number = float(value) if isinstance(value, (int, float, str)) else math.nan
+        except (ValueError, OverflowError):
             return _MISMATCH
-        if number is None or number != number:
+        if math.isnan(number):
             return _MISMATCH
         if hint is float:
             return number
-        exact = isinstance(value, int) or (abs(number) < 2**53 and number.is_integer())
-        return int(value if isinstance(value, int) else number) if exact else _MISMATCH
+        return int(number) if abs(number) < 2**53 and number.is_integer() else _MISMATCH
     return value if isinstance(value, hint) else _MISMATCH
 
 
 def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return " | ".join(str(a) for a in args)
+        return " | ".join(_shown(a).strip("'") for a in args)
     if origin in (list, tuple):
         return f"[{_describe(args[0])}, ...]"
     if origin is dict or hint is dict:

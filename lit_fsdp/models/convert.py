@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pickle
@@ -13,16 +14,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.cache import cache_root, make_once
-from lit_fsdp.models.names import tied_groups
+from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
+from lit_fsdp.models.names import has_safetensors, stored_tensors, tied_groups
 from lit_fsdp.models.quiet import no_progress_bars
 
 _VERSION = 1
 _MIB = 2**20
 _SHARD_BYTES = 4 * 2**30
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 def convert_gguf(file: Path) -> Path:
@@ -43,9 +46,8 @@ def convert_gguf(file: Path) -> Path:
 
     def make(folder: Path) -> None:
         with _reading(file):
-            tokenizer, limit = _gguf_tokenizer(file)
+            tokenizer = gguf_tokenizer(file)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer.model_max_length = limit or model.config.max_position_embeddings
         tokenizer.save_pretrained(folder)
         save_folder(model, folder)
 
@@ -70,9 +72,8 @@ def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
         with _reading(source):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype="auto", output_loading_info=True, **options
-            )
+            options["dtype"] = _stored_dtype(source)  # "auto" would believe config.json
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, info = loaded
         lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if lacking:
@@ -143,17 +144,12 @@ def _reading(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _gguf_tokenizer(file: Path) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer of a GGUF file, with what transformers leaves out, and the file's context length."""
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    fields = GGUFReader(file).fields
-    pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
-    lengths = [field.contents() for name, field in fields.items() if name.endswith(".context_length")]
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if pre == "smollm":  # each digit is a token of its own, before spaces are joined to what follows
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    return tokenizer, int(lengths[0]) if lengths else None
+def _stored_dtype(source: Path) -> torch.dtype:
+    """The widest floating-point dtype in the files of a folder."""
+    dtypes: set[torch.dtype] = set()
+    if has_safetensors(source):
+        dtypes = {_FLOATS[t.dtype] for t in stored_tensors(source).values() if t.dtype in _FLOATS}
+    for file in source.glob("pytorch_model*.bin") if not dtypes else ():
+        tensors = torch.load(file, map_location="meta", weights_only=True)
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+    return functools.reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))

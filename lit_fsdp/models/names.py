@@ -19,11 +19,12 @@ _SINGLE = "model.safetensors"
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies and its shape there."""
+    """Where a tensor lies, its shape there, and its dtype in the words of safetensors (``BF16``)."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                    tensors[name] = Stored(file, name, tuple(handle.get_slice(name).get_shape()))
+                    stored = handle.get_slice(name)
+                    tensors[name] = Stored(file, name, tuple(stored.get_shape()), stored.get_dtype())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from error
     return tensors

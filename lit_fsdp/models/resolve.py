@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from lit_fsdp.config.model import ModelConfig
@@ -19,11 +19,12 @@ from lit_fsdp.models.hub import fetch_model
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
 from lit_fsdp.models.source import ModelSource
-from lit_fsdp.models.tokenizers import load_tokenizer
+from lit_fsdp.models.tokenizers import miniature_tokenizer, read_tokenizer
 
 __all__ = ["ModelSource", "resolve_model"]
 
 _FIELD = "model.name"
+_BAD_CONFIG = (ValueError, TypeError, KeyError, StrictDataclassError)
 
 
 def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
@@ -106,8 +107,8 @@ def _miniature(config: ModelConfig, seed: int) -> ModelSource:
                 "download its config.json and name that file",
             )
     label = f"{_label(config.name)} miniature, random init (seed {seed})"
-    source = ModelSource(full, None, tokenizer, label)
-    return dataclasses.replace(source, hf_config=shrink(full, load_tokenizer(source, config), config.trust_remote_code))
+    loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
+    return ModelSource(shrink(full, loaded, config.trust_remote_code), None, tokenizer, label)
 
 
 def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -139,7 +140,7 @@ def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:
         )
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, KeyError) as error:
+    except _BAD_CONFIG as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(_FIELD, f"{where} ({text})", f"a valid {model_type} config", "correct that key") from error
 
@@ -154,7 +155,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (*_BAD_CONFIG, OSError) as error:
         text = " ".join(str(error).split())[:300]
         if "trust_remote_code" in text:
             fix = "set trust_remote_code: true, after you have read that code"

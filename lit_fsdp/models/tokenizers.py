@@ -16,15 +16,17 @@ _log = logging.getLogger(__name__)
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML with the assistant's words and its end mark as the part that is learnt."""
 
+_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),
@@ -45,7 +47,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
         if not config.miniature:
             raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
         return miniature_tokenizer()
-    tokenizer = _read(source.tokenizer_source, config.trust_remote_code)
+    tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             fix = "add eos_token and pad_token to its tokenizer_config.json"
@@ -98,10 +100,19 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
-def _read(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub repository as it is there.
+
+    Raises:
+        ConfigError: It cannot be found or read.
+    """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = fetch_tokenizer(name, trust_remote_code)
+    if not any(path for pattern in _FILES for path in folder.glob(pattern)):
+        # transformers may make an empty tokenizer up from config.json
+        fix = "set model.tokenizer to a folder or hub name that has one"
+        raise ConfigError("model.tokenizer", f"{folder}, without tokenizer files", "a folder with tokenizer.json", fix)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ImportError, OSError, ValueError, KeyError, TypeError) as error:

@@ -219,4 +219,5 @@ def _count(
 
 
 def _class_list(model: nn.Module) -> str:
-    return ", ".join(sorted({type(m).__name__ for m in model.modules() if m is not model}))
+    modules = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
+    return ", ".join(sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}))

@@ -16,6 +16,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models import convert
 from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
@@ -108,7 +109,7 @@ def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def _write_gguf(file: Path, pre: str) -> dict[str, np.ndarray]:
+def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.ndarray]:
     """A llama of one block and 8 wide, with the miniature tokenizer; returns the embedding as it was written."""
     gguf = pytest.importorskip("gguf")
     tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
@@ -129,6 +130,7 @@ def _write_gguf(file: Path, pre: str) -> dict[str, np.ndarray]:
     writer.add_token_list(sorted(vocab, key=vocab.get))
     writer.add_token_types([3 if "<|" in token else 1 for token in sorted(vocab, key=vocab.get)])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_add_bos_token(add_bos)
     writer.add_bos_token_id(vocab["<|endoftext|>"])
     writer.add_eos_token_id(vocab["<|im_end|>"])
     writer.add_chat_template("{{ messages[0]['content'] }}")
@@ -159,7 +161,6 @@ def test_gguf_becomes_a_model_folder(tmp_path, fill, pre):
     assert tokenizer.model_max_length == 77
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    # with two spaces before a digit the split decides which token the second space falls into
     kinds = {type(step).__name__ for step in _steps(tokenizer.backend_tokenizer.pre_tokenizer)}
     assert ("Digits" in kinds) == (pre == "smollm")
     trained = AutoModelForCausalLM.from_pretrained(source.weights_folder)
@@ -170,11 +171,29 @@ def _steps(pre_tokenizer):
     return list(pre_tokenizer) if type(pre_tokenizer).__name__ == "Sequence" else [pre_tokenizer]
 
 
+def test_gguf_tokenizer_is_that_of_the_file(tmp_path):
+    file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is 12<|im_end|>\n"
+    _write_gguf(file, "gpt-2")
+    tokenizer = gguf_tokenizer(file)
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == "the assistant is 12\n"
+    _write_gguf(file, "gpt-2", add_bos=True)
+    assert gguf_tokenizer(file)(text)["input_ids"] == [expected.bos_token_id, *expected(text)["input_ids"]]
+
+
+def test_gguf_tokenizer_with_another_split_is_left_to_transformers(tmp_path):
+    file = tmp_path / "small.gguf"
+    _write_gguf(file, "llama-bpe")
+    tokenizer = gguf_tokenizer(file)
+    assert tokenizer.model_max_length == 77
+    assert tokenizer.decode(tokenizer("the user", add_special_tokens=False)["input_ids"]) == "the user"
+
+
 def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):
     file = tmp_path / "small.gguf"
     _write_gguf(file, "smollm")
     first = convert.convert_gguf(file)
-    monkeypatch.setattr(convert, "_gguf_tokenizer", lambda _: pytest.fail("converted twice"))
+    monkeypatch.setattr(convert, "gguf_tokenizer", lambda _: pytest.fail("converted twice"))
     assert convert.convert_gguf(file) == first
 
 
@@ -198,7 +217,7 @@ def test_the_real_model(fill):
     model, tokenizer = _filled(source, fill), load_tokenizer(source, config)
     assert num_parameters(model) == 134_515_008
     assert tokenizer.model_max_length == 8192
-    assert tokenizer("a  12").tokens() == ["a", "Ġ", "Ġ", "1", "2"] or tokenizer("12").tokens() == ["1", "2"]
+    assert tokenizer("in 1234  56").tokens() == ["in", "Ġ", "1", "2", "3", "4", "ĠĠ", "5", "6"]
     ids = tokenizer("The capital of France is Paris, and the capital of Italy is Rome.", return_tensors="pt")[
         "input_ids"
     ]

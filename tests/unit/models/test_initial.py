@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -82,12 +80,12 @@ def test_padding_row_is_zero_and_ties_share_the_first_owner(tiny):
 
 
 def test_initialisation_from_the_parent_counts(tiny):
-    weights, model = _random(tiny("gpt2", n_layer=8, n_embd=128))
-    attention = model.transformer.h[0].attn
-    scaled = weights.read("transformer.h.0.attn.c_proj", attention.c_proj, "weight")
-    plain = weights.read("transformer.h.0.attn.c_attn", attention.c_attn, "weight")
-    assert plain.std().item() == pytest.approx(0.02, rel=0.05)
-    assert scaled.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
+    config = tiny("gpt2", n_layer=8, n_embd=128)
+    weights, model = _random(config)
+    expected = AutoModelForCausalLM.from_config(config)
+    for name in ("transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_proj", "transformer.h.0.attn.c_attn"):
+        ours = weights.read(name, model.get_submodule(name), "weight").std().item()
+        assert ours == pytest.approx(expected.get_submodule(name).weight.std().item(), rel=0.05)
 
 
 def test_module_is_initialised_once_for_all_its_slices(tiny, monkeypatch):

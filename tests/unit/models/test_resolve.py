@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 from huggingface_hub import errors as hub_errors
@@ -100,12 +101,6 @@ def test_no_name():
         _resolve(None)
 
 
-class _Response:
-    headers: dict = {}
-    status_code = 403
-    request = None
-
-
 def _raises(error):
     def snapshot_download(*args, **kwargs):
         raise error
@@ -123,9 +118,10 @@ def _raises(error):
     ],
 )
 def test_hub_failures_say_what_to_do(monkeypatch, kind, said):
+    response = types.SimpleNamespace(headers={}, status_code=403, request=None)
     error = {
-        "gated": lambda: hub_errors.GatedRepoError("403", response=_Response()),
-        "unknown": lambda: hub_errors.RepositoryNotFoundError("404", response=_Response()),
+        "gated": lambda: hub_errors.GatedRepoError("403", response=response),
+        "unknown": lambda: hub_errors.RepositoryNotFoundError("404", response=response),
         "offline": lambda: hub_errors.OfflineModeIsEnabled("offline"),
         "no network": lambda: hub_errors.LocalEntryNotFoundError("no connection"),
     }[kind]()

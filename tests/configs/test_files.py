@@ -1,0 +1,225 @@
+"""Every YAML file that ships: it parses, its keys exist, and it combines with what it is meant for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from torch import nn
+from transformers import AutoConfig
+
+from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.miniature import adapt_to_miniature
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.recipe import read_recipe, read_yaml
+from lit_fsdp.config.run import FACTORY, RunConfig, check_recipe
+from lit_fsdp.config.sharding import strategy_config
+from lit_fsdp.config.typed import build
+from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.miniature import shipped_config
+from lit_fsdp.parallel.units import audit, plan_units
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+FRAGMENTS = sorted((ROOT / "configs").rglob("*.yaml"))
+SMOKE = ROOT / "configs" / "debug" / "smoke.yaml"
+TRAINER_KEYS = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+SECTIONS = {"seed_everything", "trainer", "model", "data", "checkpoint"}
+
+recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+fragments = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+
+
+def _merged(*files: Path, flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    return read_recipe([word for file in files for word in ("--config", str(file))] + list(flags)).values
+
+
+def _checked(values: dict[str, Any]) -> RunConfig:
+    return check_recipe(values, "fit")
+
+
+def test_the_recipes_and_fragments_that_are_promised_are_there():
+    names = {path.stem for path in RECIPES}
+    assert names >= {
+        "quickstart",
+        "smollm2-135m_full_fsdp2_2xcpu",
+        "llama3.2-1b_full_fsdp2_8xgpu",
+        "llama3.1-8b_full_fsdp2_8x80gb",
+        "qwen3-0.6b_full_fsdp2_8xgpu",
+        "qwen3-8b_full_fsdp2_8x80gb",
+        "mistral-7b_full_fsdp2_8x80gb",
+    }
+    folders = {path.parent.name for path in FRAGMENTS}
+    assert folders >= {"activation", "data", "debug", "hardware", "precision", "sharding"}
+
+
+@pytest.mark.parametrize("file", RECIPES + FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_key_exists_and_every_section_builds(file: Path):
+    values = read_yaml(file)
+    assert set(values) <= SECTIONS
+    trainer = values.get("trainer", {})
+    assert set(trainer) <= TRAINER_KEYS
+    strategy = trainer.get("strategy", {})
+    assert set(strategy) <= {"class_path", "init_args"}
+    assert strategy.get("class_path", FACTORY) == FACTORY
+    given = strategy.get("init_args", {})
+    built = strategy_config(given, "trainer.strategy.init_args")
+    assert {key: getattr(built, key) for key in given} == given
+    for name, config in (("model", ModelConfig), ("data", DataConfig), ("checkpoint", CheckpointConfig)):
+        section = build(config, values.get(name), name)
+        plain = {key: value for key, value in values.get(name, {}).items() if not isinstance(value, dict)}
+        assert {key: getattr(section, key) for key in plain} == plain
+
+
+@recipes
+def test_a_recipe_passes_every_rule(recipe: Path):
+    run = _checked(_merged(recipe))
+    assert run.strategy.sharding == "full_shard"
+    assert run.world_size is not None
+    assert run.trainer["default_root_dir"] == f"runs/{recipe.stem}"
+
+
+@recipes
+def test_a_recipe_is_named_for_what_it_does(recipe: Path):
+    run = _checked(_merged(recipe))
+    if recipe.stem == "quickstart":
+        assert (run.trainer["accelerator"], run.trainer["devices"]) == ("auto", 2)
+        return
+    model, method, engine, hardware = recipe.stem.split("_")
+    plain = re.sub(r"[^a-z0-9.]", "", str(run.model.name).lower())
+    assert model.replace("-", "") in plain
+    assert method == "full"
+    assert engine == run.strategy.engine
+    assert hardware.startswith(f"{run.trainer['devices']}x")
+    assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
+
+
+@recipes
+def test_the_smoke_fragment_fits_every_recipe(recipe: Path):
+    before, values = _checked(_merged(recipe)), _merged(recipe, SMOKE)
+    adapt_to_miniature(values, [])
+    run = _checked(values)
+    assert run.model.miniature
+    assert run.model.name == before.model.name
+    assert (run.trainer["accelerator"], run.world_size, run.trainer["max_steps"]) == ("cpu", 2, 4)
+    assert run.strategy == before.strategy
+    assert run.model.optim.lr == before.model.optim.lr
+    assert {run.data.train, run.data.val, run.data.test, run.data.predict} == {"generated:64", "generated:16"}
+    # validation after every `val_check_interval` micro-batches, and there are that many in an epoch
+    steps = accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, 2)
+    assert run.trainer["val_check_interval"] == 2 * steps <= 64 // 2
+
+
+@fragments
+def test_a_fragment_changes_only_its_own_keys(fragment: Path):
+    base = RECIPES[0]
+    before, after = _merged(base), _merged(base, fragment)
+    changed = set(_leaves(read_yaml(fragment)))
+    assert {key for key, value in _leaves(after).items() if _leaves(before).get(key) != value} <= changed
+    assert after["trainer"]["strategy"]["class_path"] == FACTORY
+
+
+@pytest.mark.parametrize("word", ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"])
+def test_sharding_fragments_replace_each_other(word: str):
+    flags = ("--trainer.strategy.init_args.replicate_degree", "4")
+    hybrid = ROOT / "configs" / "sharding" / "hybrid_shard.yaml"
+    first = _checked(_merged(RECIPES[0], hybrid, ROOT / "configs/hardware/8xgpu.yaml", flags=flags))
+    assert (first.strategy.sharding, first.strategy.replicate_degree) == ("hybrid_shard", 4)
+    again = ROOT / "configs" / "sharding" / f"{word}.yaml"
+    values = _merged(RECIPES[0], hybrid, again, flags=("--trainer.num_nodes", "2", "--data.global_batch_size", "64"))
+    run = _checked(values)
+    assert (run.strategy.sharding, run.strategy.replicate_degree) == (word, None)
+
+
+@pytest.mark.parametrize("kind", ["precision", "activation"])
+def test_each_word_has_its_fragment(kind: str):
+    key = {"precision": "precision", "activation": "activation_checkpointing"}[kind]
+    words = {"precision": ["mixed", "low_precision", "fp32"], "activation": ["none", "full"]}[kind]
+    for word in words:
+        run = _checked(_merged(RECIPES[0], ROOT / "configs" / kind / f"{word}.yaml"))
+        assert getattr(run.strategy, key) == word
+
+
+def test_data_fragments_show_a_row_of_their_format():
+    columns = {
+        "messages": ["messages"],
+        "sharegpt": ["conversations"],
+        "instruction": ["instruction", "input", "output"],
+        "prompt_completion": ["prompt", "completion"],
+    }
+    for name, expected in columns.items():
+        file = ROOT / "configs" / "data" / f"{name}.yaml"
+        rows = [line.lstrip("# ") for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#   {")]
+        assert [list(json.loads(row)) for row in rows] == [expected]
+        assert read_yaml(file) == {"data": {"format": name}}
+
+
+def _leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found.update(_leaves(value, f"{path}.{key}") if isinstance(value, dict) else {f"{path}.{key}": value})
+    return found
+
+
+class _Module(nn.Module):
+    """Stands for the LightningModule: the model hangs below it under the name ``model``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _meta_model(recipe: Path) -> Any:
+    name = str(read_yaml(recipe)["model"]["name"])
+    values = shipped_config(name)
+    assert values is not None, f"no config for {name} in configs/model"
+    return build_on_meta(AutoConfig.for_model(values.pop("model_type"), **values))
+
+
+@recipes
+def test_the_arithmetic_at_the_head_of_a_recipe_is_right(recipe: Path):
+    text, run = recipe.read_text(encoding="utf-8"), _checked(_merged(recipe))
+    model, ranks = _meta_model(recipe), run.world_size
+    params = num_parameters(model)
+    gib = params * 16 / ranks / 2**30
+    assert f"{params:,}" in text
+    assert f"x 16 B / {ranks} ranks = {gib:.2f}" in text
+    readme = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in readme.splitlines() if f"({recipe.name})" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1] == f"{params:,}"
+    assert cells[3:5] == [str(run.data.global_batch_size), str(run.data.max_seq_length)]
+    assert cells[5].startswith(f"{gib:.2f} GiB")
+    if recipe.stem == "quickstart":
+        return
+    tokens, config = run.data.micro_batch_size * run.data.max_seq_length, model.config
+    units = plan_units(_Module(model), run.strategy.wrap_config).units
+    largest = max(unit.num_params for unit in units)
+    logits = tokens * config.vocab_size * 10 / 2**30
+    inputs = config.num_hidden_layers * tokens * config.hidden_size * 2 / 2**30
+    is_full = run.strategy.activation_config.mode == "full"
+    assert f"{largest:,} x (2 weight + 2 gradient + 4 fp32 to reduce) B = {largest * 8 / 2**30:.2f}" in text
+    assert f"{tokens:,} tokens x {config.vocab_size:,} x 10 B = {logits:.2f}" in text
+    assert (f"{tokens:,} tokens x {config.hidden_size} x 2 B = {inputs:.2f}" in text) == is_full
+    assert f"sum                               {gib + largest * 8 / 2**30 + logits + inputs * is_full:.1f}," in text
+
+
+@recipes
+def test_the_model_of_a_recipe_passes_the_audit(recipe: Path):
+    run, model = _checked(_merged(recipe)), _meta_model(recipe)
+    plan = plan_units(_Module(model), run.strategy.wrap_config)
+    table = audit(plan, run.world_size or 1, set())
+    tied = model.config.tie_word_embeddings
+    embedding = model.get_input_embeddings().weight.numel()
+    assert sum(unit["num_params"] for unit in table["units"]) == num_parameters(model) == table["num_params"]
+    assert sum(unit.is_block for unit in plan.units) == model.config.num_hidden_layers
+    # untied, embedding and head are units of their own; tied, they stay together in the root
+    assert table["num_units"] == model.config.num_hidden_layers + (1 if tied else 3)
+    assert plan.units[-1].num_params == model.config.hidden_size + (embedding if tied else 0)
+    assert table["root_share"] < 0.5

@@ -1,0 +1,58 @@
+"""The training loop everything is measured against: plain PyTorch, one process, no line of ours."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+TINY = LlamaConfig(
+    hidden_size=48,
+    intermediate_size=100,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    initializer_range=0.08,
+)
+ROWS = 12  # samples per global batch: divides by 1, 2 and 4 ranks and by 3 accumulation steps
+LEARNING_RATE = 3e-3
+
+
+def global_batch(step: int, rows: int = ROWS, length: int = 14) -> dict[str, torch.Tensor]:
+    """Rows that count upwards from a random start; each supervises another number of tokens, one none at all."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = (torch.randint(0, 40, (rows, 1), generator=generator) + torch.arange(length)) % 40
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : 1 + (row * 5 + step) % length] = -100
+    labels[step % rows] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def reference_losses(
+    folder: str, steps: int = 10, clip_norm: float | None = None, clip_value: float | None = None, decay: float = 0.1
+) -> list[float]:
+    """Loss of each global batch (mean over its supervised tokens) before each AdamW step, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
+    losses = []
+    for step in range(steps):
+        batch = global_batch(step)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses

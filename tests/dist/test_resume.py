@@ -1,0 +1,79 @@
+"""A resumed run is the run that was interrupted: the next losses, learning rates and states are bit-equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.dist.workers import RankError, Workers
+
+
+@pytest.fixture(scope="module")
+def dropout_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with dropout in its attention, so that the random state matters."""
+    folder = tmp_path_factory.mktemp("dropout") / "model"
+    folder.mkdir()
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["attention_dropout"] = 0.2
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ({"engine": "fsdp2"}, 1),
+        ({"engine": "fsdp1"}, 3),
+        ({"engine": "fsdp2", "state_dict": "full"}, 3),
+        ({"engine": "fsdp1", "state_dict": "full", "sharding": "shard_grad_op"}, 1),
+        ({"engine": "fsdp2", "precision": "low_precision", "sharding": "no_shard"}, 1),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"accumulate{value}",
+)
+def test_the_next_twenty_losses_are_bit_equal(
+    workers: Workers, dropout_model: Path, tmp_path: Path, strategy: dict, accumulate: int
+) -> None:
+    job = {"folder": str(dropout_model), "strategy": strategy, "accumulate_grad_batches": accumulate}
+    whole = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), steps=25, **job)
+    workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=5, **job)  # the middle of an epoch of ten
+    resumed = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=25, ckpt_path="last", **job)
+    for before, after in zip(whole, resumed, strict=True):
+        assert len(after["losses"]) == 20
+        assert after["losses"] == before["losses"][5:]
+        assert after["lr"] == before["lr"]
+        assert after["digest"] == before["digest"]
+        stored = {"low_precision": "bf16"}.get(strategy.get("precision", "mixed"), "fp32")
+        assert set(after["realised"]["parameters after resume"]) == {stored}
+        assert set(after["realised"]["optimizer state after resume"]) == {stored}
+    steps = sorted(folder.name for folder in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert steps == [f"step-{step:08d}" for step in (5, 10, 15, 20, 25)]
+
+
+def test_at_the_end_of_an_epoch(workers: Workers, dropout_model: Path, tmp_path: Path) -> None:
+    job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}}
+    (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), steps=15, **job)
+    workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=10, **job)
+    (after, _) = workers.run(
+        "train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job
+    )
+    assert after["losses"] == whole["losses"][10:]
+    assert after["digest"] == whole["digest"]
+
+
+def test_a_used_run_folder_is_refused(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+    job = {"folder": str(tiny_model), "strategy": {}, "run": str(tmp_path), "steps": 5}
+    workers.run("train_with_checkpoints", 1, **job)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RankError, match="already holds 1 checkpoint"):
+        workers.run("train_with_checkpoints", 1, **job)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+    job = {"folder": str(tiny_model), "strategy": {}, "run": str(tmp_path), "steps": 5}
+    with pytest.raises(RankError, match="Hugging Face|not a checkpoint"):
+        workers.run("train_with_checkpoints", 1, ckpt_path=str(tiny_model), **job)

@@ -1,0 +1,106 @@
+"""Worker processes that have paid for their imports once and then run many small distributed jobs.
+
+A job is a function of ``tests.dist.jobs``; every rank calls it with the same arguments, in a process group of its own
+(gloo on this host), and returns something JSON can hold. The pool starts with the first test that asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "\x1eRESULT "
+
+
+class RankError(AssertionError):
+    """What the ranks of a failed job wrote."""
+
+
+class Workers:
+    """A growing pool of preloaded processes; ``run`` uses the first ``ranks`` of them."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def run(self, job: str, ranks: int, timeout: float = 120, **arguments: Any) -> list[Any]:
+        """The results of ``tests.dist.jobs.<job>(**arguments)`` by rank; raises RankError if any rank raised."""
+        while len(self._processes) < ranks:
+            self._processes.append(_start())
+        port = _free_port()
+        chosen = self._processes[:ranks]
+        for rank, process in enumerate(chosen):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
+            task = {"job": job, "arguments": arguments, "env": {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(task) + "\n")
+            process.stdin.flush()
+        answers = [self._answer(process) for process in chosen]
+        if any("error" in answer for answer in answers):
+            self.close()
+            raise RankError("\n".join(f"rank {r}: {a.get('error', 'ok')}" for r, a in enumerate(answers)))
+        return [answer["result"] for answer in answers]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.communicate()  # closes the pipes too
+        self._processes.clear()
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                return json.loads(line.removeprefix(_MARK))
+        return {"error": f"the process ended with exit code {process.wait()}"}
+
+
+def _start() -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.workers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=env,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _serve() -> None:
+    """Read tasks from standard input until it closes."""
+    import traceback
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.dist import jobs
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        os.environ.update({name: str(value) for name, value in task["env"].items()})
+        try:
+            answer = {"result": getattr(jobs, task["job"])(**task["arguments"])}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(_MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,55 @@
+"""A small checkpoint to read, damage and remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.store import save_checkpoint
+
+TENSORS = {
+    "model/model.weight": torch.arange(15, dtype=torch.float32).reshape(5, 3) / 7,
+    "model/model.transposed": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).t(),
+    "model/model.number": torch.tensor(2.5),
+    "model/model.empty": torch.empty(0, 4),
+    "model/model.flags": torch.tensor([True, False, True]),
+    "optim/model.weight/step": torch.tensor(3.0),
+    "optim/model.weight/exp_avg": torch.full((5, 3), 0.25),
+    "optim/model.weight/counts": torch.arange(7, dtype=torch.int8),
+}
+STATE = {"epoch": 1, "loops": {"position": (3, 4)}, "best": torch.tensor(0.5), 7: float("inf")}
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """A function that saves step ``step`` in the run folder ``tmp_path`` and returns the checkpoint."""
+
+    def write(step: int = 1, layout: Any = "sharded", **changes: Any) -> Path:
+        folder = step_folder(tmp_path, step)
+        parts: dict[str, Any] = {
+            "tensors": TENSORS,
+            "state": STATE,
+            "manifest": {
+                "global_step": step,
+                "model": {"prefix": "model.", "tied": {}},
+                "metrics": {"val_loss": 1 / step},
+            },
+            "files": {"hf/config.json": b'{"model_type": "toy"}'},
+            "rank_state": {"rng": torch.arange(4, dtype=torch.uint8)},
+            **changes,
+        }
+        save_checkpoint(folder, layout=layout, **parts)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def blanks() -> dict[str, torch.Tensor]:
+    """Tensors of the right names, shapes and dtypes with other content."""
+    return {name: torch.full_like(tensor, 1) for name, tensor in TENSORS.items()}

@@ -1,0 +1,141 @@
+"""Which checkpoint is meant by last, best or a path; without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.checkpoint.disk import FileEntry
+from lit_fsdp.checkpoint.find import best, checkpoints, damaged, resolve_ckpt_path, step_folder
+from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.checkpoint.retention import remove, to_remove
+from lit_fsdp.errors import CheckpointError
+
+
+def make(run: Path, step: int, name: str | None = None, **metrics: float) -> Path:
+    folder = step_folder(run, step) if name is None else run / "checkpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"1234")
+    manifest = Manifest(
+        folder=folder, layout="full", global_step=step, world_size=1, created="2026-01-01T00:00:00+00:00", versions={},
+        tensors={}, files={"data": FileEntry(4, "0" * 64)}, metrics=metrics,
+    )  # fmt: skip
+    (folder / "manifest.json").write_bytes(manifest.dumps())
+    return folder
+
+
+def steps(found) -> list[int]:
+    return [entry.step for entry in found]
+
+
+def test_the_command_line_finds_checkpoints_without_torch():
+    code = "import sys, lit_fsdp.checkpoint.find; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_only_complete_ones_are_found_in_order_of_their_steps(tmp_path):
+    assert checkpoints(tmp_path) == []
+    for step in (100, 20, 3):
+        make(tmp_path, step, val_loss=1.0)
+    make(tmp_path, 50, name="by-hand")
+    make(tmp_path, 60, name=".hidden")
+    make(tmp_path, 7)
+    (step_folder(tmp_path, 7) / "data").unlink()
+    make(tmp_path, 8)
+    (step_folder(tmp_path, 8) / "data").write_bytes(b"123")
+    step_folder(tmp_path, 9).mkdir()
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    found = checkpoints(tmp_path)
+    assert steps(found) == [3, 20, 50, 100]
+    assert (found[0].path, found[0].metrics, found[0].num_bytes) == (step_folder(tmp_path, 3), {"val_loss": 1.0}, 4)
+    reasons = {entry.path.name: entry.reason for entry in damaged(tmp_path)}
+    assert sorted(reasons) == ["step-00000007", "step-00000008", "step-00000009"]
+    assert "No such file" in reasons["step-00000007"]
+    assert "3 bytes, 4 in the manifest" in reasons["step-00000008"]
+    assert "has no manifest.json" in reasons["step-00000009"]
+
+
+def test_last_best_and_a_path(tmp_path):
+    make(tmp_path, 1, val_loss=0.5, accuracy=0.1)
+    make(tmp_path, 2, val_loss=0.4, accuracy=float("nan"))
+    make(tmp_path, 3, val_loss=0.4)
+    make(tmp_path, 4)
+
+    def resolve(word, monitor="val_loss", mode="min"):
+        return resolve_ckpt_path(word, tmp_path, monitor, mode).name
+
+    assert resolve("last") == "step-00000004"
+    assert resolve("best") == "step-00000003"
+    assert resolve("best", mode="max") == "step-00000001"
+    assert resolve("best", monitor="accuracy", mode="max") == "step-00000001"
+    assert resolve(step_folder(tmp_path, 2)) == "step-00000002"
+    with pytest.raises(CheckpointError, match="has a value of bleu; metrics there: accuracy, val_loss; give last"):
+        resolve("best", monitor="bleu")
+    with pytest.raises(CheckpointError, match="a run folder, not a checkpoint; give one of its checkpoints"):
+        resolve(tmp_path)
+
+
+def test_a_damaged_newest_one_is_not_passed_over(tmp_path):
+    good, newest = make(tmp_path, 1, val_loss=1.0), make(tmp_path, 2)
+    (newest / "data").unlink()
+    with pytest.raises(CheckpointError) as error:
+        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+    assert f"{newest} is damaged: " in str(error.value)
+    assert f"the newest complete one is {good}" in str(error.value)
+    assert resolve_ckpt_path("best", tmp_path, "val_loss", "min") == good
+    (good / "data").unlink()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*; damaged:\n  step-00000001: "):
+        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+
+
+def test_an_empty_place_says_what_is_there(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no run folder"):
+        resolve_ckpt_path("last", tmp_path / "gone", "val_loss", "min")
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*/checkpoints; in .*: recipe\.yaml"):
+        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+    folder = make(tmp_path / "run", 1)
+    with pytest.raises(CheckpointError, match="is a checkpoint, not a run folder"):
+        resolve_ckpt_path("last", folder, "val_loss", "min")
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "mode", "gone"),
+    [(1, "min", [1, 3, 4]), (2, "min", [1, 3]), (1, "max", [2, 3, 4]), (-1, "min", []), (9, "min", [])],
+)
+def test_the_newest_and_the_best_stay(tmp_path, keep_last, mode, gone):
+    for step, loss in {1: 0.9, 2: 0.1, 3: 0.5, 4: float("nan"), 5: 0.5}.items():
+        make(tmp_path, step, val_loss=loss)
+    found = checkpoints(tmp_path)
+    assert steps(to_remove(list(reversed(found)), keep_last, "val_loss", mode)) == gone
+    assert steps(to_remove(found, 2, "absent", "min")) == [1, 2, 3]
+    assert best([], "val_loss", "min") is None
+
+
+def test_removing_hides_first(tmp_path, monkeypatch):
+    folder = make(tmp_path, 1)
+
+    def killed(path):
+        assert not folder.exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        remove(folder)
+    assert checkpoints(tmp_path) == damaged(tmp_path) == []
+    assert [path.name.startswith(".step-00000001.removed-") for path in folder.parent.iterdir()] == [True]
+
+
+def test_only_checkpoints_are_removed(tmp_path):
+    kept = make(tmp_path, 1)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "link").symlink_to(kept)
+    for name in ("thesis", "link", "gone"):
+        with pytest.raises(CheckpointError, match="not removed"):
+            remove(tmp_path / name)
+    assert checkpoints(tmp_path)[0].path == kept
+    remove(kept)
+    assert list(kept.parent.iterdir()) == []

@@ -1,0 +1,120 @@
+"""Manifests: what they say, and how anything else is recognised."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from lit_fsdp.checkpoint.disk import hash_file
+from lit_fsdp.checkpoint.manifest import TensorSpec, checked_extra, read_manifest, record_metrics
+from lit_fsdp.errors import CheckpointError
+
+
+def test_a_manifest_describes_every_file_and_tensor(save):
+    folder = save(3, layout="full")
+    manifest = read_manifest(folder)
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(manifest.files) == there - {"manifest.json"}
+    for name, entry in manifest.files.items():
+        assert (entry.num_bytes, entry.sha256) == ((folder / name).stat().st_size, hash_file(folder / name))
+    assert manifest.tensors["model/model.transposed"] == TensorSpec("bfloat16", (4, 3))
+    assert manifest.tensors["model/model.number"] == TensorSpec("float32", ())
+    assert (manifest.global_step, manifest.world_size, manifest.layout) == (3, 1, "full")
+    assert manifest.versions["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert set(manifest.versions) >= {"python", "torch", "lightning", "transformers"}
+    assert manifest.extra == {"model": {"prefix": "model.", "tied": {}}}
+    assert str(folder) not in (folder / "manifest.json").read_text()
+
+
+def test_metrics_are_added_atomically_and_survive_non_finite_values(save):
+    folder = save()
+    before = read_manifest(folder)
+    record_metrics(folder, {"val_loss": torch.tensor(0.25), "nan": math.nan, "inf": -math.inf})
+    after = read_manifest(folder)
+    assert (after.metrics["val_loss"], after.metrics["inf"]) == (0.25, -math.inf)
+    assert math.isnan(after.metrics["nan"])
+    assert (after.files, after.tensors, after.extra) == (before.files, before.tensors, before.extra)
+    with pytest.raises(CheckpointError, match="not one number"):
+        record_metrics(folder, {"x": "much"})
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({}, "global_step is None"),
+        ({"global_step": True}, "global_step is True"),
+        ({"global_step": -1}, "global_step is -1"),
+        ({"global_step": 1, "files": {}}, "files is filled in by the save"),
+        ({"global_step": 1, "x": math.nan}, "not plain JSON"),
+        ({"global_step": 1, "x": {1: 2}}, "not plain JSON"),
+        ({"global_step": 1, "x": (1, 2)}, "not plain JSON"),
+        ({"global_step": 1, "x": object()}, "not plain JSON"),
+        ({"global_step": 1, "metrics": {"a": None}}, "not one number"),
+    ],
+)
+def test_additions_must_be_plain(extra, match):
+    with pytest.raises(CheckpointError, match=match):
+        checked_extra(extra)
+
+
+def test_every_change_of_a_manifest_is_noticed(save):
+    folder = save()
+    path = folder / "manifest.json"
+    text = path.read_text()
+    document = json.loads(text)
+    for key in document:
+        path.write_text(json.dumps({**document, key: "other"}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
+            read_manifest(folder)
+        path.write_text(json.dumps({k: v for k, v in document.items() if k != key}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
+            read_manifest(folder)
+    for broken in ("", "[]", "null", text[:-40], text.replace('"global_step": 1', '"global_step": 2')):
+        path.write_text(broken)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
+            read_manifest(folder)
+    path.write_text(text)
+    assert read_manifest(folder).global_step == 1
+
+
+def test_what_is_no_checkpoint_is_named(save, tmp_path):
+    newest = save(1)
+    for name, files in {
+        "hf": ["config.json", "model.safetensors"],
+        "dcp": [".metadata", "__0_0.distcp"],
+        "lightning": [".metadata", "meta.pt"],
+        "other": ["notes.txt"],
+        "fresh/checkpoints": [],
+    }.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file in files:
+            (tmp_path / name / file).write_text("{}")
+    (tmp_path / "last.ckpt").write_text("x")
+    expected = {
+        "gone": "no such checkpoint folder",
+        "last.ckpt": "a Lightning or torch file, not a lit_fsdp checkpoint; give a folder such as",
+        "hf": "a Hugging Face model folder, not a checkpoint; give it as model.name",
+        "dcp": "a plain torch DCP folder, without the manifest",
+        "lightning": "Lightning's sharded checkpoint, without the manifest",
+        "other": "not a checkpoint: it has no manifest.json",
+        "fresh": "a run folder without a complete checkpoint",
+        ".": f"a run folder, not a checkpoint; give one of its checkpoints: {newest}",
+        "checkpoints": f"a folder of checkpoints, not a checkpoint; give one of its checkpoints: {newest}",
+    }
+    for name, text in expected.items():
+        with pytest.raises(CheckpointError) as error:
+            read_manifest(tmp_path / name)
+        assert str(error.value).startswith(f"{tmp_path / name}: {text}")
+
+
+def test_a_manifest_elsewhere_is_not_followed(save, tmp_path):
+    folder = save()
+    shutil.move(folder / "manifest.json", tmp_path / "manifest.json")
+    (folder / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+        read_manifest(folder)
