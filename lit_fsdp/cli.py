@@ -32,7 +32,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.module import CausalLMModule
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
-_TRUSTED = ["lit_fsdp.*", "lightning.*", "pytorch_lightning.*", "torch.*", "torchmetrics.*"]
+_TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
 _TRAINER_DEFAULTS = {
     "strategy": {"class_path": FACTORY},
     "enable_model_summary": False,  # the audit of FSDP units says more

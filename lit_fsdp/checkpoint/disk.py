@@ -19,7 +19,7 @@ from typing import Any
 from lit_fsdp.errors import CheckpointError
 
 _SMALL_BYTES = 1 << 18
-_WRITEBACK_BYTES = 1 << 26
+_WRITEBACK_BYTES = 1 << 24
 _READ_BYTES = 1 << 22
 
 
@@ -36,7 +36,7 @@ class FileEntry:
 class HashedFile:
     """A new binary file that is hashed while it is written and synced when it is closed.
 
-    Hashing and writing of large pieces run side by side, and the kernel is asked to write back every 64 MiB, so
+    Hashing and writing of large pieces run side by side, and the kernel is asked to write back every 16 MiB, so
     that the sync at the end finds little left to do.
 
     Args:

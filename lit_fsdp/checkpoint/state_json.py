@@ -160,8 +160,8 @@ _STORABLE = {
 
 def _refused(value: Any, path: tuple[Any, ...], why: str) -> CheckpointError:
     where = ".".join(str(part) for part in path) or "the state"
-    kind = value.__qualname__ if isinstance(value, type) else type(value).__qualname__
-    return CheckpointError(f"{where}: cannot save a {type(value).__module__}.{kind}: {why}")
+    kind = type(value)
+    return CheckpointError(f"{where}: cannot save a {kind.__module__}.{kind.__qualname__}: {why}")
 
 
 def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

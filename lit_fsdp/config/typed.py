@@ -44,7 +44,7 @@ def build(cls: type[T], values: Mapping[str, Any] | T | None, path: str) -> T:
     for key in given:
         if key not in names:
             raise unknown_key(f"{path}.{key}" if path else str(key), given[key], str(key), names)
-    hints = _hints(cls)
+    hints = _hints(typing.cast(type, cls))
     kwargs = {key: _convert(hints[key], value, f"{path}.{key}" if path else key) for key, value in given.items()}
     try:
         return cls(**kwargs)

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.generate import answer_batch, chat
+from lit_fsdp.models import generate
+from lit_fsdp.models.generate import answer_batch, chat, inference_device_and_dtype
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 
@@ -64,6 +65,8 @@ def test_sampling_varies(pair):
 
 
 def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
+    cpu_fp32 = (torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(generate, "inference_device_and_dtype", lambda: cpu_fp32)
     model, tokenizer = pair
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -80,3 +83,9 @@ def test_chat_with_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="--prompt"):
         chat(str(tmp_path), "  ")
+
+
+def test_device_and_dtype_fit_each_other():
+    device, dtype = inference_device_and_dtype()
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert dtype in ((torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32))

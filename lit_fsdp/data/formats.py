@@ -1,0 +1,121 @@
+"""Rows of the usual shapes as lists of chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_fsdp.config.data import RowFormat
+from lit_fsdp.errors import DataError
+
+Message = dict[str, Any]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_SIGNS: dict[str, tuple[str, ...]] = {  # in this order: the first format whose columns are all there
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "instruction": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+}
+
+
+def find_format(columns: set[str], name: str) -> RowFormat:
+    """The row format that these columns are the sign of.
+
+    Raises:
+        DataError: No format has these columns.
+    """
+    for form, needed in _SIGNS.items():
+        if columns.issuperset(needed):
+            return form  # type: ignore[return-value]
+    shapes = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in _SIGNS.items())
+    raise DataError(
+        f"{name}: columns {', '.join(sorted(columns)) or '(none)'} are of no known row format\n"
+        f"  allowed: {shapes}\n  fix:     rename the columns"
+    )
+
+
+def to_messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Message]:
+    """The conversation of one row.
+
+    Args:
+        row: Column values.
+        form: Not ``auto``.
+        place: Where the row stands, for errors.
+
+    Raises:
+        DataError: A column is missing or empty of sense, a role is unknown, a content is no text.
+    """
+    for column in _SIGNS[form]:
+        if column not in row:
+            raise DataError(f"{place}: no {column!r}; a {form} row has {', '.join(_SIGNS[form])}")
+    if form == "instruction":
+        asked = _text(row["instruction"], f"{place}: instruction")
+        more = row.get("input")
+        prompt = f"{asked}\n\n{_text(more, f'{place}: input')}" if more else asked
+        system = [_message("system", row["system"], place)] if row.get("system") else []
+        return [*system, _message("user", prompt, place), _message("assistant", row["output"], place)]
+    if form == "prompt_completion":
+        return [*_side(row["prompt"], "user", place), *_side(row["completion"], "assistant", place)]
+    if form == "sharegpt":
+        system = [_message("system", row["system"], place)] if isinstance(row.get("system"), str) else []
+        return system + [_sharegpt_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place)]
+    return [_chat_turn(turn, f"{place}: message {i}") for i, turn in _turns(row["messages"], place)]
+
+
+def _side(value: Any, role: str, place: str) -> list[Message]:
+    if isinstance(value, str):
+        return [_message(role, value, place)]
+    return [_chat_turn(turn, f"{place}: message {i}") for i, turn in _turns(value, place)]
+
+
+def _turns(value: Any, place: str) -> list[tuple[int, Any]]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"{place}: a conversation is a list of at least one message, not {_shown(value)}")
+    return list(enumerate(value))
+
+
+def _chat_turn(turn: Any, place: str) -> Message:
+    if not isinstance(turn, Mapping) or "role" not in turn:
+        raise DataError(f"{place}: a message has role and content, not {_shown(turn)}")
+    if turn["role"] not in _ROLES:
+        raise DataError(f"{place}: role {turn['role']!r}\n  allowed: {', '.join(_ROLES)}")
+    more = {key: value for key, value in turn.items() if key not in ("role", "content") and value is not None}
+    content = turn.get("content")
+    if content is None and more.get("tool_calls"):
+        return {"role": turn["role"], "content": "", **more}
+    return {**_message(turn["role"], content, place), **more}
+
+
+def _sharegpt_turn(turn: Any, place: str) -> Message:
+    if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
+        raise DataError(f"{place}: a turn has from and value, not {_shown(turn)}")
+    if turn["from"] not in _SHAREGPT_ROLES:
+        raise DataError(f"{place}: from {turn['from']!r}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
+    return _message(_SHAREGPT_ROLES[turn["from"]], turn["value"], place)
+
+
+def _message(role: str, content: Any, place: str) -> Message:
+    return {"role": role, "content": _text(content, f"{place}: {role}")}
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{place}: text expected, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:40]!r}"

@@ -1,0 +1,41 @@
+"""Chat rows made on the spot, for trying a recipe out without data."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+_COLOURS = ("red", "green", "blue", "white", "black", "yellow")
+_THINGS = ("box", "ball", "cup", "book", "lamp", "hat")
+
+
+def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """``count`` short conversations, the same for the same seed: sums, reversed words and questions of two turns."""
+    random_source = random.Random(seed)
+    kinds = (_sum, _reverse, _two_turns)
+    return [{"messages": kinds[i % len(kinds)](random_source)} for i in range(count)]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _sum(source: random.Random) -> list[dict[str, str]]:
+    a, b = source.randint(1, 99), source.randint(1, 99)
+    return [_turn("user", f"What is {a} + {b}?"), _turn("assistant", f"{a} + {b} = {a + b}")]
+
+
+def _reverse(source: random.Random) -> list[dict[str, str]]:
+    words = [source.choice(_COLOURS + _THINGS) for _ in range(source.randint(2, 6))]
+    system = _turn("system", "Repeat the words in reverse order.")
+    return [system, _turn("user", " ".join(words)), _turn("assistant", " ".join(reversed(words)))]
+
+
+def _two_turns(source: random.Random) -> list[dict[str, str]]:
+    colour, thing = source.choice(_COLOURS), source.choice(_THINGS)
+    return [
+        _turn("user", f"I have a {colour} {thing}."),
+        _turn("assistant", f"A {colour} {thing}, noted."),
+        _turn("user", f"Which colour is my {thing}?"),
+        _turn("assistant", f"Your {thing} is {colour}."),
+    ]

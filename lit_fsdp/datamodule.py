@@ -1,0 +1,222 @@
+"""The LightningDataModule: rows are tokenised before processes meet, and batches do not depend on their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.typed import accepts, build
+from lit_fsdp.data.cache import TokenisedRows, prepare_rows
+from lit_fsdp.data.collate import collate
+from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
+from lit_fsdp.data.templates import ChatTemplate
+from lit_fsdp.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class CausalLMDataModule(LightningDataModule):
+    """Chat rows as padded batches; its arguments are the ``data`` section of a recipe.
+
+    In somebody's own Trainer ``prepare_data`` tokenises; the command line calls :meth:`prepare` before.
+
+    Args:
+        **options: The fields of :class:`lit_fsdp.config.data.DataConfig`.
+
+    Raises:
+        ConfigError: An unknown option or a wrong value.
+    """
+
+    @accepts(DataConfig)
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.config = build(DataConfig, options, "data")
+        self.prepare_data_per_node = True
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._seed: int | None = None
+        self._rows: dict[str, TokenisedRows] = {}
+
+    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open."""
+        self._tokenizer, self._seed = tokenizer, seed
+
+    def prepare(self, splits: Sequence[str]) -> dict[str, TokenisedRows]:
+        """Tokenise the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has, or map the cache.
+
+        Any number of processes may call it at the same time; one works.
+
+        Raises:
+            DataError: A source or row is bad, or a split has nothing to learn.
+            ConfigError: The chat template is missing.
+        """
+        wanted = [split for split in splits if getattr(self.config, split) and split not in self._rows]
+        if wanted:
+            template = ChatTemplate(self._tokenizer_or_the_models(), self._template_text(), self.config.supervise)
+            for split in wanted:
+                self._rows[split] = prepare_rows(getattr(self.config, split), self.config, template)
+        return self._rows
+
+    def prepare_data(self) -> None:
+        """Lightning's hook, on one process per node: the same as :meth:`prepare`."""
+        assert self.trainer is not None
+        self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
+
+    def setup(self, stage: str) -> None:
+        """Map the tokenised rows; in training derive the accumulation from the batch sizes and the ranks."""
+        self.prepare(_STAGES[stage])
+        if stage != "fit" or self.trainer is None:
+            return
+        trainer = self.trainer
+        steps = accumulation_steps(self.config.global_batch_size, self.config.micro_batch_size, trainer.world_size)
+        if trainer.accumulate_grad_batches not in (1, steps):
+            raise ConfigError(
+                "trainer.accumulate_grad_batches",
+                trainer.accumulate_grad_batches,
+                f"{steps}, which follows from data.global_batch_size, data.micro_batch_size and the ranks",
+                "drop accumulate_grad_batches",
+            )
+        trainer.accumulate_grad_batches = steps
+
+    def train_dataloader(self) -> BatchLoader:
+        """Micro-batches of this rank from the Trainer's step on."""
+        trainer, config = self._trainer(), self.config
+        rows = self._split("train")
+        order = GlobalOrder(len(rows), config.global_batch_size, rows.fingerprint, self._order_seed(), config.shuffle)
+        ranks, rank, micro = trainer.world_size, trainer.global_rank, config.micro_batch_size
+
+        def indices() -> Iterator[list[int]]:
+            epoch, first = divmod(int(trainer.global_step), order.batches_per_epoch)
+            while True:
+                permutation = order.permutation(epoch)
+                for index in range(first, order.batches_per_epoch):
+                    yield from micro_batches(order.global_batch(permutation, index), micro, ranks, rank)
+                epoch, first = epoch + 1, 0
+
+        return self._loader(rows, indices, num_micro_batches(order, micro, ranks))
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """Every validation row once, in file order; nothing if the recipe has no validation rows."""
+        return self._evaluation("val") if self.config.val else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """Every test row once, in file order."""
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> BatchLoader:
+        """Every row to be scored once, in file order."""
+        return self._evaluation("predict")
+
+    def _evaluation(self, split: str) -> BatchLoader:
+        trainer, rows = self._trainer(), self._split(split)
+        micro = self.config.val_micro_batch_size or self.config.micro_batch_size
+        everything = GlobalOrder(len(rows), len(rows), rows.fingerprint, 0, shuffle=False)
+        batches = micro_batches(everything.permutation(0), micro, trainer.world_size, trainer.global_rank)
+        return self._loader(rows, lambda: iter(batches), len(batches))
+
+    def _loader(self, rows: TokenisedRows, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
+        tokenizer = self._tokenizer_or_the_models()
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        return BatchLoader(_Batches(rows, int(pad)), indices, length, self.config.num_workers, self._pin())
+
+    def _pin(self) -> bool:
+        return self._trainer().strategy.root_device.type == "cuda"
+
+    def _split(self, name: str) -> TokenisedRows:
+        if name not in self._rows:
+            raise ConfigError(f"data.{name}", "null", "a source of rows", f"set data.{name}: rows.jsonl")
+        return self._rows[name]
+
+    def _order_seed(self) -> int:
+        return next(seed for seed in (self.config.seed, self._seed, 0) if seed is not None)
+
+    def _trainer(self) -> Any:
+        assert self.trainer is not None, "the loaders belong to a Trainer"
+        return self.trainer
+
+    def _tokenizer_or_the_models(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            module = self.trainer.lightning_module if self.trainer is not None else None
+            tokenizer = getattr(module, "tokenizer", None)
+            if tokenizer is None:
+                raise ConfigError(
+                    "data",
+                    "no tokenizer",
+                    "a CausalLMModule in the same Trainer, or one attached",
+                    "call datamodule.attach(tokenizer, seed)",
+                )
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _template_text(self) -> str | None:
+        if self.config.chat_template is None:
+            return None
+        path = Path(self.config.chat_template).expanduser()
+        if not path.is_file():
+            raise ConfigError("data.chat_template", str(path), "an existing file with a Jinja template", "check the path")
+        return path.read_text(encoding="utf-8")
+
+
+class BatchLoader:
+    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
+
+    Args:
+        batches: Row ids to batch.
+        indices: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
+        length: Batches per epoch; the iterator may go on beyond it.
+        num_workers: Loader processes.
+        pin_memory: Copy batches into page-locked memory.
+    """
+
+    def __init__(
+        self,
+        batches: _Batches,
+        indices: Callable[[], Iterator[list[int]]],
+        length: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batches, self.indices, self.length = batches, indices, length
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=_Lazy(self.indices),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
+        )
+        yield from loader
+
+
+class _Lazy:
+    """A sampler of row ids per batch."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices()
+
+
+class _Batches(Dataset[Batch]):
+    """Maps row ids to a padded batch."""
+
+    def __init__(self, rows: TokenisedRows, pad_id: int) -> None:
+        self._rows, self._pad_id = rows, pad_id
+
+    def __getitem__(self, indices: Sequence[int]) -> Batch:
+        assert all(FILLER <= index < len(self._rows) for index in indices)
+        return collate(self._rows, indices, self._pad_id)

@@ -1,0 +1,199 @@
+"""Processes for test_store.py: ``python store_worker.py SCENARIO WORLD_SIZE FOLDER [SEED]``.
+
+The imports are paid once: this process forks the ranks. It prints one JSON list, the answer of each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lit_fsdp.checkpoint import disk, store
+from lit_fsdp.checkpoint.find import checkpoints, step_folder
+from lit_fsdp.errors import CheckpointError
+
+
+def whole_tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    """The unsharded truth: odd sizes, fewer rows than ranks, numbers, empty ones, two dtypes."""
+    torch.manual_seed(1234 + step)
+    return {
+        "model/0.weight": torch.randn(7, 5),
+        "model/0.bias": torch.randn(7),
+        "model/1.weight": torch.randn(1, 7),
+        "model/1.bias": torch.randn(1),
+        "model/half": torch.randn(6, 4).bfloat16(),
+        "model/columns": torch.randn(3, 10),
+        "model/number": torch.tensor(3.5),
+        "model/empty": torch.empty(0, 3),
+        "optim/0.weight/step": torch.tensor(9.0),
+    }
+
+
+def sharded(whole: dict[str, torch.Tensor], mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The same on a mesh: the first four as parameters of a ``fully_shard`` module, the rest placed by hand."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(whole[f"model/{name}"])
+    fully_shard(module, mesh=mesh)
+    tensors = {f"model/{name}": tensor for name, tensor in get_model_state_dict(module).items()}
+    before = [Replicate()] * (len(mesh_shape) - 1)
+    tensors["model/half"] = distribute_tensor(whole["model/half"], mesh, [*before, Shard(0)])
+    tensors["model/columns"] = distribute_tensor(whole["model/columns"], mesh, [*before, Shard(1)])
+    tensors["optim/0.weight/step"] = distribute_tensor(whole["optim/0.weight/step"], mesh, [*before, Replicate()])
+    tensors.update({name: whole[name].clone() for name in ("model/number", "model/empty")})
+    assert sum(isinstance(tensor, DTensor) for tensor in tensors.values()) == 7
+    return tensors
+
+
+def save_all(rank: int, size: int, folder: Path) -> Any:
+    """Steps 1 (sharded) and 2 (full)."""
+    for step, layout in ((1, "sharded"), (2, "full")):
+        tensors = sharded(whole_tensors(step), (size,))
+        store.save_checkpoint(
+            step_folder(folder, step), tensors, {"step": step}, {"global_step": step}, layout, rank_state={"rank": rank}
+        )
+    return len(checkpoints(folder))
+
+
+def load_all(rank: int, size: int, folder: Path) -> Any:
+    """How many tensors of each step come back bit-equal, on a 1-D mesh and, with four ranks, on a 2-D one."""
+    equal = []
+    for mesh_shape in [(size,), *([(2, 2)] if size == 4 else [])]:
+        for step in (1, 2):
+            into = sharded(whole_tensors(99), mesh_shape)
+            store.load_tensors(step_folder(folder, step), into)
+            loaded = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
+            whole = whole_tensors(step)
+            equal.append([torch.equal(loaded[n], whole[n]) and loaded[n].dtype == whole[n].dtype for n in whole].count(True))
+            assert store.load_rank_state(step_folder(folder, step), 1) == {"rank": 1}
+    return equal
+
+
+def fail_everywhere(rank: int, size: int, folder: Path) -> Any:
+    """The error of each rank when rank 1 fails: at its shard, its own state, what it holds; and rank 0 at its file."""
+    errors = []
+    write = disk.HashedFile.write
+    for bad_rank, file, layout in [
+        (1, "__1_0.distcp", "sharded"),
+        (0, ".metadata.tmp", "sharded"),
+        (1, "rank-00001.json", "full"),
+        (0, "tensors.safetensors", "full"),
+        (0, "manifest.json", "sharded"),
+    ]:
+
+        def failing(self: disk.HashedFile, data: Any, bad_rank: int = bad_rank, file: str = file) -> int:
+            if rank == bad_rank and self.path.name == file:
+                raise CheckpointError(f"{self.path}: No space left on device")
+            return write(self, data)
+
+        disk.HashedFile.write = failing  # type: ignore[method-assign]
+        errors.append(_error_of_save(rank, size, folder, layout))
+    disk.HashedFile.write = write  # type: ignore[method-assign]
+    errors.append(_error_of_save(rank, size, folder, "sharded", state=object() if rank == 1 else 0))
+    errors.append(_error_of_save(rank, size, folder, "sharded", only_on_first={"model/number": torch.zeros(2)}))
+    return errors
+
+
+def _error_of_save(
+    rank: int, size: int, folder: Path, layout: Any, state: Any = 0, only_on_first: dict[str, torch.Tensor] | None = None
+) -> str:
+    tensors = sharded(whole_tensors(3), (size,))
+    tensors.update((only_on_first or {}) if rank == 0 else {})
+    try:
+        store.save_checkpoint(step_folder(folder, 3), tensors, {}, {"global_step": 3}, layout, rank_state={"thing": state})
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def load_damaged(rank: int, size: int, folder: Path) -> Any:
+    """The error of each rank when one shard of step 1 has a flipped bit."""
+    try:
+        store.load_tensors(step_folder(folder, 1), sharded(whole_tensors(99), (size,)))
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def save_for_ever(rank: int, size: int, folder: Path) -> Any:
+    """One save after the other, every second one full, until killed; ends when another rank is lost."""
+    step = max((found.step for found in checkpoints(folder)), default=0)
+    tensors = sharded(whole_tensors(), (size,))
+    while True:
+        step += 1
+        tensors["model/large"] = torch.full((1 << 18,), float(step))
+        try:
+            store.save_checkpoint(
+                step_folder(folder, step), tensors, {"step": step}, {"global_step": step}, ("full", "sharded")[step % 2]
+            )
+        except CheckpointError as error:
+            return str(error)
+
+
+def main(scenario: str, size: int, folder: Path, seed: int | None = None) -> None:
+    """Run the scenario on forked ranks; with a seed, kill one or all of them at random moments, five times."""
+    step = {
+        f.__name__: f for f in (save_all, load_all, fail_everywhere, load_damaged, save_for_ever)
+    }[scenario]  # fmt: skip
+    if seed is None:
+        print(json.dumps([json.loads(text) for text in _finish(_start(step, size, folder))]))
+        return
+    rng = random.Random(seed)
+    log = []
+    for round_ in range(5):
+        before = max((found.step for found in checkpoints(folder)), default=0)
+        ranks = _start(step, size, folder)
+        while max((found.step for found in checkpoints(folder)), default=0) == before:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.15))
+        killed = ranks if round_ % 2 == 0 else [ranks[round_ // 2]]
+        for pid, _ in killed:
+            os.kill(pid, signal.SIGKILL)
+        log.append(_finish(ranks))
+    print(json.dumps(log))
+
+
+def _start(step: Callable[..., Any], size: int, folder: Path) -> list[tuple[int, Path]]:
+    meeting = Path(tempfile.mkdtemp(dir=folder, prefix="meeting-"))
+    ranks = []
+    for rank in range(size):
+        answer = meeting / f"answer-{rank}"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
+                answer.write_text(json.dumps(step(rank, size, folder)))
+            except BaseException as error:
+                answer.write_text(json.dumps(repr(error)))
+            os._exit(0)
+        ranks.append((pid, answer))
+    return ranks
+
+
+def _finish(ranks: list[tuple[int, Path]]) -> list[str]:
+    for pid, _ in ranks:
+        os.waitpid(pid, 0)
+    return [answer.read_text() if answer.exists() else "killed" for _, answer in ranks]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))

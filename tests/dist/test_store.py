@@ -1,0 +1,129 @@
+"""Saving and loading on several gloo ranks: any sharding into any other, errors on all ranks, kills at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.errors import CheckpointError
+
+from .store_worker import whole_tensors
+
+WORKER = Path(__file__).with_name("store_worker.py")
+
+
+def run(scenario: str, size: int, folder: Path, *seed: int) -> list:
+    command = [sys.executable, str(WORKER), scenario, str(size), str(folder), *map(str, seed)]
+    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with step 1 sharded and step 2 full, written by two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    assert run("save_all", 2, folder) == [2, 2]
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_ranks_wrote_what_the_manifest_says(saved):
+    for step, layout in ((1, "sharded"), (2, "full")):
+        manifest = read_manifest(step_folder(saved, step))
+        store.verify_files(manifest.folder)
+        assert (manifest.layout, manifest.world_size, manifest.global_step) == (layout, 2, step)
+        assert {n: t.shape for n, t in manifest.tensors.items()} == {n: tuple(t.shape) for n, t in whole_tensors().items()}
+        shards = {"tensors/__0_0.distcp", "tensors/__1_0.distcp", "tensors/.metadata"}
+        assert shards <= manifest.files.keys() if layout == "sharded" else "tensors.safetensors" in manifest.files
+        assert {"rank-00000.json", "rank-00001.json"} <= manifest.files.keys()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_two_ranks_to_one_process(saved, step):
+    into = {name: torch.full_like(tensor, 9) for name, tensor in whole_tensors().items()}
+    store.load_tensors(step_folder(saved, step), into)
+    whole = whole_tensors(step)
+    assert [name for name in whole if not torch.equal(into[name], whole[name])] == []
+    assert store.load_state(step_folder(saved, step)) == {"step": step}
+
+
+@pytest.mark.parametrize(("size", "loads"), [(2, 2), (4, 4)])
+def test_two_ranks_to_other_meshes(saved, size, loads):
+    assert run("load_all", size, saved) == [[len(whole_tensors())] * loads] * size
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(saved):
+    before = content(saved / "checkpoints")
+    answers = run("fail_everywhere", 2, saved)
+    for errors in answers:
+        for text, (rank, file) in zip(
+            errors,
+            [
+                (1, "tensors/__1_0.distcp: No space left on device"),
+                (0, "tensors/.metadata.tmp: No space left on device"),
+                (1, "rank-00001.json: No space left on device"),
+                (0, "tensors.safetensors: No space left on device"),
+                (0, "manifest.json: No space left on device"),
+                (1, "thing: cannot save a builtins.object"),
+            ],
+            strict=False,
+        ):
+            assert f"\n  rank {rank}: " in text
+            assert file in text
+            assert f"rank {1 - rank}: " not in text
+        assert "the ranks do not hold the same tensor names, shapes and dtypes" in errors[6]
+    assert answers[0] == answers[1] or len({len(errors) for errors in answers}) == 1
+    assert content(saved / "checkpoints") == before
+    assert [path.name for path in sorted((saved / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
+
+
+def test_a_flipped_bit_is_an_error_on_all(saved, tmp_path):
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    folder.parent.mkdir()
+    subprocess.run(["cp", "-r", step_folder(saved, 1), folder], check=True)
+    shard = folder / "tensors" / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    for text in run("load_damaged", 2, tmp_path):
+        assert f"{shard}: sha256 differs from the manifest" in text
+
+
+def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(tmp_path):
+    log = run("save_for_ever", 2, tmp_path, 7)
+    assert [round_.count("killed") for round_ in log] == [2, 1, 2, 1, 2]
+    survivors = [text for round_ in log for text in round_ if text != "killed"]
+    assert all("lost contact" in text or "failed" in text for text in survivors), survivors
+    assert damaged(tmp_path) == []
+    found = checkpoints(tmp_path)
+    assert len(found) >= 5
+    assert [entry.step for entry in found] == list(range(1, len(found) + 1))
+    for entry in found:
+        store.verify_files(entry.path)
+        into = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+                for name, spec in read_manifest(entry.path).tensors.items()}  # fmt: skip
+        store.load_tensors(entry.path, into, verify=False)
+        assert into["model/large"].unique().tolist() == [entry.step] == [store.load_state(entry.path)["step"]]
+    store.save_checkpoint(step_folder(tmp_path, 999), {}, {}, {"global_step": 999}, "sharded")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_checkpoint_without_tensors_is_one_too(tmp_path):
+    store.save_checkpoint(step_folder(tmp_path, 1), {}, {"a": 1}, {"global_step": 1}, "full")
+    store.load_tensors(step_folder(tmp_path, 1), {})
+    with pytest.raises(CheckpointError, match="missing in the checkpoint: w"):
+        store.load_tensors(step_folder(tmp_path, 1), {"w": torch.zeros(1)})

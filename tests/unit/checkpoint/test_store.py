@@ -1,0 +1,225 @@
+"""Saving and loading in one process: exact, refused when it does not fit, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+
+import pytest
+import torch
+
+from lit_fsdp.checkpoint import disk, store
+from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.errors import CheckpointError
+
+from .conftest import STATE, TENSORS
+
+LAYOUTS = pytest.mark.parametrize("layout", ["sharded", "full"])
+
+
+def content(folder) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b)
+
+
+@LAYOUTS
+def test_everything_comes_back(save, blanks, layout):
+    folder = save(layout=layout)
+    before = {name: tensor.data_ptr() for name, tensor in blanks.items()}
+    store.load_tensors(folder, blanks)
+    assert all(same(blanks[name], TENSORS[name]) for name in TENSORS)
+    assert {name: tensor.data_ptr() for name, tensor in blanks.items()} == before
+    state = store.load_state(folder)
+    assert same(state.pop("best"), STATE["best"])
+    assert state == {key: value for key, value in STATE.items() if key != "best"}
+    assert store.load_rank_state(folder, 0)["rng"].tolist() == [0, 1, 2, 3]
+    assert store.load_rank_state(folder, 1) is None
+    assert store.tensor_names(folder) == set(TENSORS)
+    store.verify_files(folder)
+    assert (folder / "hf" / "config.json").read_bytes() == b'{"model_type": "toy"}'
+
+
+@LAYOUTS
+def test_parameters_that_need_gradients_are_filled(save, layout):
+    folder = save(layout=layout, tensors={"w": torch.arange(4.0)})
+    weight = torch.nn.Parameter(torch.zeros(4))
+    store.load_tensors(folder, {"w": weight})
+    assert weight.tolist() == [0, 1, 2, 3]
+    assert weight.requires_grad
+
+
+def test_the_full_file_is_plain_safetensors(save):
+    from safetensors.torch import load_file
+
+    tensors = load_file(save(layout="full") / "tensors.safetensors")
+    assert tensors.keys() == TENSORS.keys()
+    assert all(same(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_the_sharded_files_are_plain_dcp(save, blanks):
+    from torch.distributed import checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(blanks, checkpoint_id=str(save() / "tensors"))
+    assert all(same(blanks[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_no_path_of_this_machine_is_inside(save, tmp_path):
+    for data in content(save()).values():
+        assert str(tmp_path).encode() not in data
+
+
+@LAYOUTS
+def test_names_shapes_and_dtypes_must_fit(save, blanks, layout):
+    folder = save(layout=layout)
+    del blanks["model/model.empty"]
+    blanks["model/extra"] = torch.zeros(1)
+    blanks["model/model.weight"] = torch.zeros(3, 5)
+    blanks["model/model.flags"] = torch.zeros(3)
+    blanks["model/model.number"] = torch.zeros((), device="meta")
+    with pytest.raises(CheckpointError) as error:
+        store.load_tensors(folder, blanks)
+    assert str(error.value).splitlines() == [
+        f"{folder}: does not fit:",
+        "  missing in the checkpoint: model/extra",
+        "  only in the checkpoint: model/model.empty",
+        "  model/model.flags: bool[3] in the checkpoint, float32[3] here",
+        "  model/model.number: on the meta device here, so there is nothing to load into",
+        "  model/model.weight: float32[5, 3] in the checkpoint, float32[3, 5] here",
+    ]
+    assert torch.equal(blanks["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
+
+
+@LAYOUTS
+def test_names_can_be_skipped(save, blanks, layout):
+    wanted = {name: tensor for name, tensor in blanks.items() if name.startswith("model/")}
+    store.load_tensors(save(layout=layout), wanted, skip=[name for name in TENSORS if name.startswith("optim/")])
+    assert all(same(wanted[name], TENSORS[name]) for name in wanted)
+
+
+def test_nothing_is_overwritten(save):
+    folder = save()
+    before = content(folder)
+    with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
+        save()
+    assert content(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"state": {"callbacks": {"Odd": {"thing": object()}}}}, r"callbacks\.Odd\.thing: cannot save a builtins\.object"),
+        ({"rank_state": {"rng": object()}}, "rng: cannot save"),
+        ({"tensors": {"a": 3}}, "a: int, but only tensors"),
+        ({"tensors": {"a": torch.empty(1, device="meta")}}, "a: on the meta device"),
+        ({"manifest": {}}, "global_step is None"),
+        ({"layout": "both"}, "layout: got 'both', allowed: sharded, full"),
+        ({"files": {"../evil": b""}}, "not a file name inside a checkpoint"),
+        ({"files": {"manifest.json": b""}}, "a name of the checkpoint's own"),
+        ({"files": {"tensors/x": b""}}, "a name of the checkpoint's own"),
+        ({"files": {"hf/tokenizer.json": "gone.json"}}, r"gone\.json: No such file"),
+        ({"layout": "full", "tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "safetensors has no dtype"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_nothing(save, tmp_path, changes, match):
+    with pytest.raises(CheckpointError, match=match):
+        save(**changes)
+    parent = step_folder(tmp_path, 1).parent
+    assert not parent.exists() or list(parent.iterdir()) == []
+
+
+@LAYOUTS
+@pytest.mark.parametrize("stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+def test_a_failure_at_any_file_leaves_nothing(save, monkeypatch, layout, stop):
+    old = save(1, layout=layout)
+    before = content(old)
+    opened = disk.HashedFile.__init__
+    for position in range(len(before)):  # as many files, the manifest included
+        made = []
+
+        def failing(self, path, made=made, position=position):
+            opened(self, path)
+            made.append(path)
+            if len(made) == position + 1:
+                self.write = lambda data: fail(path)
+
+        def fail(path):
+            with disk.naming(path):
+                raise stop
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.HashedFile, "__init__", failing)
+            kinds = type(stop) if isinstance(stop, KeyboardInterrupt) else CheckpointError
+            with pytest.raises(kinds) as error:
+                save(2, layout=layout)
+        if isinstance(stop, OSError):
+            assert f"{made[-1].name}: No space left on device" in str(error.value)
+        assert [path.name for path in old.parent.iterdir()] == [old.name]
+        assert len(made) > position
+    assert content(old) == before
+    store.load_tensors(save(2, layout=layout), {name: torch.ones_like(t) for name, t in TENSORS.items()})
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+def test_a_failing_system_call_leaves_nothing(save, monkeypatch, call):
+    old = save(1)
+    before = content(old)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(2)
+    assert content(old) == before
+    assert [entry.step for entry in checkpoints(old.parents[1])] == [1]
+    assert damaged(old.parents[1]) == []
+
+
+@LAYOUTS
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "zero"])
+def test_damage_to_any_file_is_found(save, blanks, layout, harm):
+    folder = save(layout=layout)
+    for name in read_manifest(folder).files:
+        path = folder / name
+        good = path.read_bytes()
+        middle = len(good) // 2
+        if harm == "remove":
+            path.unlink()
+        else:
+            flipped = good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :]
+            path.write_bytes({"flip": flipped, "cut": good[:-1], "zero": bytes(len(good))}[harm])
+        with pytest.raises(CheckpointError, match=path.name):
+            store.verify_files(folder)
+        load = store.load_state if name.startswith("state") else lambda folder: store.load_tensors(folder, blanks)
+        if name.startswith(("state", "tensors")):
+            with pytest.raises(CheckpointError, match=path.name):
+                load(folder)
+        path.write_bytes(good)
+    store.verify_files(folder)
+
+
+def test_files_of_two_steps_are_not_mixed(save, blanks):
+    one = save(1)
+    two = save(2, tensors={name: tensor + 1 if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()})
+    shard = "tensors/__0_0.distcp"
+    assert (one / shard).stat().st_size == (two / shard).stat().st_size
+    (two / shard).write_bytes((one / shard).read_bytes())
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: sha256 differs"):
+        store.load_tensors(two, blanks)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path, blanks):
+    for load in (store.load_state, store.tensor_names, store.verify_files):
+        with pytest.raises(CheckpointError, match="no such checkpoint folder"):
+            load(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
+        store.load_tensors(tmp_path / "gone", blanks)
