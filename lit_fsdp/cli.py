@@ -6,6 +6,7 @@ import argparse
 import inspect
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.host import is_first_process
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.typed import field_docs, unknown_key
 from lit_fsdp.datamodule import CausalLMDataModule
@@ -58,7 +60,7 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
     signals = SignalFlags()
     if not any(flag.split("=")[0] in ("-h", "--help", "--print_config") for flag in flags):
         signals.install()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    _speak()
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=True, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
     )
@@ -153,7 +155,8 @@ class RecipeCLI(LightningCLI):
         if self.trainer.is_global_zero and self.verb == "fit":
             self._write_recipe(folder / "recipe.yaml")
         if self.verb == "fit":
-            self.trainer.strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
+            strategy: Any = self.trainer.strategy
+            strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
             self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
         else:
             getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
@@ -179,6 +182,19 @@ class RecipeCLI(LightningCLI):
                     child.terminate()
 
 
+def _speak() -> None:
+    """Our own log lines on standard error, from the first process; warnings from all; less from Lightning."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("lit_fsdp")
+    own.addHandler(handler)
+    own.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # torch >= 2.12 deprecates a check that lightning 2.6 makes: delete when the minimum of lightning no longer does
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
 def _check_trainer_keys(values: dict[str, Any], flags: list[str]) -> None:
     """Keys of the ``trainer`` section against Lightning's Trainer, with the nearest right one."""
     known = list(inspect.signature(Trainer.__init__).parameters)[1:]
@@ -190,5 +206,14 @@ def _check_trainer_keys(values: dict[str, Any], flags: list[str]) -> None:
     for flag in flags:
         name = flag.partition("=")[0]
         if not name.startswith("--trainer.") and name not in ("-h", "--help", "--print_config"):
-            allowed = ["trainer", "model", "data", "checkpoint", "seed_everything", "ckpt_path", "config", "print_config"]
+            allowed = [
+                "trainer",
+                "model",
+                "data",
+                "checkpoint",
+                "seed_everything",
+                "ckpt_path",
+                "config",
+                "print_config",
+            ]
             raise unknown_key(name.removeprefix("--"), flag, name.removeprefix("--"), allowed)

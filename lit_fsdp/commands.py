@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.host import is_first_process
 from lit_fsdp.errors import ConfigError
 
 _TRAINER_VERBS = {
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     if verb in others:
         return others[verb](rest)
     verbs = [*_TRAINER_VERBS, *_OTHER_VERBS]
-    near = difflib.get_close_matches(verb, verbs, n=1) or ["fit"]
+    near = difflib.get_close_matches(verb, [*verbs], n=1) or ["fit"]
     raise ConfigError("command line", verb, ", ".join(verbs), f"lit-fsdp {near[0]} ...")
 
 
@@ -74,7 +74,7 @@ def _trainer_verb(verb: str, argv: list[str]) -> int:
             values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
         check_recipe(values, verb)
         if not recipe.only_shows:
-            for line in replaced if _is_first_process() else ():
+            for line in replaced if is_first_process() else ():
                 print(f"miniature: {line}", file=sys.stderr)
             _resolve_checkpoint(verb, values)
     from lit_fsdp.cli import run_verb
@@ -93,7 +93,7 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> None:
     if values.get("ckpt_path"):
         found = resolve_ckpt_path(str(values["ckpt_path"]), run_folder, checkpoint.monitor, checkpoint.mode)
         values["ckpt_path"] = str(found)
-    elif verb == "fit" and _is_first_process():
+    elif verb == "fit" and is_first_process():
         there = checkpoints(run_folder)
         if there:
             raise ConfigError(
@@ -102,12 +102,6 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> None:
                 "a new run folder, or a resume",
                 "add --ckpt_path last, or name another --trainer.default_root_dir",
             )
-
-
-def _is_first_process() -> bool:
-    """Whether this process, of those started by Lightning, torchrun or srun, is the one that speaks."""
-    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
-    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _export(argv: Sequence[str]) -> int:
@@ -150,7 +144,9 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
         name = word.split("=")[0]
         if name.startswith("--") and name not in flags:
             near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
-            raise ConfigError(f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}")
+            raise ConfigError(
+                f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}"
+            )
     try:
         return parser.parse_args(list(argv))
     except argparse.ArgumentError as error:

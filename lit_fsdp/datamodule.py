@@ -160,7 +160,9 @@ class CausalLMDataModule(LightningDataModule):
             return None
         path = Path(self.config.chat_template).expanduser()
         if not path.is_file():
-            raise ConfigError("data.chat_template", str(path), "an existing file with a Jinja template", "check the path")
+            raise ConfigError(
+                "data.chat_template", str(path), "an existing file with a Jinja template", "check the path"
+            )
         return path.read_text(encoding="utf-8")
 
 

@@ -145,7 +145,8 @@ class CausalLMModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Fused AdamW; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
         optim = self.config.optim
-        decayed, plain = [], []
+        decayed: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
         for name, param in self.named_parameters():
             if param.requires_grad:
                 clean = name.replace("_fsdp_wrapped_module.", "")
@@ -190,7 +191,7 @@ class CausalLMModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log loss, perplexity and token accuracy over all supervised validation tokens of all ranks."""
-        self.log_dict(self._val_metrics.finish("val"), prog_bar=True)
+        self.log_dict(self._val_metrics.finish("val"), prog_bar=True, sync_dist=True)
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
         """Add a batch to the test metrics."""
@@ -198,7 +199,7 @@ class CausalLMModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log loss, perplexity and token accuracy over all supervised test tokens of all ranks."""
-        self.log_dict(self._test_metrics.finish("test"))
+        self.log_dict(self._test_metrics.finish("test"), sync_dist=True)
 
     def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
         """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
@@ -207,7 +208,12 @@ class CausalLMModule(LightningModule):
         sums, tokens = per_sample_loss(self.model(**inputs).logits, batch["labels"])
         rows = zip(batch["row"].tolist(), sums.tolist(), tokens.tolist(), strict=True)
         return [
-            {"row": row, "loss_sum": loss, "supervised_tokens": num, "perplexity": math.exp(min(loss / max(1, num), 700))}
+            {
+                "row": row,
+                "loss_sum": loss,
+                "supervised_tokens": num,
+                "perplexity": math.exp(min(loss / max(1, num), 700)),
+            }
             for row, loss, num in rows
             if row >= 0
         ]

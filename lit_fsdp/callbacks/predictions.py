@@ -17,7 +17,13 @@ class PredictionWriter(Callback):
         self._rows: list[dict[str, Any]] = []
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Keep this rank's rows."""
         self._rows.extend(outputs)

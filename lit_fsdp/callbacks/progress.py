@@ -52,7 +52,7 @@ class RunProgress(ProgressBar):
         if not self._enabled or trainer.global_step == self._seen_step:
             return
         self._seen_step = trainer.global_step
-        is_logged = trainer.global_step % trainer.log_every_n_steps == 0
+        is_logged = trainer.global_step % _log_every(trainer) == 0
         if self._progress is not None and self._task is not None:
             text = self._text(trainer) if is_logged else None
             self._progress.update(self._task, completed=trainer.global_step, description=text)
@@ -96,3 +96,7 @@ class RunProgress(ProgressBar):
 def _total_steps(trainer: Trainer) -> int | None:
     steps = trainer.estimated_stepping_batches
     return int(steps) if steps not in (-1, float("inf")) else None
+
+
+def _log_every(trainer: Trainer) -> int:
+    return max(1, int(trainer.log_every_n_steps))  # type: ignore[attr-defined]  # set by a connector

@@ -72,7 +72,9 @@ def print_audit(record: dict[str, Any]) -> None:
         )
     console = _console()
     console.print(table)
-    memory = [f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]]
+    memory = [
+        f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]
+    ]
     console.print(
         f"{record['num_params']:,} parameters in {record['num_units']} units, "
         f"{record['num_params_on_this_rank']:,} on rank 0; peak host memory per rank while loading: "
@@ -83,12 +85,14 @@ def print_audit(record: dict[str, Any]) -> None:
 def print_dtypes(report: dict[str, Any]) -> None:
     """Declared and realised dtypes as a table on standard error."""
     declared = ", ".join(f"{k} {v}" for k, v in report["declared"].items())
-    table = Table(title=f"Realised dtypes; precision {report['mode']} declares {declared}", title_justify="left")
+    table = Table()
     table.add_column("what")
     table.add_column("found")
     for what, found in report["realised"].items():
         table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
-    _console().print(table)
+    console = _console()
+    console.print(f"Realised dtypes; precision {report['mode']} declares {declared}", highlight=False)
+    console.print(table)
 
 
 def _console() -> Console:

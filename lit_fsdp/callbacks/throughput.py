@@ -48,7 +48,7 @@ class Throughput(Callback):
         if self._warm:
             self._sum = totals if self._sum is None else self._sum + totals
             self._steps += 1
-        is_logged = trainer.global_step % trainer.log_every_n_steps == 0 and self._sum is not None
+        is_logged = trainer.global_step % _log_every(trainer) == 0 and self._sum is not None
         counts = self._sum.tolist() if is_logged and self._sum is not None else None  # waits for the device
         if self._warm:
             self._seconds += time.perf_counter() - self._step_started
@@ -67,3 +67,7 @@ class Throughput(Callback):
         pl_module.log("step_seconds", seconds / self._steps)
         pl_module.log("peak_memory_gib", peak_device_bytes(trainer.strategy.root_device) / GIB, prog_bar=True)
         self._sum, self._seconds, self._steps = None, 0.0, 0
+
+
+def _log_every(trainer: Trainer) -> int:
+    return max(1, int(trainer.log_every_n_steps))  # type: ignore[attr-defined]  # set by a connector

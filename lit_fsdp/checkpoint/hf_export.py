@@ -192,12 +192,18 @@ def _config(manifest: Manifest, dtype: str) -> bytes:
         config.pop("torch_dtype", None)  # its name before transformers 5
         config.pop("quantization_config", None)  # the weights are written as plain numbers
         config["dtype"] = dtype
-        architectures = manifest.extra["model"].get("architectures")
-        if architectures:
-            config["architectures"] = architectures
+        config["architectures"] = config.get("architectures") or _architectures(str(config.get("model_type")))
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: not the config of a model: {error}") from error
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _architectures(model_type: str) -> list[str]:
+    """The causal LM class of a model type, which a config that was never part of a saved model does not name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return [name] if isinstance(name, str) else list(name or ())
 
 
 def _write(place: Path, manifest: Manifest, plan: _Plan, config: bytes) -> None:

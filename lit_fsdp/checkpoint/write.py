@@ -101,7 +101,9 @@ class _Draft:
             for name in snapshot.files:
                 if disk.checked_name(name).startswith(_RESERVED):
                     raise CheckpointError(f"files: {name} is a name of the checkpoint's own; use another one")
-        return hashlib.sha256(repr((str(self._folder), snapshot.layout, sorted(self.specs.items(), key=str))).encode()).hexdigest()
+        return hashlib.sha256(
+            repr((str(self._folder), snapshot.layout, sorted(self.specs.items(), key=str))).encode()
+        ).hexdigest()
 
     def write_tensors(self, place: Path) -> dict[str, FileEntry]:
         """Write this rank's part of the tensors; collective."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.cache import cache_root, make_once
+from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.formats import find_format, to_messages
 from lit_fsdp.data.sources import Source, read_sources
@@ -127,7 +127,12 @@ def _write(
 
 
 def _keep(
-    ids: np.ndarray, mask: np.ndarray, longest: int, counts: Counter[str], kept: list[np.ndarray], masks: list[np.ndarray]
+    ids: np.ndarray,
+    mask: np.ndarray,
+    longest: int,
+    counts: Counter[str],
+    kept: list[np.ndarray],
+    masks: list[np.ndarray],
 ) -> None:
     if not mask.any():
         counts["dropped: no assistant turn"] += 1

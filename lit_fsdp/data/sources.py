@@ -40,7 +40,9 @@ def read_sources(sources: str | list[str]) -> list[Source]:
     for name in [sources] if isinstance(sources, str) else sources:
         paths = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
         if not paths:
-            raise DataError(f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}")
+            raise DataError(
+                f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
+            )
         found.extend(_read(path) for path in paths)
     for source in found:
         if not source.rows:
@@ -97,7 +99,9 @@ def _jsonl(path: Path, content: bytes) -> Iterator[tuple[dict[str, Any], str]]:
             shown = line[:60].decode("utf-8", "replace")
             raise DataError(f"{place}: not JSON ({error}): {shown!r}\n  fix:     mend or remove this line") from None
         if not isinstance(row, dict):
-            raise DataError(f"{place}: {type(row).__name__}, not an object with columns\n  fix:     one object per line")
+            raise DataError(
+                f"{place}: {type(row).__name__}, not an object with columns\n  fix:     one object per line"
+            )
         yield row, place
 
 

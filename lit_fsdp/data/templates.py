@@ -127,7 +127,9 @@ class ChatTemplate:
             fits = seen and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
             content = messages[index]["content"]
             end = len(text) - len(after)
-            if not fits or (content.strip() and content.strip() not in text[len(before) : end] and not _thinks(content)):
+            if not fits or (
+                content.strip() and content.strip() not in text[len(before) : end] and not _thinks(content)
+            ):
                 raise DataError(
                     f"{place}: the chat template does not show assistant turn {index} in one piece, so that it cannot be "
                     "marked\n  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around it"

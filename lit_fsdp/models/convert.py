@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.config.cache import cache_root, make_once
+from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
 from lit_fsdp.models.names import has_safetensors, stored_tensors, tied_groups
 from lit_fsdp.models.quiet import no_progress_bars

@@ -26,7 +26,7 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], config: Activati
         return
     for block in blocks:
         if not is_checkpointed(block):
-            block.forward = _recompute(block, block.forward)  # type: ignore[method-assign]
+            block.forward = _recompute(block, block.forward)
 
 
 def is_checkpointed(block: nn.Module) -> bool:

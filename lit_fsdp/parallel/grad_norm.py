@@ -23,16 +23,14 @@ def total_norm(grads: Iterable[torch.Tensor], shard_group: dist.ProcessGroup | N
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     local = [g for g in local if g.numel()]
     device = local[0].device if local else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else []
+    norms = list(torch._foreach_norm(local, 2, dtype=torch.float32)) if local else []
     squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
     if shard_group is not None and dist.get_world_size(shard_group) > 1:
         dist.all_reduce(squared, group=shard_group)
     return squared.sqrt()
 
 
-def clip_by_norm(
-    grads: Iterable[torch.Tensor], max_norm: float, shard_group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def clip_by_norm(grads: Iterable[torch.Tensor], max_norm: float, shard_group: dist.ProcessGroup | None) -> torch.Tensor:
     """Scale the gradients in place so that their 2-norm is at most ``max_norm``; the norm before is returned.
 
     Non-finite norms are not clipped away: the gradients become non-finite everywhere, which the loss will show.

@@ -7,7 +7,7 @@ is the reader's business; it is handed in by the module that is trained.
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class Materializer:
         if not isinstance(param, DTensor):
             data = self.read(name, module, attribute, None).to(self.device, param.dtype)
             return nn.Parameter(data.clone() if data.storage_offset() else data, param.requires_grad)
-        filled = torch.empty_like(param, device=self.device)
+        filled: Any = torch.empty_like(param, device=self.device)
         local = filled.to_local()
         rows = local_rows(param)
         if local.numel():
@@ -105,8 +105,8 @@ def reset_parameters_reader(seed: int) -> Reader:
         digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=6).digest()
         real = type(module).__new__(type(module))
         real.__dict__.update(module.__dict__)
-        real._parameters = {k: _empty(v) for k, v in module._parameters.items()}
-        real._buffers = {k: _empty(v) for k, v in module._buffers.items()}
+        real.__dict__["_parameters"] = {k: _empty(v) for k, v in module._parameters.items()}
+        real.__dict__["_buffers"] = {k: _empty(v) for k, v in module._buffers.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest, "big"))
             reset(real)

@@ -78,10 +78,14 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
         blocks, source = _from_model(model, path)
     ends = _untied_ends(model) if wrap.classes is None and wrap.min_num_params is None else []
     chosen = [m for m in [*blocks, *ends] if m is not model and not _shares_outside(model, m)]
-    chosen = sorted(set(chosen), key=lambda m: (-names[m].count("."), list(names).index(m)))
+    # By position and not with list.index: torchmetrics make == of a module true for everything.
+    position = {module: i for i, module in enumerate(names)}
+    chosen = sorted(set(chosen), key=lambda m: (-names[m].count("."), position[m]))
     plan = _count(model, chosen, set(blocks), names, source)
     if plan.root_share > wrap.max_root_share:
-        largest = max((n for n, _ in model.named_parameters()), key=lambda n: model.get_parameter(n).numel(), default="")
+        largest = max(
+            (n for n, _ in model.named_parameters()), key=lambda n: model.get_parameter(n).numel(), default=""
+        )
         raise ConfigError(
             path,
             f"units by {source} leave {plan.root_share:.0%} of {plan.num_params:,} parameters in the root unit "
@@ -171,7 +175,8 @@ def _untied_ends(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if not hasattr(module, "_no_split_modules") or not hasattr(module, "get_input_embeddings"):
             continue
-        found = [module.get_input_embeddings(), module.get_output_embeddings()]
+        owner: Any = module
+        found = [owner.get_input_embeddings(), owner.get_output_embeddings()]
         return [m for m in found if isinstance(m, nn.Module)]
     return ends
 

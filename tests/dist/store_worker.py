@@ -1,6 +1,6 @@
-"""Processes for test_store.py: ``python store_worker.py SCENARIO WORLD_SIZE FOLDER [SEED]``.
+"""The server behind test_store.py: reads ``[scenario, ranks, folder, seed]`` lines, answers one JSON line each.
 
-The imports are paid once: this process forks the ranks. It prints one JSON list, the answer of each rank.
+It pays for the imports once and forks the ranks of every scenario, so they can also be killed at any moment.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def load_all(rank: int, size: int, folder: Path) -> Any:
             store.load_tensors(step_folder(folder, step), into)
             loaded = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
             whole = whole_tensors(step)
-            equal.append([torch.equal(loaded[n], whole[n]) and loaded[n].dtype == whole[n].dtype for n in whole].count(True))
+            equal.append(sum(loaded[n].dtype == whole[n].dtype and torch.equal(loaded[n], whole[n]) for n in whole))
             assert store.load_rank_state(step_folder(folder, step), 1) == {"rank": 1}
     return equal
 
@@ -108,17 +108,23 @@ def fail_everywhere(rank: int, size: int, folder: Path) -> Any:
         errors.append(_error_of_save(rank, size, folder, layout))
     disk.HashedFile.write = write  # type: ignore[method-assign]
     errors.append(_error_of_save(rank, size, folder, "sharded", state=object() if rank == 1 else 0))
-    errors.append(_error_of_save(rank, size, folder, "sharded", only_on_first={"model/number": torch.zeros(2)}))
+    errors.append(_error_of_save(rank, size, folder, "sharded", on_first={"model/number": torch.zeros(2)}))
     return errors
 
 
 def _error_of_save(
-    rank: int, size: int, folder: Path, layout: Any, state: Any = 0, only_on_first: dict[str, torch.Tensor] | None = None
+    rank: int,
+    size: int,
+    folder: Path,
+    layout: Any,
+    state: Any = 0,
+    on_first: dict[str, torch.Tensor] | None = None,
 ) -> str:
     tensors = sharded(whole_tensors(3), (size,))
-    tensors.update((only_on_first or {}) if rank == 0 else {})
+    tensors.update((on_first or {}) if rank == 0 else {})
+    own = {"thing": state}
     try:
-        store.save_checkpoint(step_folder(folder, 3), tensors, {}, {"global_step": 3}, layout, rank_state={"thing": state})
+        store.save_checkpoint(step_folder(folder, 3), tensors, {}, {"global_step": 3}, layout, rank_state=own)
     except CheckpointError as error:
         return str(error)
     return "no error"
@@ -135,7 +141,7 @@ def load_damaged(rank: int, size: int, folder: Path) -> Any:
 
 def save_for_ever(rank: int, size: int, folder: Path) -> Any:
     """One save after the other, every second one full, until killed; ends when another rank is lost."""
-    step = max((found.step for found in checkpoints(folder)), default=0)
+    step = _newest(folder)
     tensors = sharded(whole_tensors(), (size,))
     while True:
         step += 1
@@ -148,27 +154,30 @@ def save_for_ever(rank: int, size: int, folder: Path) -> Any:
             return str(error)
 
 
-def main(scenario: str, size: int, folder: Path, seed: int | None = None) -> None:
-    """Run the scenario on forked ranks; with a seed, kill one or all of them at random moments, five times."""
-    step = {
-        f.__name__: f for f in (save_all, load_all, fail_everywhere, load_damaged, save_for_ever)
-    }[scenario]  # fmt: skip
+SCENARIOS = {f.__name__: f for f in (save_all, load_all, fail_everywhere, load_damaged, save_for_ever)}
+
+
+def run(scenario: str, size: int, folder: Path, seed: int | None) -> list[Any]:
+    """The answers of forked ranks; with a seed, of five rounds in which one or all are killed at random moments."""
+    step = SCENARIOS[scenario]
     if seed is None:
-        print(json.dumps([json.loads(text) for text in _finish(_start(step, size, folder))]))
-        return
+        return _finish(_start(step, size, folder))
     rng = random.Random(seed)
     log = []
     for round_ in range(5):
-        before = max((found.step for found in checkpoints(folder)), default=0)
+        before = _newest(folder)
         ranks = _start(step, size, folder)
-        while max((found.step for found in checkpoints(folder)), default=0) == before:
+        while _newest(folder) == before:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.15))
-        killed = ranks if round_ % 2 == 0 else [ranks[round_ // 2]]
-        for pid, _ in killed:
+        for pid, _ in ranks if round_ % 2 == 0 else [ranks[round_ // 2]]:
             os.kill(pid, signal.SIGKILL)
         log.append(_finish(ranks))
-    print(json.dumps(log))
+    return log
+
+
+def _newest(folder: Path) -> int:
+    return max((found.step for found in checkpoints(folder)), default=0)
 
 
 def _start(step: Callable[..., Any], size: int, folder: Path) -> list[tuple[int, Path]]:
@@ -188,12 +197,14 @@ def _start(step: Callable[..., Any], size: int, folder: Path) -> list[tuple[int,
     return ranks
 
 
-def _finish(ranks: list[tuple[int, Path]]) -> list[str]:
+def _finish(ranks: list[tuple[int, Path]]) -> list[Any]:
     for pid, _ in ranks:
         os.waitpid(pid, 0)
-    return [answer.read_text() if answer.exists() else "killed" for _, answer in ranks]
+    return [json.loads(answer.read_text()) if answer.exists() else "killed" for _, answer in ranks]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))
+    torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
+    for line in sys.stdin:
+        name, num_ranks, place, random_seed = json.loads(line)
+        print(json.dumps(run(name, num_ranks, Path(place), random_seed)), flush=True)

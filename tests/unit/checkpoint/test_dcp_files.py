@@ -53,7 +53,7 @@ def description(folder: Path):
 def test_a_malicious_description_runs_nothing(save, blanks, tmp_path, payload):
     folder, place = save(), tmp_path / "pwned"
     replace(folder, pickle.dumps(payload(place)))
-    with pytest.raises(CheckpointError, match="refused: it names .* do not trust this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"refused: it names .* do not trust this checkpoint"):
         store.load_tensors(folder, blanks)
     assert not place.exists()
 

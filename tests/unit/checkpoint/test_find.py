@@ -122,9 +122,10 @@ def test_removing_hides_first(tmp_path, monkeypatch):
         assert not folder.exists()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("shutil.rmtree", killed)
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
         remove(folder)
+    monkeypatch.undo()
     assert checkpoints(tmp_path) == damaged(tmp_path) == []
     assert [path.name.startswith(".step-00000001.removed-") for path in folder.parent.iterdir()] == [True]
 

@@ -13,8 +13,7 @@ from lit_fsdp.checkpoint import disk, store
 from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.errors import CheckpointError
-
-from .conftest import STATE, TENSORS
+from tests.unit.checkpoint.conftest import STATE, TENSORS
 
 LAYOUTS = pytest.mark.parametrize("layout", ["sharded", "full"])
 
@@ -115,7 +114,10 @@ def test_nothing_is_overwritten(save):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"state": {"callbacks": {"Odd": {"thing": object()}}}}, r"callbacks\.Odd\.thing: cannot save a builtins\.object"),
+        (
+            {"state": {"callbacks": {"Odd": {"thing": object()}}}},
+            r"callbacks\.Odd\.thing: cannot save a builtins\.object",
+        ),
         ({"rank_state": {"rng": object()}}, "rng: cannot save"),
         ({"tensors": {"a": 3}}, "a: int, but only tensors"),
         ({"tensors": {"a": torch.empty(1, device="meta")}}, "a: on the meta device"),
@@ -209,7 +211,9 @@ def test_damage_to_any_file_is_found(save, blanks, layout, harm):
 
 def test_files_of_two_steps_are_not_mixed(save, blanks):
     one = save(1)
-    two = save(2, tensors={name: tensor + 1 if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()})
+    two = save(
+        2, tensors={name: tensor + 1 if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()}
+    )
     shard = "tensors/__0_0.distcp"
     assert (one / shard).stat().st_size == (two / shard).stat().st_size
     (two / shard).write_bytes((one / shard).read_bytes())

@@ -1,4 +1,4 @@
-"""A folder that is made once, by one process, and is seen only when it is whole."""
+"""This process among others: which one speaks, where caches are, and a folder that is made once by one of them."""
 
 from __future__ import annotations
 
@@ -92,3 +92,9 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_first_process() -> bool:
+    """Whether this process, of those started by Lightning, torchrun or srun, is the one that speaks."""
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"

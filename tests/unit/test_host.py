@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.config.cache import cache_root, make_once
+from lit_fsdp.host import cache_root, make_once
 
 
 def _write(folder):

@@ -1,0 +1,185 @@
+"""Export: what plain transformers loads equals what was trained."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lit_fsdp.checkpoint import hf_export, safetensors_file
+from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.errors import CheckpointError, ConfigError
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """Two layers, tied embeddings, random weights in fp32."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def hf_files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Config, generation config, tokenizer and chat template, as a module saves them beside the tensors."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<u>": 0, "hello": 1, "world": 2}, unk_token="<u>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<u>", chat_template=TEMPLATE)
+    folder = tmp_path_factory.mktemp("hf")
+    fast.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    return {f"hf/{path.name}": path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: LlamaForCausalLM, hf_files: dict[str, bytes]) -> Callable[..., Path]:
+    """A function that saves the model the way the training module does."""
+
+    def write(layout: Any = "sharded", tied: dict[str, str] = TIED, **changes: Any) -> Path:
+        state = model.state_dict()
+        tensors = {f"model/model.{name}": tensor for name, tensor in state.items() if name not in tied}
+        tensors |= {"optim/model.norm/step": torch.tensor(1.0), "model/scale": torch.ones(1)}
+        manifest = {"global_step": 5, "model": {"prefix": "model.", "tied": tied}}
+        parts = {"tensors": tensors, "state": {}, "manifest": manifest, "files": hf_files, **changes}
+        folder = step_folder(tmp_path, 5)
+        save_checkpoint(folder, layout=layout, **parts)
+        return folder
+
+    return write
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(10)[None]).logits
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize(("dtype", "max_shard_gib"), [(None, 5.0), ("fp32", 3e-6), ("bf16", 5.0)])
+def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, layout, dtype, max_shard_gib):
+    report = export(checkpoint(layout), tmp_path / "out", dtype, max_shard_gib)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    name = "bfloat16" if dtype == "bf16" else "float32"
+    assert (config["dtype"], config["architectures"], report.dtype) == (name, ["LlamaForCausalLM"], name)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == getattr(torch, name)
+    expected = model if dtype != "bf16" else LlamaForCausalLM(model.config).eval()
+    if dtype == "bf16":
+        expected.load_state_dict(model.state_dict())
+        expected.to(torch.bfloat16)
+    assert torch.equal(logits(loaded), logits(expected))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    weights = [file for file in report.files if file.endswith(".safetensors")]
+    stored = []
+    for file in weights:
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            stored += opened.keys()
+            assert opened.metadata() == {"format": "pt"}
+    assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
+    assert (report.num_tensors, report.num_params) == (len(stored), model.num_parameters())
+    assert (len(weights) > 2) == (max_shard_gib < 1) == ((tmp_path / "out" / "model.safetensors.index.json").exists())
+    assert (report.tied, report.left_out) == (TIED, ["model/scale"])
+
+
+def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_path):
+    report = export(checkpoint(), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("hello world").input_ids == [1, 2]
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<user>hi"
+    assert set(report.files) == {name.removeprefix("hf/") for name in hf_files} | {"model.safetensors"}
+    for name, content in hf_files.items():
+        assert name == "hf/config.json" or (tmp_path / "out" / name.removeprefix("hf/")).read_bytes() == content
+
+
+def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
+    tensors = {f"model/model.{name}": t for name, t in model.state_dict().items() if name != TIED["lm_head.weight"]}
+    export(checkpoint(tensors=tensors), tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_one_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monkeypatch):
+    seen: list[weakref.ref[torch.Tensor]] = []
+    others: list[int] = []
+    append = safetensors_file.TensorFile.append
+
+    def counting(self, name, tensor):
+        others.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(tensor))
+        append(self, name, tensor)
+
+    monkeypatch.setattr(safetensors_file.TensorFile, "append", counting)
+    report = export(checkpoint(), tmp_path / "out")
+    assert others == [0] * report.num_tensors
+
+
+def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
+    folder = checkpoint()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError) as error:
+        export(folder, out)
+    assert (error.value.field, error.value.allowed) == ("out", "a new or empty folder")
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    (out / "thesis.tex").unlink()
+    assert export(folder, out).folder == out
+
+
+@pytest.mark.parametrize(("arguments", "field"), [({"dtype": "fp8"}, "dtype"), ({"max_shard_gib": 0}, "max_shard_gib")])
+def test_wrong_arguments_are_refused(checkpoint, tmp_path, arguments, field):
+    with pytest.raises(ConfigError) as error:
+        export(checkpoint(), tmp_path / "out", **arguments)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"manifest": {"global_step": 5}}, "no `model` entry"),
+        ({"manifest": {"global_step": 5, "model": "llama"}}, "no `model` entry"),
+        ({"manifest": {"global_step": 5, "model": {"prefix": "net."}}}, r"no tensor begins with model/net\."),
+        ({"files": {}}, r"hf/config\.json: not in the manifest"),
+        ({"files": {"hf/config.json": b"[]"}}, "not the config of a model"),
+    ],
+)
+def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path, changes, match):
+    with pytest.raises(CheckpointError, match=match):
+        export(checkpoint(**changes), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint()
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_export, "write_tensors", fail)
+    with pytest.raises(KeyboardInterrupt):
+        export(folder, tmp_path / "out")
+    monkeypatch.undo()
+    shard = folder / "tensors" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match="sha256 differs"):
+        export(folder, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
