@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lit_fsdp.commands import run
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+from lit_fsdp.host import is_first_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, ContractError, DataError) as error:
         return _say(str(error), 1)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

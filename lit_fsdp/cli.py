@@ -26,7 +26,7 @@ from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.host import is_first_process
+from lit_fsdp.host import is_first_process, is_launched_by_lightning
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.typed import field_docs, unknown_key
 from lit_fsdp.datamodule import CausalLMDataModule
@@ -40,6 +40,11 @@ _TRAINER_DEFAULTS = {
     "enable_model_summary": False,  # the audit of FSDP units says more
     "use_distributed_sampler": False,  # the data module orders samples itself
     "num_sanity_val_steps": 0,
+}
+# Arguments of Trainer.fit, .validate, ... that are not for a recipe; what is left is ckpt_path.
+_FIXED_ARGUMENTS = {
+    *("model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"),
+    *("weights_only", "verbose", "return_predictions"),
 }
 _SECTIONS = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -67,6 +72,7 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
     cli: RecipeCLI | None = None
     try:
         cli = RecipeCLI(verb, [verb, "--config", yaml.safe_dump(values, sort_keys=False), *flags], signals)
+        signals.before_exit = cli.end_children
         cli.run_trainer()
     except argparse.ArgumentError as error:
         raise ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above") from None
@@ -75,7 +81,7 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
         if cli.trainer.is_global_zero:
             print(f"{stop}; resume with --ckpt_path last", file=sys.stderr)
         # Lightning's launcher takes any other exit code of a child for a failure and kills the rest.
-        return 0 if cli.is_launched_child else stop.exit_code
+        return 0 if is_launched_by_lightning() else stop.exit_code
     except BaseException:
         if cli is not None:
             cli.end_children()
@@ -99,7 +105,6 @@ class RecipeCLI(LightningCLI):
             CausalLMModule,
             CausalLMDataModule,
             save_config_callback=None,
-            trainer_defaults=_TRAINER_DEFAULTS,
             seed_everything_default=0,
             parser_kwargs={**strict, "prog": "lit-fsdp", verb: dict(strict)},
             args=args,
@@ -109,7 +114,17 @@ class RecipeCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Only the verb that runs: building the other parsers would cost as much again."""
-        return {self.verb: LightningCLI.subcommands()[self.verb]}
+        return {self.verb: _FIXED_ARGUMENTS}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Model, data and Lightning's Trainer without what the batch sizes and the ranks decide."""
+        skip: set[str | int] = {"accumulate_grad_batches"}
+        parser.add_class_arguments(
+            Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skip
+        )
+        parser.set_defaults({f"trainer.{name}": value for name, value in _TRAINER_DEFAULTS.items()})
+        parser.add_lightning_class_args(CausalLMModule, "model")
+        parser.add_lightning_class_args(CausalLMDataModule, "data")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The ``checkpoint`` section, and the sentence of each field as its help."""
@@ -118,6 +133,13 @@ class RecipeCLI(LightningCLI):
             section, _, field = action.dest.partition(".")
             if section in _SECTIONS and field in field_docs(_SECTIONS[section]):
                 action.help = field_docs(_SECTIONS[section])[field]
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = "last or best checkpoint of the run folder, or the path of one"
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse what :func:`run_verb` made of the command line."""
@@ -158,6 +180,8 @@ class RecipeCLI(LightningCLI):
             strategy: Any = self.trainer.strategy
             strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
             self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+        elif self.verb == "predict":
+            self.trainer.predict(self.model, self.datamodule, return_predictions=False, ckpt_path=ckpt_path)
         else:
             getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
@@ -167,11 +191,6 @@ class RecipeCLI(LightningCLI):
         parser = self._parser(self.subcommand)
         config = self.config[self.verb].clone()
         path.write_text(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
-
-    @property
-    def is_launched_child(self) -> bool:
-        """Whether Lightning started this process, rather than a user, torchrun or srun."""
-        return isinstance(self.trainer.strategy.launcher, _SubprocessScriptLauncher) and self.trainer.local_rank != 0
 
     def end_children(self) -> None:
         """Do not leave ranks waiting for one that failed."""

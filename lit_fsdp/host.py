@@ -98,3 +98,9 @@ def is_first_process() -> bool:
     """Whether this process, of those started by Lightning, torchrun or srun, is the one that speaks."""
     names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def is_launched_by_lightning() -> bool:
+    """Whether Lightning started this process as a further rank, rather than a user, torchrun or srun."""
+    others = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not any(name in os.environ for name in others)

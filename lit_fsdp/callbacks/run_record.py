@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lit_fsdp.metrics.memory import GIB, peak_host_bytes
+from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
 
@@ -25,6 +25,7 @@ class RunRecord(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
+        reset_peak_host_bytes()  # converting a model or tokenising may have needed more
         self._before_bytes = peak_host_bytes()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

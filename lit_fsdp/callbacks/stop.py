@@ -6,8 +6,11 @@ Nothing is saved inside a handler: ranks would be interrupted at different place
 
 from __future__ import annotations
 
+import os
 import signal
-from types import FrameType
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.host import is_first_process
 
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 130
 
@@ -35,25 +39,41 @@ class StopRequested(Exception):
 class SignalFlags:
     """Remembers signals from :meth:`install` until the process ends.
 
-    Until training begins Ctrl-C interrupts at once; while it runs, the first one waits for the step boundary and a
-    second one interrupts.
+    Until training begins Ctrl-C ends the process at once; while it runs, the first one waits for the step boundary and
+    a second one ends the process. A thread listens, because Python's handlers wait for a call into C++ to return, and
+    a rank may be waiting for its peers there.
     """
 
     def __init__(self) -> None:
         self.interrupted = self.terminated = self.training = False
+        self.before_exit: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Handle SIGINT, SIGTERM and SIGUSR1 from now on (main thread only)."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda number, frame: None)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
+    def _listen(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 16):
+                self.receive(signal.Signals(number))
+
+    def receive(self, number: signal.Signals) -> None:
+        """Take note of a signal, or end the process on the Ctrl-C that asks for it."""
+        if number in (signal.SIGTERM, signal.SIGUSR1):
             self.terminated = True
-        elif self.interrupted or not self.training:
-            raise KeyboardInterrupt
-        else:
+        elif number == signal.SIGINT and self.training and not self.interrupted:
             self.interrupted = True
+        elif number == signal.SIGINT:
+            if is_first_process():
+                sys.stderr.write("interrupted\n")
+                sys.stderr.flush()
+            self.before_exit()
+            os._exit(EXIT_INTERRUPTED)
 
 
 class StopOnSignal(Callback):

@@ -84,8 +84,9 @@ class Ranks:
         try:
             dist.all_gather_object(everyone, mine, group=self.group)
         except RuntimeError as error:
-            own = "".join(f"\n  rank {rank}: {reason}" for rank, reason in mine[0].items())
-            raise CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {error}{own}") from error
+            text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
+            own = "".join(f"\n  rank {rank}: {reason}" for rank, reason in mine[0].items() if text not in reason)
+            raise CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}{own}") from error
         return everyone
 
 

@@ -17,6 +17,7 @@ from lit_fsdp.config.typed import unknown_key
 from lit_fsdp.errors import ConfigError
 
 OWN_SECTIONS = ("model", "data", "checkpoint", "seed_everything", "ckpt_path")
+_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+", "profiler")
 _SWITCHES = ("-h", "--help", "--print_config")
 
 
@@ -73,10 +74,10 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         key = name.removeprefix("--")
         if key.split(".")[0] in OWN_SECTIONS or key.startswith("trainer.strategy"):
             merge(values, _nested(key, _scalar(value, key)))
+        elif key.startswith("trainer.") and key.count(".") == 1 and key.split(".")[1] not in _CLASSES:
+            merge(values, _nested(key, _scalar(value, key)))
         else:
             recipe.flags.append(f"{name}={value}")
-            if key.startswith("trainer.") and "+" not in key and key.count(".") == 1:
-                merge(values, _nested(key, _scalar(value, key)))
     return recipe
 
 

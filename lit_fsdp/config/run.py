@@ -16,12 +16,6 @@ from lit_fsdp.errors import ConfigError
 FACTORY = "lit_fsdp.fsdp_strategy"
 STRATEGY = "trainer.strategy.init_args"
 _TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "ckpt_path")
-_LIGHTNINGS = {  # further arguments of Trainer.fit, .validate, ..., which --print_config shows
-    "fit": ("weights_only",),
-    "validate": ("weights_only", "verbose"),
-    "test": ("weights_only", "verbose"),
-    "predict": ("weights_only", "return_predictions"),
-}
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,9 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     Raises:
         ConfigError: The first thing that is wrong.
     """
-    allowed = (*_TOP, *_LIGHTNINGS[verb])
     for key in values:
-        if key not in allowed:
-            raise unknown_key(str(key), values[key], str(key), allowed)
+        if key not in _TOP:
+            raise unknown_key(str(key), values[key], str(key), _TOP)
     trainer = values.setdefault("trainer", {}) or {}
     if not isinstance(trainer, dict):
         raise ConfigError("trainer", trainer, "a mapping of Lightning's Trainer arguments", "write trainer: {...}")
@@ -78,6 +71,7 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     )
     for rule in RULES:
         rule(run)
+    trainer.pop("accumulate_grad_batches", None)  # agrees, and follows from the ranks at hand
     return run
 
 

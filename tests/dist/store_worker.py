@@ -64,9 +64,9 @@ def sharded(whole: dict[str, torch.Tensor], mesh_shape: tuple[int, ...]) -> dict
 
 
 def save_all(rank: int, size: int, folder: Path) -> Any:
-    """Steps 1 (sharded) and 2 (full)."""
+    """Steps 1 (sharded) and 2 (full); four ranks save from a 2-D mesh."""
     for step, layout in ((1, "sharded"), (2, "full")):
-        tensors = sharded(whole_tensors(step), (size,))
+        tensors = sharded(whole_tensors(step), (2, 2) if size == 4 else (size,))
         store.save_checkpoint(
             step_folder(folder, step), tensors, {"step": step}, {"global_step": step}, layout, rank_state={"rank": rank}
         )

@@ -74,13 +74,19 @@ def test_two_ranks_wrote_what_the_manifest_says(saved):
         assert {"rank-00000.json", "rank-00001.json"} <= manifest.files.keys()
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_two_ranks_to_one_process(saved, step):
-    into = {name: torch.full_like(tensor, 9) for name, tensor in whole_tensors().items()}
-    store.load_tensors(step_folder(saved, step), into)
-    whole = whole_tensors(step)
-    assert [name for name in whole if not torch.equal(into[name], whole[name])] == []
-    assert store.load_state(step_folder(saved, step)) == {"step": step}
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_to_one_process(run, saved, tmp_path, size):
+    folder = saved
+    if size == 4:
+        folder = tmp_path
+        run("save_all", 4, folder)
+    for step in (1, 2):
+        into = {name: torch.full_like(tensor, 9) for name, tensor in whole_tensors().items()}
+        store.load_tensors(step_folder(folder, step), into)
+        whole = whole_tensors(step)
+        assert [name for name in whole if not torch.equal(into[name], whole[name])] == []
+        assert store.load_state(step_folder(folder, step)) == {"step": step}
+        assert store.load_rank_state(step_folder(folder, step), size - 1) == {"rank": size - 1}
 
 
 @pytest.mark.parametrize(("size", "loads"), [(2, 2), (4, 4)])

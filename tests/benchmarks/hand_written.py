@@ -1,0 +1,81 @@
+"""The training loop somebody would write by hand, without Lightning and without us.
+
+    python hand_written.py WORKLOAD_FOLDER OUT.json
+
+One process: fp32 weights, bf16 autocast. Several (by RANK and WORLD_SIZE): ``fully_shard`` per layer and on the root,
+bf16 parameters and fp32 reductions. Both: the model's ordinary forward, cross-entropy over the supervised positions,
+fused AdamW with decay on matrices, gradients clipped to a norm of 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from workload import CLIP_NORM, OPTIM
+
+
+def main(folder: Path, out: Path) -> None:
+    """Train on the rank's batches and write the time and loss of every step."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    batches = torch.load(folder / f"batches-{rank}-of-{ranks}.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    optimizer = build_optimizer(model)
+    times, losses = [], []
+    for batch in batches:
+        loss, count = step(model, optimizer, batch, ranks)
+        losses.append(float(loss) / count)
+        times.append(time.time())
+    if rank == 0:
+        out.write_text(json.dumps({"times": times, "losses": losses}))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW; weight decay on matrices only."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (OPTIM["beta1"], OPTIM["beta2"])
+    return torch.optim.AdamW(groups, lr=OPTIM["lr"], betas=betas, eps=OPTIM["eps"], fused=True)
+
+
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], ranks: int
+) -> tuple[torch.Tensor, float]:
+    """One optimizer step; the summed loss and the number of supervised tokens of the global batch."""
+    targets = batch["labels"][:, 1:]
+    supervised = targets != -100
+    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1][supervised].float(), targets[supervised], reduction="sum")
+    totals = torch.stack([loss.detach(), supervised.sum()])
+    if ranks > 1:
+        dist.all_reduce(totals)
+    (loss * ranks / totals[1]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return totals[0], float(totals[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,93 @@
+"""The processes of both sides of a comparison, with the same environment and threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import ROOT
+from workload import Workload
+
+_HERE = Path(__file__).parent
+_LIMIT_SECONDS = 600
+
+
+def fit(work: Workload, ranks: int) -> dict[str, Any]:
+    """``lit-fsdp fit`` on the workload's recipe, in a run folder of its own."""
+    run = Path(tempfile.mkdtemp(prefix="run-", dir=work.folder))
+    recipe = work.folder / f"recipe-{ranks}.yaml"
+    words = ["timed_fit.py", "OUT", "fit", "--config", str(recipe), "--trainer.default_root_dir", str(run)]
+    try:
+        return _record([words], [{}], work, ranks)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def hand_written(work: Workload, ranks: int) -> dict[str, Any]:
+    """The loop without Lightning; each rank is started here."""
+    place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    words = ["hand_written.py", str(work.folder), "OUT"]
+    return _record([words] * ranks, [{"RANK": rank, **place} for rank in range(ranks)], work, ranks)
+
+
+def lightning_script(work: Workload, ranks: int) -> dict[str, Any]:
+    """The minimal Lightning script."""
+    return _record([["minimal_lightning.py", str(work.folder), "OUT", str(ranks)]], [{}], work, ranks)
+
+
+def seconds_of(words: list[str], code: int) -> float:
+    """Wall-clock seconds of ``lit-fsdp WORDS``, which must end with this exit code."""
+    script = Path(sys.executable).with_name("lit-fsdp")
+    command = [str(script)] if script.is_file() else [sys.executable, "-m", "lit_fsdp"]
+    start = time.perf_counter()
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    if done.returncode != code:
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}, not {code}:\n{done.stdout}{done.stderr}")
+    return seconds
+
+
+def _record(commands: list[list[str]], places: list[dict[str, Any]], work: Workload, ranks: int) -> dict[str, Any]:
+    """Run the processes of one side and return what they wrote, with the time of their launch."""
+    out = work.folder / "record.json"
+    out.unlink(missing_ok=True)
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,  # Lightning would set the same for its own processes only
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    launched = time.time()
+    processes = []
+    for (script, *words), place in zip(commands, places, strict=True):
+        command = [sys.executable, str(_HERE / script), *(str(out) if word == "OUT" else word for word in words)]
+        full = {**env, **{name: str(value) for name, value in place.items()}}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=full, cwd=ROOT, start_new_session=True, **pipes))
+    try:
+        said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has started
+    if any(process.returncode for process in processes) or not out.is_file():
+        raise RuntimeError(f"{commands[0][0]} failed:\n" + "\n".join(text[-4000:] for text in said))
+    return {"launched": launched, **json.loads(out.read_text())}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,126 @@
+"""The work both sides do: a model folder, rows, a recipe, and the batches our data module makes of them.
+
+The peers read the batches from a file, so that both sides see the same rows in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+from record import ROOT
+
+SEED = 0
+OPTIM = {"lr": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "schedule": "constant"}
+CLIP_NORM = 1.0
+# What the peers write by hand; with few blocks most parameters are in the embedding, which is fine here.
+_STRATEGY = {"engine": "fsdp2", "precision": "mixed", "wrap": {"max_root_share": 1.0}}
+_WORDS = "red green blue white black yellow box ball cup book lamp hat one two three four five six".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One model and its rows in a folder of its own."""
+
+    folder: Path
+    """Holds ``model/``, ``rows.jsonl``, ``recipe-N.yaml`` and ``batches-R-of-N.pt``."""
+    overrides: dict[str, Any]
+    """Fields of the model's config that differ from SmolLM2-135M."""
+    length: int
+    """Tokens per row; every row is cut to exactly this."""
+    global_batch_size: int
+    """Rows per optimizer step over all ranks."""
+    steps: int
+    """Optimizer steps."""
+
+    def make(self, ranks: tuple[int, ...]) -> None:
+        """Write everything for runs on these numbers of ranks."""
+        self.folder.mkdir(parents=True)
+        self._save_model()
+        self._save_rows()
+        for count in ranks:
+            recipe = self._recipe(count)
+            (self.folder / f"recipe-{count}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+            self._save_batches(recipe["data"], count)
+
+    def num_params(self) -> int:
+        """Parameters of the model, a tied one once."""
+        from transformers import AutoConfig
+
+        from lit_fsdp.models.build import build_on_meta, num_parameters
+
+        return num_parameters(build_on_meta(AutoConfig.from_pretrained(self.folder / "model")))
+
+    def _save_model(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers.utils import logging
+
+        from lit_fsdp.models.tokenizers import miniature_tokenizer
+
+        values = json.loads((ROOT / "configs/model/SmolLM2-135M-Instruct.json").read_text())
+        values = {k: v for k, v in values.items() if k not in ("_hub_names", "dtype")}
+        logging.disable_progress_bar()
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**values, **self.overrides}), dtype=torch.float32)
+        model.save_pretrained(self.folder / "model")
+        miniature_tokenizer().save_pretrained(self.folder / "model")
+
+    def _save_rows(self) -> None:
+        source = random.Random(SEED)
+        with (self.folder / "rows.jsonl").open("w") as file:
+            for _ in range(self.global_batch_size * self.steps):
+                words = " ".join(source.choice(_WORDS) for _ in range(self.length))  # a word is a token at least
+                turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": words}]
+                file.write(json.dumps({"messages": turns}) + "\n")
+
+    def _recipe(self, ranks: int) -> dict[str, Any]:
+        return {
+            "seed_everything": SEED,
+            "trainer": {
+                "accelerator": "cpu",
+                "devices": ranks,
+                "max_steps": self.steps,
+                "gradient_clip_val": CLIP_NORM,
+                "enable_checkpointing": False,
+                "log_every_n_steps": 5,
+                "strategy": {"class_path": "lit_fsdp.fsdp_strategy", "init_args": _STRATEGY},
+            },
+            "model": {"name": str(self.folder / "model"), "optim": OPTIM},
+            "data": {
+                "train": str(self.folder / "rows.jsonl"),
+                "max_seq_length": self.length,
+                "global_batch_size": self.global_batch_size,
+                "micro_batch_size": self.global_batch_size // ranks,
+                "cache_dir": str(self.folder / "cache"),
+            },
+        }
+
+    def _save_batches(self, data: dict[str, Any], ranks: int) -> None:
+        """What each rank of a run gets; one forward per step, so a batch is a step."""
+        import itertools
+
+        import torch
+        from transformers import AutoTokenizer
+
+        from lit_fsdp import CausalLMDataModule
+
+        module = CausalLMDataModule(**data)
+        module.attach(AutoTokenizer.from_pretrained(self.folder / "model"), SEED)
+        module.prepare(("train",))
+        for rank in range(ranks):
+            place: Any = SimpleNamespace(
+                world_size=ranks,
+                global_rank=rank,
+                global_step=0,
+                strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            )
+            module.trainer = place
+            batches = list(itertools.islice(module.train_dataloader(), self.steps))
+            assert all(batch["input_ids"].shape == (data["micro_batch_size"], self.length) for batch in batches)
+            torch.save(batches, self.folder / f"batches-{rank}-of-{ranks}.pt")
