@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonargparse
 import yaml
@@ -24,14 +24,16 @@ from lit_fsdp.callbacks.run_record import RunRecord
 from lit_fsdp.callbacks.stop import SignalFlags, StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.checkpoint import CheckpointConfig
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.host import is_first_process, is_launched_by_lightning
-from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.run import FACTORY, STRATEGY
+from lit_fsdp.config.sharding import mesh_shape
 from lit_fsdp.config.typed import field_docs, unknown_key
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import is_first_process, is_launched_by_lightning
 from lit_fsdp.module import CausalLMModule
+from lit_fsdp.parallel.sharded import ShardedStrategy
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 _TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -171,6 +173,7 @@ class RecipeCLI(LightningCLI):
     def run_trainer(self) -> None:
         """Prepare the data before any process group exists, then run the verb."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
+        self._check_world()
         self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"))
         self.datamodule.prepare(_STAGES[self.verb])
         folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
@@ -184,6 +187,14 @@ class RecipeCLI(LightningCLI):
             self.trainer.predict(self.model, self.datamodule, return_predictions=False, ckpt_path=ckpt_path)
         else:
             getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+
+    def _check_world(self) -> None:
+        """The rules on the number of ranks once more: it is known only now if ``devices`` is ``auto``."""
+        trainer, strategy = self.trainer, cast("ShardedStrategy", self.trainer.strategy)
+        ranks = trainer.num_devices * trainer.num_nodes
+        mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
+        if self.verb == "fit":
+            accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
 
     def _write_recipe(self, path: Path) -> None:
         """The resolved recipe, every default spelled out."""

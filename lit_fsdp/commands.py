@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.host import is_first_process
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import is_first_process
 
 _TRAINER_VERBS = {
     "fit": "train a model by a recipe",
@@ -53,9 +53,9 @@ def run(argv: list[str]) -> int:
     others: dict[str, Callable[[list[str]], int]] = {"export": _export, "generate": _generate}
     if verb in others:
         return others[verb](rest)
-    verbs = [*_TRAINER_VERBS, *_OTHER_VERBS]
-    near = difflib.get_close_matches(verb, [*verbs], n=1) or ["fit"]
-    raise ConfigError("command line", verb, ", ".join(verbs), f"lit-fsdp {near[0]} ...")
+    known = [*_TRAINER_VERBS, *_OTHER_VERBS]
+    near = difflib.get_close_matches(verb, known, n=1) or ["fit"]
+    raise ConfigError("command line", verb, ", ".join(known), f"lit-fsdp {near[0]} ...")
 
 
 def _trainer_verb(verb: str, argv: list[str]) -> int:

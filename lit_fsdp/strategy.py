@@ -24,7 +24,7 @@ def fsdp_strategy(
     activation_checkpointing: ActivationMode | ActivationConfig = "none",
     state_dict: StateDict = "sharded",
 ) -> Strategy:
-    """A Lightning strategy that shards any LightningModule, on CPU (gloo) or CUDA (NCCL), for ``Trainer(strategy=...)``.
+    """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
     The strategy wraps by itself, before the optimizers are configured; weights that are there already are broadcast
     from rank 0, weights on meta are filled shard by shard. It scales no gradients: the engines average them over

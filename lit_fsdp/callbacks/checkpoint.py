@@ -17,7 +17,7 @@ from lit_fsdp.errors import CheckpointError
 
 
 class Checkpoint(ModelCheckpoint):
-    """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps the last k and the best.
+    """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
     The run folder is the Trainer's ``default_root_dir``. A metric logged by a validation at the same step is added to
     the checkpoint's manifest afterwards, so that saving never waits for a validation.

@@ -14,6 +14,8 @@ from lit_fsdp.metrics.memory import GIB, peak_device_bytes
 class Throughput(Callback):
     """Logs rates over all ranks between two logged steps; validation, saving and the first step are not counted.
 
+    The clock runs from the end of one step to the end of the next, so that waiting for data counts.
+
     ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` those that are learnt.
     """
 
@@ -21,7 +23,8 @@ class Throughput(Callback):
         self._sum: torch.Tensor | None = None
         self._seconds = 0.0
         self._steps = 0
-        self._step_started = 0.0
+        self._step_started = self._step_ended = 0.0
+        self._paused = False
         self._seen_step = 0
         self._warm = False
         self.total_tokens = self.total_seconds = 0.0
@@ -31,9 +34,18 @@ class Throughput(Callback):
         self._seen_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock at the first micro-batch of a step."""
+        """Start the clock where the step before ended, or here after a pause."""
         if not self._step_started:
-            self._step_started = time.perf_counter()
+            self._step_started = time.perf_counter() if self._paused or not self._warm else self._step_ended
+            self._paused = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A pause."""
+        self._paused = True
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A pause."""
+        self._paused = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -50,8 +62,9 @@ class Throughput(Callback):
             self._steps += 1
         is_logged = trainer.global_step % _log_every(trainer) == 0 and self._sum is not None
         counts = self._sum.tolist() if is_logged and self._sum is not None else None  # waits for the device
+        self._step_ended = time.perf_counter()
         if self._warm:
-            self._seconds += time.perf_counter() - self._step_started
+            self._seconds += self._step_ended - self._step_started
         self._step_started, self._warm = 0.0, True
         if counts is not None:
             self._log(trainer, pl_module, counts)

@@ -72,9 +72,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
             flags.append((name, value))
     for name, value in flags:
         key = name.removeprefix("--")
-        if key.split(".")[0] in OWN_SECTIONS or key.startswith("trainer.strategy"):
-            merge(values, _nested(key, _scalar(value, key)))
-        elif key.startswith("trainer.") and key.count(".") == 1 and key.split(".")[1] not in _CLASSES:
+        if _is_plain(key):
             merge(values, _nested(key, _scalar(value, key)))
         else:
             recipe.flags.append(f"{name}={value}")
@@ -116,6 +114,12 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             merge(old, value)
         else:
             into[key] = _copied(value)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether a flag is a value at a path, rather than a piece of a class that Lightning's parser puts together."""
+    section, _, rest = key.partition(".")
+    return section != "trainer" or rest.split(".")[0] == "strategy" or ("." not in rest and rest not in _CLASSES)
 
 
 def _tokens(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:

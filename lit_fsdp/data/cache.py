@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.formats import find_format, to_messages
 from lit_fsdp.data.sources import Source, read_sources
 from lit_fsdp.data.templates import ChatTemplate
 from lit_fsdp.errors import DataError
+from lit_fsdp.host import cache_root, make_once
 
 _log = logging.getLogger(__name__)
 _VERSION = 1

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from lit_fsdp.parallel.grad_norm import ClipsShardedGradients
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.sharded import ClipsShardedGradients, ShardedStrategy
+from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.parallel.units import UnitPlan
 
 _SHARDING = {

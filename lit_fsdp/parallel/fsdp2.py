@@ -9,9 +9,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lit_fsdp.parallel.grad_norm import ClipsShardedGradients
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.sharded import ClipsShardedGradients, ShardedStrategy
+from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.parallel.units import UnitPlan
 
 

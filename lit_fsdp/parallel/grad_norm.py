@@ -6,7 +6,7 @@ here the norm is the one an unsharded model would have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -49,3 +49,23 @@ def clip_by_value(grads: Iterable[torch.Tensor], max_value: float) -> None:
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.clamp_(-max_value, max_value)
+
+
+class ClipsShardedGradients:
+    """Gradient clipping for a Lightning precision plugin, equal to the unsharded result."""
+
+    shard_group: dist.ProcessGroup | None = None
+    last_grad_norm: torch.Tensor | None = None
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Scale all gradients so that their common 2-norm is at most ``clip_val``."""
+        self.last_grad_norm = clip_by_norm(_grads(optimizer), clip_val, self.shard_group)
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clamp every gradient element to ``[-clip_val, clip_val]``."""
+        clip_by_value(_grads(optimizer), clip_val)
+
+
+def _grads(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (p.grad for p in group["params"] if p.grad is not None)

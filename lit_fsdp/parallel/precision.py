@@ -6,7 +6,7 @@ Nothing here sets a dtype except :func:`cast_parameters`; the engines are given 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -135,7 +135,7 @@ class DtypeContract:
         self._first_step_done = True
 
     def report(self) -> dict[str, Any]:
-        """Declared and realised dtypes for ``dtypes.json``; what was not observed (one rank reduces nothing) is absent."""
+        """Declared and realised dtypes for ``dtypes.json``; what was not observed is absent."""
         declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
         return {"mode": self.mode, "declared": declared, "realised": self.realised}
 
@@ -150,20 +150,23 @@ class DtypeContract:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensors = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point()]
             outputs = {f"output {i} of {name}": tensor.dtype for i, tensor in enumerate(tensors)}
-            self._compare("activations", outputs, self.row.compute)
+            self._note("activations", outputs)  # a block may well keep its residual stream in another dtype
 
         return hook
 
+    def _note(self, what: str, found: Mapping[str, torch.dtype]) -> None:
+        counts = Counter(self.realised.get(what, {}))
+        counts.update(dtype_name(dtype) for dtype in found.values())
+        if found:
+            self.realised[what] = dict(counts)
+
     def _compare(self, what: str, found: Mapping[str, torch.dtype], declared: str) -> None:
-        counts: dict[str, int] = defaultdict(int, self.realised.get(what, {}))
         for name, dtype in found.items():
             if dtype_name(dtype) != declared:
                 raise ContractError(
                     f"precision contract broken: {what}: {name} is {dtype_name(dtype)}\n"
                     f"  declared: {declared} (mode {self.mode})\n"
-                    "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), or choose the "
-                    "precision mode that says so"
+                    "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), or choose "
+                    "the precision mode that says so"
                 )
-            counts[dtype_name(dtype)] += 1
-        if found:
-            self.realised[what] = dict(counts)
+        self._note(what, found)

@@ -1,61 +1,31 @@
-"""What both engines share: set-up in one order, checkpoints of DTensors under the model's own names, the contract.
+"""What both engines share: set-up in one order, the audit of the live units, the dtype contract.
 
-A mixin in front of a Lightning strategy. It imports neither Lightning nor the checkpoint package; the storage
-functions are handed in by the factory.
+A mixin in front of a Lightning strategy; it does not import Lightning.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.sharding import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.activation import apply_activation_checkpointing, is_checkpointed
-from lit_fsdp.parallel.grad_norm import clip_by_norm, clip_by_value
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
 from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract, cast_parameters
+from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names
 
 
-class Storage(Protocol):
-    """The functions of ``lit_fsdp.checkpoint`` that a strategy needs."""
-
-    save: Callable[..., None]
-    load_tensors: Callable[..., None]
-    load_state: Callable[..., dict[str, Any]]
-    load_rank_state: Callable[..., dict[str, Any] | None]
-    tensor_names: Callable[[Path], set[str]]
-    remove: Callable[[Path], None]
-
-
-class ClipsShardedGradients:
-    """Gradient clipping for a Lightning precision plugin, equal to the unsharded result."""
-
-    shard_group: dist.ProcessGroup | None = None
-    last_grad_norm: torch.Tensor | None = None
-
-    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Scale all gradients so that their common 2-norm is at most ``clip_val``."""
-        self.last_grad_norm = clip_by_norm(_grads(optimizer), clip_val, self.shard_group)
-
-    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clamp every gradient element to ``[-clip_val, clip_val]``."""
-        clip_by_value(_grads(optimizer), clip_val)
-
-
-class ShardedStrategy:
+class ShardedStrategy(ShardedCheckpoints):
     """The engine-independent half of a strategy.
 
     Args:
@@ -195,140 +165,7 @@ class ShardedStrategy:
             self.contract.finish_first_step()
         return result
 
-    # -- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once."""
-        state = dcp_state.get_model_state_dict(self._state_owner())
-        return {name: tensor for name, tensor in state.items() if name not in self._ties}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name."""
-        return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten."""
-        if storage_options is not None:
-            raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
-        path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
-        checkpoint = dict(checkpoint)
-        tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
-        groups = []
-        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-            groups.append({"param_groups": state["param_groups"]})
-            tensors.update(_flat_optimizer(state, index))
-        module = self.lightning_module
-        describe, files = getattr(module, "checkpoint_manifest", None), getattr(module, "checkpoint_files", None)
-        manifest = {
-            "global_step": checkpoint.get("global_step"),
-            "epoch": checkpoint.get("epoch"),
-            "engine": self.config.engine,
-            "sharding": self.config.sharding,
-            "mesh": list(self.mesh.mesh.shape),
-            "precision": self.contract.report()["declared"],
-            "tied": self._ties,
-            **(describe() if describe else {}),
-        }
-        extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
-        state = {**checkpoint, "optimizer_states": groups}
-        self._storage.save(
-            path, tensors, state, manifest, self.config.state_dict, files=extra, rank_state=rng_state(self.root_device)
-        )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
-
-        Nothing is unpickled, whatever ``weights_only`` says.
-        """
-        path = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
-        state = self._storage.load_state(path)
-        saved = self._storage.tensor_names(path)
-        owner = self._state_owner()
-        model = self.lightning_module_state_dict()
-        templates = {f"model/{name}": tensor for name, tensor in model.items()}
-        optimizers: list[tuple[Any, dict[str, Any]]] = []
-        for index, optimizer in enumerate(self.optimizers):
-            has_state = any(name.startswith(_optim_prefix(index)) for name in saved)
-            found = self.optimizer_state(optimizer) if has_state else {"state": {}, "param_groups": []}
-            optimizers.append((optimizer, found))
-            templates.update(_flat_optimizer(found, index))
-        skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
-        self._storage.load_tensors(path, templates, skip)
-        model.update({again: model[first] for again, first in self._ties.items() if first in model})
-        strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
-        dcp_state.set_model_state_dict(owner, model, options=strict)
-        for (optimizer, found), groups in zip(optimizers, state.get("optimizer_states", []), strict=False):
-            if found["state"]:
-                found["param_groups"] = groups["param_groups"]
-                dcp_state.set_optimizer_state_dict(owner, optimizer, found)
-        self._check_after_load()
-        self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
-        return state
-
-    def _check_after_load(self) -> None:
-        named = list(self.lightning_module.named_parameters())
-        self.contract.check_parameters(named, "after resume")
-        for optimizer in self.optimizers:
-            self.contract.check_optimizer(optimizer, {id(p): n for n, p in named}, "after resume")
-
-    optimizers: list[Any]
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint folder, on rank 0."""
-        if dist.get_rank() == 0:
-            self._storage.remove(Path(filepath))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the RNG of the checkpoint just before the first batch after a resume."""
-        if self._rng_after_load is not None:
-            restore_rng(self._rng_after_load, self.root_device)
-            self._rng_after_load = None
-
-    def _state_owner(self) -> nn.Module:
-        assert self._root is not None
-        return self._root if self.config.engine == "fsdp1" else self.lightning_module
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's, NumPy's and Python's random generators on this rank."""
-    algorithm, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (str(algorithm), [int(k) for k in keys], int(position), int(has_gauss), float(cached)),
-        "python": random.getstate(),
-    }
-
-
-def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what :func:`rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["device"] is not None:
-        torch.cuda.set_rng_state(state["device"], device)
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-
-
-def _grads(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
-
 
 def _local_numel(param: torch.Tensor) -> int:
     local = param.to_local() if isinstance(param, DTensor) else param
     return local.numel()
-
-
-def _optim_prefix(index: int) -> str:
-    return "optim/" if index == 0 else f"optim{index}/"
-
-
-def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """``optim/<parameter>/<key>`` → tensor; numbers among the state become 0-dim tensors."""
-    return {
-        f"{_optim_prefix(index)}{name}/{key}": value if torch.is_tensor(value) else torch.tensor(value)
-        for name, entry in state["state"].items()
-        for key, value in entry.items()
-    }

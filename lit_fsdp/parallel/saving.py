@@ -1,0 +1,149 @@
+"""The checkpoint half of a strategy, the same for both engines: DTensors under the model's own names.
+
+The storage functions are handed in by the factory; this floor does not know the checkpoint package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import DeviceMesh
+
+from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.parallel.precision import DtypeContract
+from lit_fsdp.parallel.rng import restore_rng, rng_state
+
+
+class Storage(Protocol):
+    """The functions of ``lit_fsdp.checkpoint`` that a strategy needs."""
+
+    save: Callable[..., None]
+    load_tensors: Callable[..., None]
+    load_state: Callable[..., dict[str, Any]]
+    load_rank_state: Callable[..., dict[str, Any] | None]
+    tensor_names: Callable[[Path], set[str]]
+    remove: Callable[[Path], None]
+
+
+class ShardedCheckpoints:
+    """Saving and loading for a Lightning strategy, a mixin of :class:`lit_fsdp.parallel.sharded.ShardedStrategy`."""
+
+    config: StrategyConfig
+    contract: DtypeContract
+    mesh: DeviceMesh
+    root_device: torch.device
+    lightning_module: Any
+    optimizers: list[Any]
+    checkpoint_files: dict[str, Path]
+    _storage: Storage
+    _root: nn.Module | None
+    _ties: dict[str, str]
+    _rng_after_load: dict[str, Any] | None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once."""
+        state = dcp_state.get_model_state_dict(self._state_owner())
+        return {name: tensor for name, tensor in state.items() if name not in self._ties}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name."""
+        return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten."""
+        if storage_options is not None:
+            raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
+        path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        checkpoint = dict(checkpoint)
+        tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
+        groups = []
+        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            groups.append({"param_groups": state["param_groups"]})
+            tensors.update(_flat_optimizer(state, index))
+        module = self.lightning_module
+        describe, files = getattr(module, "checkpoint_manifest", None), getattr(module, "checkpoint_files", None)
+        manifest = {
+            "global_step": checkpoint.get("global_step"),
+            "epoch": checkpoint.get("epoch"),
+            "engine": self.config.engine,
+            "sharding": self.config.sharding,
+            "mesh": list(self.mesh.mesh.shape),
+            "precision": self.contract.report()["declared"],
+            "tied": self._ties,
+            **(describe() if describe else {}),
+        }
+        extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
+        state = {**checkpoint, "optimizer_states": groups}
+        self._storage.save(
+            path, tensors, state, manifest, self.config.state_dict, files=extra, rank_state=rng_state(self.root_device)
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
+
+        Nothing is unpickled, whatever ``weights_only`` says.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        state = self._storage.load_state(path)
+        saved = self._storage.tensor_names(path)
+        owner = self._state_owner()
+        model = self.lightning_module_state_dict()
+        templates = {f"model/{name}": tensor for name, tensor in model.items()}
+        optimizers: list[tuple[Any, dict[str, Any]]] = []
+        for index, optimizer in enumerate(self.optimizers):
+            has_state = any(name.startswith(_optim_prefix(index)) for name in saved)
+            found = self.optimizer_state(optimizer) if has_state else {"state": {}, "param_groups": []}
+            optimizers.append((optimizer, found))
+            templates.update(_flat_optimizer(found, index))
+        skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
+        self._storage.load_tensors(path, templates, skip)
+        model.update({again: model[first] for again, first in self._ties.items() if first in model})
+        strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
+        dcp_state.set_model_state_dict(owner, model, options=strict)
+        for (optimizer, found), groups in zip(optimizers, state.get("optimizer_states", []), strict=False):
+            if found["state"]:
+                found["param_groups"] = groups["param_groups"]
+                dcp_state.set_optimizer_state_dict(owner, optimizer, found)
+        self._check_after_load()
+        self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
+        return state
+
+    def _check_after_load(self) -> None:
+        named = list(self.lightning_module.named_parameters())
+        self.contract.check_parameters(named, "after resume")
+        for optimizer in self.optimizers:
+            self.contract.check_optimizer(optimizer, {id(p): n for n, p in named}, "after resume")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint folder, on rank 0."""
+        if dist.get_rank() == 0:
+            self._storage.remove(Path(filepath))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Restore the RNG of the checkpoint just before the first batch after a resume."""
+        if self._rng_after_load is not None:
+            restore_rng(self._rng_after_load, self.root_device)
+            self._rng_after_load = None
+
+    def _state_owner(self) -> nn.Module:
+        assert self._root is not None
+        return self._root if self.config.engine == "fsdp1" else self.lightning_module
+
+
+def _optim_prefix(index: int) -> str:
+    return "optim/" if index == 0 else f"optim{index}/"
+
+
+def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+    """``optim/<parameter>/<key>`` → tensor; numbers among the state become 0-dim tensors."""
+    return {
+        f"{_optim_prefix(index)}{name}/{key}": value if torch.is_tensor(value) else torch.tensor(value)
+        for name, entry in state["state"].items()
+        for key, value in entry.items()
+    }
