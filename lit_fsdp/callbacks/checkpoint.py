@@ -19,8 +19,9 @@ from lit_fsdp.errors import CheckpointError
 class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
-    The run folder is the Trainer's ``default_root_dir``. A metric logged by a validation at the same step is added to
-    the checkpoint's manifest afterwards, so that saving never waits for a validation.
+    Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
+    all before. Kept are the last k and the best. The run folder is the Trainer's ``default_root_dir``. The metrics of a
+    validation go into the manifest of its step's checkpoint afterwards, so that saving never waits for a validation.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.checkpoint.CheckpointConfig`.
@@ -36,6 +37,7 @@ class Checkpoint(ModelCheckpoint):
         super().__init__(save_top_k=-1, save_on_train_epoch_end=False, enable_version_counter=False)
         self._saved_step = -1
         self._seen_step = 0
+        self._best_value: float | None = None
 
     @property
     def state_key(self) -> str:
@@ -51,6 +53,8 @@ class Checkpoint(ModelCheckpoint):
         if trainer.global_step == 0:
             refuse_used_run_folder(Path(trainer.default_root_dir))
         self._seen_step = self._saved_step = trainer.global_step
+        top = best(checkpoints(Path(trainer.default_root_dir)), self.config.monitor, self.config.mode)
+        self._best_value = top.metrics[self.config.monitor] if top else None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -65,14 +69,18 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the metrics of this validation to the checkpoint of the same step, and apply retention."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or self._saved_step != trainer.global_step:
+        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self.config.monitor in metrics and trainer.is_global_zero:
-            folder = self._folder(self._saved_step)
-            if folder.is_dir():  # a run that resumed here may have lost it since
-                record_metrics(folder, metrics)
+        if self._is_better(metrics.get(self.config.monitor)):
+            self._best_value = metrics[self.config.monitor]
+            self.save(trainer)
+        folder = self._folder(trainer.global_step)
+        if self._saved_step != trainer.global_step or self.config.monitor not in metrics:
+            return
+        if trainer.is_global_zero and folder.is_dir():  # a run that resumed here may have lost it since
+            record_metrics(folder, metrics)
         self._retain(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,6 +112,13 @@ class Checkpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`state_dict`."""
+
+    def _is_better(self, value: float | None) -> bool:
+        """Whether a monitored value, the same on every rank, beats all before."""
+        if value is None or value != value:
+            return False
+        before = self._best_value
+        return before is None or (value < before if self.config.mode == "min" else value > before)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """For Lightning's own ``ckpt_path="last"``."""

@@ -13,7 +13,7 @@ class CheckpointConfig:
     """The ``checkpoint`` section: arguments of :class:`lit_fsdp.Checkpoint`."""
 
     every_steps: int | None = None
-    """Optimizer steps between checkpoints; null saves only at the end of training and on a signal."""
+    """Optimizer steps between checkpoints; one is also saved at the end, on a signal and at the best validation."""
     keep_last: int = 2
     """How many of the newest checkpoints are kept; -1 keeps all."""
     monitor: str = "val_loss"

@@ -53,7 +53,7 @@ def main() -> int:
         parser.error(f"--steps must be more than {WARMUP_STEPS}, --repeats at least 1")
     place = ROOT / "runs" / "bench"
     place.mkdir(parents=True, exist_ok=True)
-    record = describe(command_line())
+    record = describe("make bench" if len(sys.argv) == 1 else command_line())
     folder = Path(tempfile.mkdtemp(prefix="workload-", dir=place))
     try:
         record["results"] = measure(options, folder)
@@ -112,6 +112,9 @@ def compare_speed(work: Workload, ranks: int, repeats: int) -> dict[str, Any]:
     def rate(run: dict[str, Any]) -> float:
         return tokens / (run["times"][-1] - run["times"][WARMUP_STEPS - 1])
 
+    def cpu_seconds(run: dict[str, Any]) -> float:
+        return run["cpu"][-1] - run["cpu"][WARMUP_STEPS - 1]
+
     rates = {side: [rate(pair[side]) for pair in pairs] for side in ("ours", "peer")}
     ratios = [ours / peer for ours, peer in zip(rates["ours"], rates["peer"], strict=True)]
     return {
@@ -120,6 +123,8 @@ def compare_speed(work: Workload, ranks: int, repeats: int) -> dict[str, Any]:
         "unit": "tokens/s",
         **rates,
         "ratios": ratios,
+        # of rank 0; tells a slower program from a busy machine
+        "cpu_seconds": {side: [cpu_seconds(pair[side]) for pair in pairs] for side in ("ours", "peer")},
         "losses": {side: pairs[0][side]["losses"] for side in ("ours", "peer")},
         "model": {"num_params": work.num_params(), "layers": work.overrides["num_hidden_layers"]},
         "summary": f"{_median(ratios, 3)} ({_median(rates['ours'], 0)} ÷ {_median(rates['peer'], 0)})",

@@ -19,8 +19,8 @@ from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.host import is_first_process
 
 
-def record_steps(times: list[float], losses: list[float]) -> None:
-    """Note time and loss when ``Throughput`` is told of the end of a step; one forward per step."""
+def record_steps(times: list[float], cpu: list[float], losses: list[float]) -> None:
+    """Note the clock, this process's CPU seconds and the loss when ``Throughput`` is told of the end of a step; one forward per step."""
     original = Throughput.on_train_batch_end
 
     @functools.wraps(original)
@@ -28,12 +28,13 @@ def record_steps(times: list[float], losses: list[float]) -> None:
         original(self, trainer, pl_module, *args)
         losses.append(float(pl_module.step_totals[1] / pl_module.step_totals[0]))
         times.append(time.time())
+        cpu.append(time.process_time())
 
     Throughput.on_train_batch_end = timed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    recorded: dict[str, list[float]] = {"times": [], "losses": []}
+    recorded: dict[str, list[float]] = {"times": [], "cpu": [], "losses": []}
     writes = is_first_process()  # asked now: the launcher will set LOCAL_RANK here too
     record_steps(**recorded)
     code = main(sys.argv[2:])

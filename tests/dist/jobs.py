@@ -58,6 +58,14 @@ class TinyData(LightningDataModule):
         return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=own)
 
 
+class TinyDataWithValidation(TinyData):
+    """Adds one validation batch, the same on every rank."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """One batch."""
+        return DataLoader([global_batch(500)], batch_size=None, generator=torch.Generator())
+
+
 class Losses(Callback):
     """Collects the logged loss after every optimizer step."""
 
@@ -113,16 +121,27 @@ def digest(module: LightningModule, optimizer: torch.optim.Optimizer) -> str:
 
 
 def train_with_checkpoints(
-    folder: str, run: str, strategy: dict[str, Any], steps: int, ckpt_path: str | None = None, **options: Any
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    steps: int,
+    ckpt_path: str | None = None,
+    every: int | None = 5,
+    **options: Any,
 ) -> dict[str, Any]:
     """A run with dropout that saves every five steps; losses, learning rates and a hash of its state at the end."""
     torch.manual_seed(7)
     losses = Losses()
     trainer = trainer_for(
-        strategy, [losses, Checkpoint(every_steps=5, keep_last=-1)], max_steps=steps, default_root_dir=run, **options
+        strategy,
+        [losses, Checkpoint(every_steps=every, keep_last=-1)],
+        max_steps=steps,
+        default_root_dir=run,
+        **options,
     )
     module = module_for(folder, schedule="constant", warmup_steps=8)
-    trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt_path)
+    data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     optimizer: Any = trainer.optimizers[0]
     live: Any = trainer.strategy
     return {

@@ -89,10 +89,10 @@ def test_clipping_equals_the_unsharded_result(
         check_same(result["losses"], clipped)
 
 
-@pytest.mark.parametrize("wrap", [["LlamaDecoderLayer"], ["LlamaMLP", "LlamaAttention"], {"min_num_params": 9000, "max_root_share": 0.6}])
-def test_units_do_not_change_the_losses(
-    workers: Workers, tiny_model: Path, wanted: list[float], wrap: object
-) -> None:
+@pytest.mark.parametrize(
+    "wrap", [["LlamaDecoderLayer"], ["LlamaMLP", "LlamaAttention"], {"min_num_params": 9000, "max_root_share": 0.6}]
+)
+def test_units_do_not_change_the_losses(workers: Workers, tiny_model: Path, wanted: list[float], wrap: object) -> None:
     for engine in ENGINES:
         strategy = {"engine": engine, "wrap": wrap, "precision": "fp32"}
         (result, _) = workers.run("train", 2, folder=str(tiny_model), strategy=strategy)

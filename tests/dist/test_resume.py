@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
+from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.workers import RankError, Workers
 
 
@@ -57,10 +59,25 @@ def test_at_the_end_of_an_epoch(workers: Workers, dropout_model: Path, tmp_path:
     job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}}
     (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), steps=15, **job)
     workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=10, **job)
-    (after, _) = workers.run(
-        "train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job
-    )
+    (after, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job)
     assert after["losses"] == whole["losses"][10:]
+    assert after["digest"] == whole["digest"]
+
+
+def test_from_the_best_validation(workers: Workers, dropout_model: Path, tmp_path: Path) -> None:
+    """A validation that beats all before is saved with its metrics, and a run goes on from there bit-equal."""
+    job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "steps": 16, "every": None}
+    job["val_check_interval"] = 4
+    (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), **job)
+    found = checkpoints(tmp_path / "whole")
+    assert [entry.step for entry in found if "val_loss" in entry.metrics][0] == 4
+    losses = [entry.metrics["val_loss"] for entry in found if "val_loss" in entry.metrics]
+    assert losses == sorted(losses, reverse=True)  # only what was better is saved
+    top = resolve_ckpt_path("best", tmp_path / "whole", "val_loss", "min")
+    assert read_manifest(top).metrics["val_loss"] == losses[-1]
+    first = found[0].path
+    (after, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), ckpt_path=str(first), **job)
+    assert after["losses"] == whole["losses"][4:]
     assert after["digest"] == whole["digest"]
 
 
