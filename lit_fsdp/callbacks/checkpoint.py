@@ -16,6 +16,9 @@ from lit_fsdp.config.typed import build
 from lit_fsdp.errors import CheckpointError
 
 
+_ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
+
+
 class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
@@ -106,6 +109,16 @@ class Checkpoint(ModelCheckpoint):
             self._retain(trainer)
         return folder
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note what Lightning's counters of micro-batches count in."""
+        checkpoint[_ACCUMULATION] = trainer.accumulate_grad_batches
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
+        before, now = checkpoint.get(_ACCUMULATION), trainer.accumulate_grad_batches
+        if before is not None and before != now:
+            rescale_progress(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], before, now)
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""
         return {}
@@ -136,6 +149,21 @@ class Checkpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for old in retention.to_remove(found, self.config.keep_last, self.config.monitor, self.config.mode):
                 retention.remove(old.path)
+
+
+def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
+    """Lightning's micro-batch counters, saved at an optimizer step, for another accumulation, in place.
+
+    Args:
+        progress: ``total`` and ``current`` counters.
+        before: Micro-batches per optimizer step when they were saved.
+        now: Micro-batches per optimizer step from here on.
+    """
+    for counters in (progress["total"], progress["current"]):
+        ready = -(-counters["ready"] // before) * now
+        for name in ("completed", "started", "processed"):
+            counters[name] = ready - (counters["ready"] - counters[name])
+        counters["ready"] = ready
 
 
 def refuse_used_run_folder(run_folder: Path) -> None:

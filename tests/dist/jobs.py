@@ -146,6 +146,7 @@ def train_with_checkpoints(
     live: Any = trainer.strategy
     return {
         "losses": losses.values,
+        "epoch": trainer.current_epoch,
         "lr": optimizer.param_groups[0]["lr"],
         "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
         "realised": live.contract.report()["realised"],

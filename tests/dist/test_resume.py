@@ -81,6 +81,30 @@ def test_from_the_best_validation(workers: Workers, dropout_model: Path, tmp_pat
     assert after["digest"] == whole["digest"]
 
 
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 3), (4, 1)])
+def test_on_another_number_of_ranks(
+    workers: Workers, tiny_model: Path, tmp_path: Path, ranks: int, accumulate: int
+) -> None:
+    """The same global batches: losses differ only by the order of summation, and epochs stay where they were."""
+    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "precision": "fp32"}}
+    two = {**job, "accumulate_grad_batches": 2}
+    (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), steps=25, **two)
+    workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=5, **two)
+    job["strategy"] = {"engine": "fsdp1", "precision": "fp32"}
+    after = workers.run(
+        "train_with_checkpoints",
+        ranks,
+        run=str(tmp_path / "cut"),
+        steps=25,
+        ckpt_path="last",
+        accumulate_grad_batches=accumulate,
+        **job,
+    )[0]
+    assert after["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
+    assert after["losses"][0] == pytest.approx(whole["losses"][5], rel=1e-6)
+    assert after["epoch"] == whole["epoch"] == 3  # begun: the steps up to 10, 20 and 25
+
+
 def test_a_used_run_folder_is_refused(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
     job = {"folder": str(tiny_model), "strategy": {}, "run": str(tmp_path), "steps": 5}
     workers.run("train_with_checkpoints", 1, **job)
