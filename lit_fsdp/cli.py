@@ -15,6 +15,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
@@ -34,6 +35,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process, is_launched_by_lightning
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.units import plan_units
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 _TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -168,12 +170,18 @@ class RecipeCLI(LightningCLI):
             own = RunCSVLogger(given["default_root_dir"], resumed=resumed)
             others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
             kwargs["logger"] = [own, *others]
-        return self._instantiate_trainer({**given, **kwargs}, callbacks)
+        try:
+            return self._instantiate_trainer({**given, **kwargs}, callbacks)
+        except (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            text = " ".join(str(error).split())
+            raise ConfigError("trainer", text, "what Lightning's Trainer accepts", "see lit-fsdp fit --help") from error
 
     def run_trainer(self) -> None:
         """Prepare the data before any process group exists, then run the verb."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
-        self._check_world()
+        self._check_ranks_and_units()
         self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"))
         self.datamodule.prepare(_STAGES[self.verb])
         folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
@@ -188,11 +196,12 @@ class RecipeCLI(LightningCLI):
         else:
             getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
-    def _check_world(self) -> None:
-        """The rules on the number of ranks once more: it is known only now if ``devices`` is ``auto``."""
+    def _check_ranks_and_units(self) -> None:
+        """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
         trainer, strategy = self.trainer, cast("ShardedStrategy", self.trainer.strategy)
         ranks = trainer.num_devices * trainer.num_nodes
         mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
+        plan_units(self.model.build(), strategy.config.wrap_config, f"{STRATEGY}.wrap")
         if self.verb == "fit":
             accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
 

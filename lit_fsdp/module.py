@@ -85,15 +85,20 @@ class CausalLMModule(LightningModule):
             self._tokenizer = load_tokenizer(self.source, self.config)
         return self._tokenizer
 
+    def build(self) -> CausalLMModule:
+        """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
+        if self.model is None:
+            model = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
+            self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
+            self.model = model
+        return self
+
     def configure_model(self) -> None:
         """Build the model on meta; the strategy fills it, or this does where there is nothing to shard."""
-        if self.model is not None:
+        if self._weights is not None:
             return
-        seed = self.trainer.strategy.broadcast(torch.initial_seed())
-        model = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
-        self._weights = open_weights(self.source, model, seed)
-        self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
-        self.model = model
+        model: Any = self.build().model
+        self._weights = open_weights(self.source, model, self.trainer.strategy.broadcast(torch.initial_seed()))
         if not isinstance(self.trainer.strategy, ShardedStrategy):
             materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
             for module in self.modules():

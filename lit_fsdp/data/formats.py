@@ -1,8 +1,11 @@
-"""Rows of the usual shapes as lists of chat messages."""
+"""Rows of the usual shapes as conversations."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lit_fsdp.config.data import RowFormat
@@ -23,12 +26,22 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-_SIGNS: dict[str, tuple[str, ...]] = {  # in this order: the first format whose columns are all there
+_SIGNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first format whose columns are all there
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "instruction": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that the assistant may call."""
 
 
 def find_format(columns: set[str], name: str) -> RowFormat:
@@ -39,16 +52,16 @@ def find_format(columns: set[str], name: str) -> RowFormat:
     """
     for form, needed in _SIGNS.items():
         if columns.issuperset(needed):
-            return form  # type: ignore[return-value]
+            return form
     shapes = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in _SIGNS.items())
     raise DataError(
-        f"{name}: columns {', '.join(sorted(columns)) or '(none)'} are of no known row format\n"
+        f"{name}: columns {', '.join(sorted(map(str, columns))) or '(none)'} are of no known row format\n"
         f"  allowed: {shapes}\n  fix:     rename the columns"
     )
 
 
-def to_messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Message]:
-    """The conversation of one row.
+def to_conversation(row: Mapping[str, Any], form: RowFormat, place: str) -> Conversation:
+    """The conversation of one row, with its ``tools`` column where there is one.
 
     Args:
         row: Column values.
@@ -56,23 +69,26 @@ def to_messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Mes
         place: Where the row stands, for errors.
 
     Raises:
-        DataError: A column is missing or empty of sense, a role is unknown, a content is no text.
+        DataError: A column is missing, a role is unknown, a content is no text, or ``tools`` are no schemas.
     """
     for column in _SIGNS[form]:
         if column not in row:
             raise DataError(f"{place}: no {column!r}; a {form} row has {', '.join(_SIGNS[form])}")
+    return Conversation(_messages(row, form, place), _tools(row.get("tools"), place))
+
+
+def _messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Message]:
+    if form == "messages":
+        return [_chat_turn(turn, f"{place}: message {i}") for i, turn in _turns(row["messages"], place)]
+    system = [_message("system", row["system"], place)] if row.get("system") else []
     if form == "instruction":
         asked = _text(row["instruction"], f"{place}: instruction")
         more = row.get("input")
         prompt = f"{asked}\n\n{_text(more, f'{place}: input')}" if more else asked
-        system = [_message("system", row["system"], place)] if row.get("system") else []
         return [*system, _message("user", prompt, place), _message("assistant", row["output"], place)]
     if form == "prompt_completion":
-        return [*_side(row["prompt"], "user", place), *_side(row["completion"], "assistant", place)]
-    if form == "sharegpt":
-        system = [_message("system", row["system"], place)] if isinstance(row.get("system"), str) else []
-        return system + [_sharegpt_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place)]
-    return [_chat_turn(turn, f"{place}: message {i}") for i, turn in _turns(row["messages"], place)]
+        return [*system, *_side(row["prompt"], "user", place), *_side(row["completion"], "assistant", place)]
+    return [*system, *(_sharegpt_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place))]
 
 
 def _side(value: Any, role: str, place: str) -> list[Message]:
@@ -114,6 +130,26 @@ def _message(role: str, content: Any, place: str) -> Message:
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: text expected, not {_shown(value)}")
+    lone = None if value.isascii() else _LONE_SURROGATE.search(value)
+    if lone:
+        raise DataError(
+            f"{place}: half a character at {lone.start()} (\\u{ord(lone[0]):04x}), which is no text\n"
+            "  fix:     write both halves of the pair, or remove it"
+        )
+    return value
+
+
+def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
+    """The ``tools`` column: a list of schemas, or JSON text of one, as Parquet files often have it."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{place}: tools are not JSON ({error})") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{place}: tools are a list of JSON schemas, not {_shown(value)}")
     return value
 
 

@@ -1,155 +1,118 @@
-"""Rows from files, saved data sets and data set names, each row with a place that an error can name."""
+"""Where rows come from: files, data sets that ``datasets`` saved or names, and generated ones.
+
+A source is found and its content hashed at once; its rows are read only when they have to be tokenised.
+"""
 
 from __future__ import annotations
 
 import difflib
 import glob
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.data.files import READERS, Row
 from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.errors import DataError
 
-_FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
-_WRAPPERS = ("data", "rows", "train", "instances")
+_CHUNK = 1000
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one source."""
+    """The rows of one source, not read yet."""
 
     name: str
-    rows: list[dict[str, Any]]
-    places: list[str]
-    """Where each row stands: ``file.jsonl:12``."""
     digest: str
     """Of the source's content."""
+    read: Callable[[], Iterator[Row]]
+
+    def rows(self) -> Iterator[Row]:
+        """Each row with its place (``file.jsonl:12``), in order.
+
+        Raises:
+            DataError: A row is broken, there is none, or the content is not what was hashed.
+        """
+        empty = True
+        for row in self.read():
+            empty = False
+            yield row
+        if empty:
+            raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
 
 
-def read_sources(sources: str | list[str]) -> list[Source]:
-    """Read one or several sources; globs become their files in sorted order.
+def find_sources(sources: str | list[str]) -> list[Source]:
+    """One or several sources; globs become their files in sorted order.
 
     Raises:
-        DataError: A source that is missing, unreadable, of an unknown kind or empty.
+        DataError: A source that is missing, unreadable or of an unknown kind.
     """
     found: list[Source] = []
     for name in [sources] if isinstance(sources, str) else sources:
-        paths = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+        paths = [name]
+        if glob.has_magic(name) and not Path(name).expanduser().exists():
+            paths = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
         if not paths:
             raise DataError(
                 f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
             )
-        found.extend(_read(path) for path in paths)
-    for source in found:
-        if not source.rows:
-            raise DataError(f"{source.name}: no rows\n  fix:     a source needs at least one row")
+        found.extend(_find(path) for path in paths)
+    if not found:
+        raise DataError("an empty list of sources\n  fix:     name at least one file, data set or generated:N")
     return found
 
 
-def _read(name: str) -> Source:
+def _find(name: str) -> Source:
     if name.startswith("generated:"):
         return _generated(name)
     path = Path(name).expanduser()
     if path.is_file():
-        content = path.read_bytes()
-        rows, places = _file_rows(path, content)
-        return Source(name, rows, places, hashlib.blake2b(content, digest_size=16).hexdigest())
-    if path.is_dir() or not (path.suffix in _FILES or name.startswith((".", "/", "~"))):
+        return _file(name, path)
+    if path.is_dir() or not (path.suffix in READERS or name.startswith((".", "/", "~"))):
         return _data_set(name, path)
     raise DataError(_missing(name, path))
 
 
 def _missing(name: str, path: Path) -> str:
-    folder = next((p for p in path.parents if p.is_dir()), Path())
-    if folder != path.parent:
+    if not path.parent.is_dir():
         return f"{name}: no such file; the folder {path.parent} does not exist\n  fix:     check the path of the source"
-    near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1, cutoff=0.4)
-    hint = f"did you mean {folder / near[0]}?" if near else f"{folder.resolve()} has no file of a similar name"
-    return f"{name}: no such file\n  fix:     {hint}"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1, cutoff=0.4)
+    hint = f"did you mean {path.parent / near[0]}?" if near else "check the path of the source"
+    return f"{name}: no such file in {path.parent.resolve()}\n  fix:     {hint}"
 
 
-def _file_rows(path: Path, content: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    if path.suffix in (".jsonl", ".ndjson"):
-        pairs = list(_jsonl(path, content))
-        return [row for row, _ in pairs], [place for _, place in pairs]
-    readers = {".json": _json, ".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
-    if path.suffix not in readers:
-        raise DataError(f"{path}: unknown kind of file {path.suffix!r}\n  allowed: {', '.join(_FILES)}")
-    rows = readers[path.suffix](path, content)
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}: row {i} is {type(row).__name__}, not an object with columns")
-    return rows, [f"{path}: row {i}" for i in range(len(rows))]
+def _file(name: str, path: Path) -> Source:
+    if path.suffix not in READERS:
+        raise DataError(f"{name}: unknown kind of file {path.suffix!r}\n  allowed: {', '.join(READERS)}")
+    digest = _digest(path)
+
+    def read() -> Iterator[Row]:
+        for place, row in READERS[path.suffix](path):
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: {type(row).__name__}, not an object with columns")
+            yield place, row
+        if _digest(path) != digest:
+            raise DataError(f"{name}: changed while it was read\n  fix:     start again once the file is complete")
+
+    return Source(name, digest, read)
 
 
-def _jsonl(path: Path, content: bytes) -> Iterator[tuple[dict[str, Any], str]]:
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        place = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{place}: not UTF-8 at byte {error.start} of the line\n  fix:     save as UTF-8") from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            shown = line[:60].decode("utf-8", "replace")
-            raise DataError(f"{place}: not JSON ({error}): {shown!r}\n  fix:     mend or remove this line") from None
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{place}: {type(row).__name__}, not an object with columns\n  fix:     one object per line"
-            )
-        yield row, place
-
-
-def _json(path: Path, content: bytes) -> list[Any]:
+def _digest(path: Path) -> str:
+    """Of the bytes and of what they are read as."""
     try:
-        loaded = json.loads(content.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({error})\n  fix:     name .jsonl what has one object per line") from None
-    if isinstance(loaded, dict):
-        lists = [loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), list)]
-        loaded = lists[0] if lists else loaded
-    if not isinstance(loaded, list):
-        raise DataError(f"{path}: a JSON file holds a list of rows, or one under {', '.join(_WRAPPERS)}")
-    return loaded
-
-
-def _parquet(path: Path, content: bytes) -> list[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file ({error})") from None
-
-
-def _csv(path: Path, content: bytes) -> list[Any]:
-    import csv
-    import io
-
-    try:
-        text = content.decode("utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-        rows = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: not a CSV file in UTF-8 ({error})") from None
-    for i, row in enumerate(rows):
-        if None in row or None in row.values():
-            raise DataError(f"{path}: row {i} has another number of cells than the header")
-    return rows
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest() + path.suffix
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})\n  fix:     check the permissions") from error
 
 
 def _generated(name: str) -> Source:
     count = name.removeprefix("generated:")
-    if not count.isdigit():
+    if not (count.isascii() and count.isdigit() and int(count)):
         raise DataError(f"{name}: not a number of rows\n  fix:     write generated:64")
-    rows = generated_rows(int(count))
-    return Source(name, rows, [f"{name} row {i}" for i in range(len(rows))], name)
+    return Source(name, name, lambda: ((f"{name}: row {i}", row) for i, row in enumerate(generated_rows(int(count)))))
 
 
 def _data_set(name: str, path: Path) -> Source:
@@ -164,13 +127,19 @@ def _data_set(name: str, path: Path) -> Source:
             base, _, split = name.partition(":")
             loaded, split = datasets.load_dataset(base), split or "train"
     except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DataError(
-            f"{name}: not a file, and datasets cannot load it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-            "\n  fix:     check the name; without a network name a file, or a folder written by save_to_disk"
+            f"{name}: no such file below {Path.cwd()}, and datasets cannot load it ({why})\n"
+            "  fix:     check the name; without a network name a file, or a folder written by save_to_disk"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(loaded)} (write name:split)")
         loaded = loaded[split]
-    rows = loaded.to_list()
-    return Source(name, rows, [f"{name} row {i}" for i in range(len(rows))], loaded._fingerprint)
+    return Source(name, str(loaded._fingerprint), lambda: _data_set_rows(name, loaded))
+
+
+def _data_set_rows(name: str, loaded: Any) -> Iterator[Row]:
+    for start in range(0, len(loaded), _CHUNK):
+        part = loaded.select(range(start, min(start + _CHUNK, len(loaded)))).to_list()
+        yield from ((f"{name}: row {start + i}", row) for i, row in enumerate(part))

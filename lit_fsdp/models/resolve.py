@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import difflib
 import json
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from lit_fsdp.models.tokenizers import miniature_tokenizer, read_tokenizer
 
 __all__ = ["ModelSource", "resolve_model"]
 
+_log = logging.getLogger(__name__)
 _FIELD = "model.name"
 _BAD_CONFIG = (ValueError, TypeError, KeyError, StrictDataclassError)
 
@@ -108,7 +110,22 @@ def _miniature(config: ModelConfig, seed: int) -> ModelSource:
             )
     label = f"{_label(config.name)} miniature, random init (seed {seed})"
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
-    return ModelSource(shrink(full, loaded, config.trust_remote_code), None, tokenizer, label)
+    small = shrink(full, loaded, config.trust_remote_code)
+    layers, hidden = (getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size"))
+    _log.info(
+        "miniature: model.name: %s → %s of %s layers, hidden size %s, random init",
+        _label(config.name),
+        small.model_type,
+        layers,
+        hidden,
+    )
+    if tokenizer is None:
+        _log.info(
+            "miniature: model.tokenizer: %s → %d byte-level tokens made here",
+            config.tokenizer or "the model's",
+            len(loaded),
+        )
+    return ModelSource(small, None, tokenizer, label)
 
 
 def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
