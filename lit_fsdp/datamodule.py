@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lit_fsdp.data.templates import ChatTemplate
 from lit_fsdp.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+_log = logging.getLogger(__name__)
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -61,7 +64,9 @@ class CausalLMDataModule(LightningDataModule):
         if wanted:
             template = ChatTemplate(self._tokenizer_or_the_models(), self._template_text(), self.config.supervise)
             for split in wanted:
-                self._rows[split] = prepare_rows(getattr(self.config, split), self.config, template)
+                rows = prepare_rows(getattr(self.config, split), self.config, template)
+                self._warn_of_long_rows(split, rows)
+                self._rows[split] = rows
         return self._rows
 
     def prepare_data(self) -> None:
@@ -89,7 +94,8 @@ class CausalLMDataModule(LightningDataModule):
         """Micro-batches of this rank from the Trainer's step on."""
         trainer, config = self._trainer(), self.config
         rows = self._split("train")
-        order = GlobalOrder(len(rows), config.global_batch_size, rows.fingerprint, self._order_seed(), config.shuffle)
+        seed = self._order_seed()
+        order = GlobalOrder(len(rows), config.global_batch_size, rows.order_fingerprint, seed, config.shuffle)
         ranks, rank, micro = trainer.world_size, trainer.global_rank, config.micro_batch_size
 
         def indices() -> Iterator[list[int]]:
@@ -117,7 +123,7 @@ class CausalLMDataModule(LightningDataModule):
     def _evaluation(self, split: str) -> BatchLoader:
         trainer, rows = self._trainer(), self._split(split)
         micro = self.config.val_micro_batch_size or self.config.micro_batch_size
-        everything = GlobalOrder(len(rows), len(rows), rows.fingerprint, 0, shuffle=False)
+        everything = GlobalOrder(len(rows), len(rows), rows.order_fingerprint, 0, shuffle=False)
         batches = micro_batches(everything.permutation(0), micro, trainer.world_size, trainer.global_rank)
         return self._loader(rows, lambda: iter(batches), len(batches))
 
@@ -125,6 +131,11 @@ class CausalLMDataModule(LightningDataModule):
         tokenizer = self._tokenizer_or_the_models()
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         return BatchLoader(_Batches(rows, int(pad)), indices, length, self.config.num_workers, self._pin())
+
+    def _warn_of_long_rows(self, split: str, rows: TokenisedRows) -> None:
+        limit, longest = self._tokenizer_or_the_models().model_max_length, rows.meta["longest"]
+        if longest > limit:
+            _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 
     def _pin(self) -> bool:
         return self._trainer().strategy.root_device.type == "cuda"
@@ -135,7 +146,8 @@ class CausalLMDataModule(LightningDataModule):
         return self._rows[name]
 
     def _order_seed(self) -> int:
-        return next(seed for seed in (self.config.seed, self._seed, 0) if seed is not None)
+        seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # the third by seed_everything
+        return int(next(seed for seed in seeds if seed is not None))
 
     def _trainer(self) -> Any:
         assert self.trainer is not None, "the loaders belong to a Trainer"

@@ -57,8 +57,8 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
     try:

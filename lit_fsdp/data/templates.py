@@ -1,36 +1,27 @@
 """Conversations to token ids with a mask that is exact to the token: what the assistant says, and its end of turn.
 
-A template with ``{% generation %}`` marks says itself what the assistant says. For others the mask is derived: each
-assistant turn is rendered once more with a placeholder as its content, which shows where the content begins and
-ends, whatever the template does to other turns. Every step is checked against the full text; a template that does
-something else is refused, never unmasked in silence.
+A template with ``{% generation %}`` marks says itself what the assistant says. For others the mask is derived. A turn
+begins where the generation prompt of the conversation before it ends: there the model takes over. It ends where the
+text agrees again with the same conversation rendered with a placeholder as this turn, whatever the template does to
+other turns; the special token that follows belongs to it, as the model has to emit it to stop. Every step is checked
+against the full text; a template that does something else is refused, never unmasked in silence.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
+from lit_fsdp.data.formats import Conversation, Message
+from lit_fsdp.data.masks import Encoded, Span, SpanEncoder
 from lit_fsdp.errors import ConfigError, DataError
 
-Message = dict[str, Any]
-
+_log = logging.getLogger(__name__)
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PLACEHOLDER = "qzxPLACEHOLDERxzq"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One conversation as tokens, before truncation."""
-
-    input_ids: np.ndarray
-    """int32, shape (T,)."""
-    supervised: np.ndarray
-    """bool, shape (T,); never true for the first token, which nothing predicts."""
+_FIX = "give data.chat_template with {% generation %} … {% endgeneration %} around what the assistant says"
 
 
 class ChatTemplate:
@@ -47,9 +38,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, template: str | None, supervise: Literal["all", "last"] = "all") -> None:
         self.tokenizer, self.supervise = tokenizer, supervise
-        found = template or tokenizer.chat_template
-        if isinstance(found, dict):
-            found = found.get("default")
+        own = tokenizer.chat_template
+        found = template or (own.get("default") if isinstance(own, dict) else own)
         if not found:
             raise ConfigError(
                 "data.chat_template",
@@ -65,117 +55,112 @@ class ChatTemplate:
                 "name a folder or hub repository with a tokenizer.json",
             )
         self.text = str(found)
-        self.has_marks = bool(_MARK.search(self.text))
-        self._special = {str(token) for token in tokenizer.added_tokens_encoder}
+        self.encoder = SpanEncoder(tokenizer)
+        self._has_marks = bool(_MARK.search(self.text))
+        self._special = {str(token): int(number) for token, number in tokenizer.added_tokens_encoder.items() if token}
+        self._warned = False
 
-    def encode(self, conversations: Sequence[list[Message]], places: Sequence[str]) -> list[Encoded]:
+    def encode(self, conversations: Sequence[Conversation], places: Sequence[str]) -> list[Encoded]:
         """Tokens and masks of many conversations; ``places`` name them in errors.
 
         Raises:
             DataError: The template fails on a row, or its text cannot be marked exactly.
         """
-        texts = [self._render(messages, place) for messages, place in zip(conversations, places, strict=True)]
-        spans = [
-            self._marked_spans(messages, place) if self.has_marks else self._spans(messages, text, place)
-            for messages, text, place in zip(conversations, texts, places, strict=True)
-        ]
-        # The template has written BOS and EOS already where they belong.
-        tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        pairs = zip(tokens["input_ids"], tokens["offset_mapping"], spans, places, strict=True)
-        return [self._mask(ids, offsets, wanted, place) for ids, offsets, wanted, place in pairs]
+        marked = [self._marked(talk, place) for talk, place in zip(conversations, places, strict=True)]
+        # The template has written BOS and EOS already where they belong, so nothing is added.
+        encoded = self.encoder.encode([text for text, _ in marked], [spans for _, spans in marked], places)
+        for row, place in zip(encoded, places, strict=True):
+            self._warn_of_no_end(row, place)
+        return encoded
 
-    def _render(self, messages: list[Message], place: str, generation_prompt: bool = False) -> str:
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, chat_template=self.text, tokenize=False, add_generation_prompt=generation_prompt
+    def _marked(self, talk: Conversation, place: str) -> tuple[str, list[Span]]:
+        """The text of a conversation and the spans in it that are learnt."""
+        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        if self._has_marks:
+            text, spans = self._render(talk, place, marks=True)
+            if len(spans) != len(turns):
+                raise DataError(
+                    f"{place}: the chat template marks {len(spans)} of {len(turns)} assistant turns\n  fix:     {_FIX}"
                 )
-            )
-        except Exception as error:  # Jinja's errors, and whatever a template raises
-            raise DataError(f"{place}: the chat template refuses it ({error})") from error
+        else:
+            text, _ = self._render(talk, place)
+            wanted = turns if self.supervise == "all" else turns[-1:]
+            spans = [self._span(talk, index, text, place) for index in wanted]
+        return text, spans if self.supervise == "all" else spans[-1:]
 
-    def _turns(self, messages: list[Message]) -> list[int]:
-        """Indices of the assistant turns that are learnt."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return turns[-1:] if self.supervise == "last" else turns
-
-    def _marked_spans(self, messages: list[Message], place: str) -> list[tuple[int, int]]:
-        """Character spans between the template's own marks, one per assistant turn."""
+    def _render(
+        self, talk: Conversation, place: str, generation_prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text, and the spans between the template's own marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render: Any = render_jinja_template  # annotated as returning the text alone
         try:
-            _, indices = render_jinja_template(
-                [messages],
+            texts, spans = render(
+                [talk.messages],
+                tools=talk.tools,
                 chat_template=self.text,
-                return_assistant_tokens_mask=True,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=generation_prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:
-            raise DataError(f"{place}: the chat template refuses it ({error})") from error
-        spans = [(int(start), int(end)) for start, end in indices[0]]
-        return spans[-1:] if self.supervise == "last" else spans
+        except Exception as error:  # Jinja's errors, and whatever a template raises
+            raise DataError(f"{place}: the chat template refuses it ({' '.join(str(error).split())})") from error
+        return texts[0], [(int(start), int(end)) for start, end in (spans[0] if marks else ())]
 
-    def _spans(self, messages: list[Message], text: str, place: str) -> list[tuple[int, int]]:
-        """Character spans of the assistant's turns, each from the generation prompt to the end of turn."""
-        if _PLACEHOLDER in text:
-            raise DataError(f"{place}: the row contains the word {_PLACEHOLDER}, by which turns are found")
-        found = []
-        for index in self._turns(messages):
-            turn = {**messages[index], "content": _PLACEHOLDER}
-            probe = self._render([*messages[:index], turn, *messages[index + 1 :]], place)
-            before, seen, after = probe.partition(_PLACEHOLDER)
-            fits = seen and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
-            content = messages[index]["content"]
-            end = len(text) - len(after)
-            if not fits or (
-                content.strip() and content.strip() not in text[len(before) : end] and not _thinks(content)
-            ):
-                raise DataError(
-                    f"{place}: the chat template does not show assistant turn {index} in one piece, so that it cannot be "
-                    "marked\n  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around it"
-                )
-            start = self._start(messages, index, before, place)
-            found.append((start, end + len(self._end_mark(messages, index, turn, after, place))))
-        return found
+    def _span(self, talk: Conversation, index: int, text: str, place: str) -> Span:
+        """Characters of one assistant turn, from where the model takes over to its end of turn."""
+        word = next(w for w in (f"qzx{n}xzq" for n in itertools.count()) if w not in text)
+        turn = {"role": "assistant", "content": word}
+        messages = talk.messages
+        probe = self._text([*messages[:index], turn, *messages[index + 1 :]], talk, place)
+        before, seen, after = probe.partition(word)
+        start = self._start(talk, index, before, text, place)
+        end = len(text) - len(after)
+        content = messages[index]["content"].rpartition("</think>")[2].strip()  # thoughts may be dropped
+        whole = seen and start is not None and text.endswith(after) and start <= end and content in text[start:end]
+        if not whole or start is None:
+            raise DataError(
+                f"{place}: the chat template does not show assistant turn {index} whole and in one piece, so that it "
+                f"cannot be marked\n  fix:     {_FIX}"
+            )
+        return start, end + len(self._end_mark(messages[:index], turn, after, talk, place))
 
-    def _start(self, messages: list[Message], index: int, before: str, place: str) -> int:
-        """Where the model takes over: after the generation prompt, which may end before the content begins."""
+    def _start(self, talk: Conversation, index: int, before: str, text: str, place: str) -> int | None:
+        """Where the model takes over; ``None`` if the text is another than expected.
+
+        A template without a generation prompt leaves the header of the turn to whoever asks, so it is not learnt.
+        """
+        shown = len(before) if text.startswith(before) else None
         if index == 0:
-            return len(before)
-        prompt = self._render(messages[:index], place, generation_prompt=True)
-        return len(prompt) if before.startswith(prompt) else len(before)
+            return shown
+        prompt = self._text(talk.messages[:index], talk, place, generation_prompt=True)
+        if not text.startswith(prompt):
+            return shown
+        if shown is not None and text[len(prompt) : shown].strip():
+            return shown if prompt == self._text(talk.messages[:index], talk, place) else len(prompt)
+        return len(prompt)
 
-    def _end_mark(self, messages: list[Message], index: int, turn: Message, after: str, place: str) -> str:
+    def _end_mark(self, earlier: list[Message], turn: Message, after: str, talk: Conversation, place: str) -> str:
         """The text after the content up to the special token that ends the turn; empty if the template has none.
 
         It is what follows when the conversation ends here, so that the header of a next turn is never taken for it.
         """
-        alone = self._render([*messages[:index], turn], place).partition(_PLACEHOLDER)[2]
-        for match in re.finditer(r"\S+", alone):
-            special = next((s for s in self._special if s and alone.startswith(s, match.start())), None)
-            mark = alone[: match.start() + len(special)] if special else ""
-            return mark if after.startswith(mark) else ""
-        return ""
+        alone = self._text([*earlier, turn], talk, place).partition(turn["content"])[2]
+        blanks = len(alone) - len(alone.lstrip())
+        special = max((s for s in self._special if alone.startswith(s, blanks)), key=len, default=None)
+        mark = alone[: blanks + len(special)] if special else ""
+        return mark if after.startswith(mark) else ""
 
-    def _mask(
-        self, ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]], place: str
-    ) -> Encoded:
-        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-        supervised = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            inside = (starts >= start) & (ends <= end) & (ends > starts)
-            across = (starts < end) & (ends > start) & ~inside & (ends > starts)
-            if across.any():
-                token = self.tokenizer.convert_ids_to_tokens(int(ids[int(across.argmax())]))
-                raise DataError(
-                    f"{place}: token {token!r} lies across the border of an assistant turn, so that the mask would not "
-                    "be exact\n  fix:     give data.chat_template with a line break or special token between the turns"
-                )
-            supervised |= inside
-        supervised[:1] = False
-        return Encoded(np.array(ids, dtype=np.int32), supervised)
+    def _text(self, messages: list[Message], talk: Conversation, place: str, generation_prompt: bool = False) -> str:
+        return self._render(Conversation(messages, talk.tools), place, generation_prompt)[0]
 
-
-def _thinks(content: str) -> bool:
-    """Whether templates for reasoning models may drop a part of this content."""
-    return "</think>" in content
+    def _warn_of_no_end(self, row: Encoded, place: str) -> None:
+        learnt = row.input_ids[row.supervised]
+        if len(learnt) and int(learnt[-1]) not in self._special.values() and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
+                "not learn to stop",
+                place,
+            )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

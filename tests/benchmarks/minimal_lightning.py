@@ -28,8 +28,7 @@ class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
-        self.losses: list[float] = []
-        self.times: list[float] = []
+        self.recorded: dict[str, list[float]] = {"times": [], "cpu": [], "losses": []}
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -50,8 +49,9 @@ class Module(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         mean = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
-        self.losses.append(float(mean))
-        self.times.append(time.time())
+        self.recorded["losses"].append(float(mean))
+        self.recorded["times"].append(time.time())
+        self.recorded["cpu"].append(time.process_time())
 
     def train_dataloader(self) -> DataLoader[Any]:
         batches = torch.load(FOLDER / f"batches-{self.trainer.global_rank}-of-{RANKS}.pt", weights_only=True)
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     module = Module()
     trainer.fit(module)
     if trainer.is_global_zero:
-        OUT.write_text(json.dumps({"times": module.times, "losses": module.losses}))
+        OUT.write_text(json.dumps(module.recorded))

@@ -144,6 +144,7 @@ def compare_start(work: Workload, repeats: int) -> dict[str, Any]:
         "unit": "s",
         **seconds,
         "ratios": ratios,
+        "cpu_seconds": {side: [pair[side]["cpu"][0] for pair in pairs] for side in ("ours", "peer")},
         "losses": {side: pairs[0][side]["losses"] for side in ("ours", "peer")},
         "summary": f"{_median(ratios, 3)} ({_median(seconds['ours'], 2)} s ÷ {_median(seconds['peer'], 2)} s)",
     }

