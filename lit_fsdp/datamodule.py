@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lit_fsdp.data.collate import collate
 from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.templates import ChatTemplate
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import is_first_process
 
 Batch = dict[str, torch.Tensor]
 _log = logging.getLogger(__name__)
@@ -75,7 +77,11 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
 
     def setup(self, stage: str) -> None:
-        """Map the tokenised rows; in training derive the accumulation from the batch sizes and the ranks."""
+        """Map the tokenised rows; in training derive the accumulation from the batch sizes and the ranks.
+
+        Raises:
+            ConfigError: The batch sizes do not fit the ranks, or another ``accumulate_grad_batches`` was given.
+        """
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
@@ -89,13 +95,14 @@ class CausalLMDataModule(LightningDataModule):
                 "drop accumulate_grad_batches",
             )
         trainer.accumulate_grad_batches = steps
+        if not self.config.val:
+            trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
 
     def train_dataloader(self) -> BatchLoader:
         """Micro-batches of this rank from the Trainer's step on."""
         trainer, config = self._trainer(), self.config
         rows = self._split("train")
-        seed = self._order_seed()
-        order = GlobalOrder(len(rows), config.global_batch_size, rows.order_fingerprint, seed, config.shuffle)
+        order = self._order()
         ranks, rank, micro = trainer.world_size, trainer.global_rank, config.micro_batch_size
 
         def indices() -> Iterator[list[int]]:
@@ -107,6 +114,21 @@ class CausalLMDataModule(LightningDataModule):
                 epoch, first = epoch + 1, 0
 
         return self._loader(rows, indices, num_micro_batches(order, micro, ranks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the global order depends on, for the checkpoint; the position in it is the Trainer's step."""
+        return asdict(self._order()) if "train" in self._rows else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Say so if a run is resumed on other global batches than the checkpoint was trained on."""
+        now = self.state_dict()
+        other = [
+            f"{name} {state_dict[name]} → {now[name]}" for name in now if state_dict.get(name, now[name]) != now[name]
+        ]
+        if other and is_first_process():
+            _log.warning(
+                "the checkpoint comes from other global batches, which are not continued: %s", ", ".join(other)
+            )
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Every validation row once, in file order; nothing if the recipe has no validation rows."""
@@ -134,7 +156,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def _warn_of_long_rows(self, split: str, rows: TokenisedRows) -> None:
         limit, longest = self._tokenizer_or_the_models().model_max_length, rows.meta["longest"]
-        if longest > limit:
+        if longest > limit and is_first_process():
             _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 
     def _pin(self) -> bool:
@@ -144,6 +166,11 @@ class CausalLMDataModule(LightningDataModule):
         if name not in self._rows:
             raise ConfigError(f"data.{name}", "null", "a source of rows", f"set data.{name}: rows.jsonl")
         return self._rows[name]
+
+    def _order(self) -> GlobalOrder:
+        rows, config = self._split("train"), self.config
+        seed = self._order_seed()
+        return GlobalOrder(len(rows), config.global_batch_size, rows.order_fingerprint, seed, config.shuffle)
 
     def _order_seed(self) -> int:
         seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # the third by seed_everything
@@ -175,7 +202,15 @@ class CausalLMDataModule(LightningDataModule):
             raise ConfigError(
                 "data.chat_template", str(path), "an existing file with a Jinja template", "check the path"
             )
-        return path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "data.chat_template", f"{path} ({error})", "a readable file in UTF-8", "save the file as UTF-8"
+            ) from error
+        if not text.strip():
+            raise ConfigError("data.chat_template", f"{path}, which is empty", "a Jinja template", "check the path")
+        return text
 
 
 class BatchLoader:
@@ -202,6 +237,13 @@ class BatchLoader:
 
     def __len__(self) -> int:
         return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is the Trainer's step. Having it tells Lightning that the loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing, see :meth:`state_dict`."""
 
     def __iter__(self) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(

@@ -38,15 +38,17 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
     Raises:
         CheckpointError: The disk is full, or the place cannot be written.
     """
-    if folder.is_dir():
-        return folder
     try:
+        if folder.is_dir():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f"{folder.name}.lock", what):
             if not folder.is_dir():
                 _make(folder, make, what)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error}); set LIT_FSDP_CACHE to another place") from error
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error}); set data.cache_dir or LIT_FSDP_CACHE to another place"
+        ) from error
     return folder
 
 

@@ -88,11 +88,9 @@ def train() -> None:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
-        command += [
-            f"--trainer.devices={gpus}",
-            "--data.micro_batch_size=1",
-            f"--data.global_batch_size={max(8, gpus)}",
-        ]
+        micro = max(1, 8 // gpus)
+        batches = [f"--data.micro_batch_size={micro}", f"--data.global_batch_size={micro * gpus}"]
+        command += [f"--trainer.devices={gpus}", *batches]
     if any((RUN / "checkpoints").glob("step-*")):
         print(f"\n{RUN} holds a run already: it is resumed, or kept if it is finished (--fresh starts over)")
         command += ["--ckpt_path", "last"]

@@ -15,7 +15,6 @@ from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.typed import build
 from lit_fsdp.errors import CheckpointError
 
-
 _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 
 
@@ -115,9 +114,11 @@ class Checkpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
+        loop = checkpoint["loops"]["fit_loop"]
+        close_epoch(loop["epoch_progress"], loop["epoch_loop.batch_progress"])
         before, now = checkpoint.get(_ACCUMULATION), trainer.accumulate_grad_batches
         if before is not None and before != now:
-            rescale_progress(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], before, now)
+            rescale_progress(loop["epoch_loop.batch_progress"], before, now)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""
@@ -149,6 +150,17 @@ class Checkpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for old in retention.to_remove(found, self.config.keep_last, self.config.monitor, self.config.mode):
                 retention.remove(old.path)
+
+
+def close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
+    """Counters saved after the end of an epoch, so that the next one starts at its first micro-batch, in place.
+
+    Lightning goes on counting from the last one, and would step too early where that accumulation was a short one.
+    """
+    ended = batches["is_last_batch"] and batches["current"]["completed"] == batches["current"]["ready"]
+    if ended and epochs["current"]["completed"] == epochs["current"]["ready"]:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
 
 
 def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:

@@ -67,7 +67,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     yield f"{path}: row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not a Parquet file, broken after row {number} ({error})") from None
 
 

@@ -98,6 +98,8 @@ def _side(value: Any, role: str, place: str) -> list[Message]:
 
 
 def _turns(value: Any, place: str) -> list[tuple[int, Any]]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV file
+        value = _from_json(value, f"{place}: messages")
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"{place}: a conversation is a list of at least one message, not {_shown(value)}")
     return list(enumerate(value))
@@ -109,16 +111,24 @@ def _chat_turn(turn: Any, place: str) -> Message:
     if turn["role"] not in _ROLES:
         raise DataError(f"{place}: role {turn['role']!r}\n  allowed: {', '.join(_ROLES)}")
     more = {key: value for key, value in turn.items() if key not in ("role", "content") and value is not None}
+    calls = more.get("tool_calls") or []
+    if not isinstance(calls, (list, tuple)) or not all(_is_call(call) for call in calls):
+        raise DataError(f"{place}: tool_calls are a list of calls with a function name, not {_shown(calls)}")
     content = turn.get("content")
-    if content is None and more.get("tool_calls"):
+    if content is None and calls:
         return {"role": turn["role"], "content": "", **more}
     return {**_message(turn["role"], content, place), **more}
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _sharegpt_turn(turn: Any, place: str) -> Message:
     if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
         raise DataError(f"{place}: a turn has from and value, not {_shown(turn)}")
-    if turn["from"] not in _SHAREGPT_ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT_ROLES:
         raise DataError(f"{place}: from {turn['from']!r}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
     return _message(_SHAREGPT_ROLES[turn["from"]], turn["value"], place)
 
@@ -141,16 +151,20 @@ def _text(value: Any, place: str) -> str:
 
 def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
     """The ``tools`` column: a list of schemas, or JSON text of one, as Parquet files often have it."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{place}: tools are not JSON ({error})") from None
+    if isinstance(value, str):
+        value = _from_json(value.strip() or "null", f"{place}: tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(f"{place}: tools are a list of JSON schemas, not {_shown(value)}")
     return value
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} are not JSON ({error}): {_shown(text)}") from None
 
 
 def _shown(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,16 +33,13 @@ class SpanEncoder:
 
     Args:
         tokenizer: A fast tokenizer of transformers.
+
+    Attributes:
+        text: The state that ids depend on.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from tokenizers import Tokenizer
-
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.update(truncation=None, padding=None, post_processor=None)
-        self.text = json.dumps(state, sort_keys=True)
-        """Of everything that ids depend on."""
-        self._backend = Tokenizer.from_str(json.dumps(state))
+        self._backend, self.text = _plain_copy(tokenizer.backend_tokenizer.to_str())
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], places: Sequence[str]) -> list[Encoded]:
         """Tokens and masks of many texts.
@@ -94,6 +91,18 @@ class SpanEncoder:
         supervised = np.repeat([i % 2 == 1 for i in range(len(encoded))], [len(piece) for piece in encoded])
         supervised[:1] = False
         return Encoded(np.array(joined, dtype=np.int32), supervised)
+
+
+@lru_cache(maxsize=2)
+def _plain_copy(state: str) -> tuple[Any, str]:
+    """A tokenizer from its state, and the state that ids depend on; kept, as it takes a while and splits share it."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(state)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = None
+    return backend, backend.to_str()
 
 
 def _refusal(place: str, token: str) -> DataError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.errors import DataError
 
 _CHUNK = 1000
+_MOST_GENERATED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def find_sources(sources: str | list[str]) -> list[Source]:
     found: list[Source] = []
     for name in [sources] if isinstance(sources, str) else sources:
         paths = [name]
-        if glob.has_magic(name) and not Path(name).expanduser().exists():
-            paths = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
+        if glob.has_magic(name) and not os.path.exists(os.path.expanduser(name)):
+            paths = sorted(glob.glob(os.path.expanduser(name), recursive=True))
         if not paths:
             raise DataError(
                 f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
@@ -67,18 +69,26 @@ def find_sources(sources: str | list[str]) -> list[Source]:
 def _find(name: str) -> Source:
     if name.startswith("generated:"):
         return _generated(name)
-    path = Path(name).expanduser()
-    if path.is_file():
+    # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
         return _file(name, path)
-    if path.is_dir() or not (path.suffix in READERS or name.startswith((".", "/", "~"))):
+    folder, _, split = os.path.expanduser(name).rpartition(":")
+    if os.path.isdir(folder):
+        return _data_set(name, Path(folder), split)
+    if os.path.isdir(path) or not (path.suffix in READERS or name.startswith((".", "/", "~"))):
         return _data_set(name, path)
     raise DataError(_missing(name, path))
 
 
 def _missing(name: str, path: Path) -> str:
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"{name}: no such file; the folder {path.parent} does not exist\n  fix:     check the path of the source"
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1, cutoff=0.4)
+    try:
+        names = [entry for entry in os.listdir(path.parent) if entry != path.name]
+    except OSError as error:
+        return f"{name}: the folder {path.parent} cannot be read ({error.strerror})\n  fix:     check its permissions"
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     hint = f"did you mean {path.parent / near[0]}?" if near else "check the path of the source"
     return f"{name}: no such file in {path.parent.resolve()}\n  fix:     {hint}"
 
@@ -110,22 +120,24 @@ def _digest(path: Path) -> str:
 
 def _generated(name: str) -> Source:
     count = name.removeprefix("generated:")
-    if not (count.isascii() and count.isdigit() and int(count)):
-        raise DataError(f"{name}: not a number of rows\n  fix:     write generated:64")
+    if not (count.isascii() and count.isdigit() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED):
+        raise DataError(
+            f"{name}: not a number of rows\n  allowed: 1 to {_MOST_GENERATED}\n  fix:     write generated:64"
+        )
     return Source(name, name, lambda: ((f"{name}: row {i}", row) for i, row in enumerate(generated_rows(int(count)))))
 
 
-def _data_set(name: str, path: Path) -> Source:
+def _data_set(name: str, path: Path, split: str = "train") -> Source:
     """A folder that ``datasets`` saved, or a name on the hub with an optional ``:split``."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        if path.is_dir():
-            loaded, split = datasets.load_from_disk(str(path)), "train"
+        if os.path.isdir(path):
+            loaded = datasets.load_from_disk(str(path))
         else:
-            base, _, split = name.partition(":")
-            loaded, split = datasets.load_dataset(base), split or "train"
+            base, _, named = name.partition(":")
+            loaded, split = datasets.load_dataset(base), named or split
     except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DataError(

@@ -78,15 +78,36 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
         if self._has_marks:
             text, spans = self._render(talk, place, marks=True)
-            if len(spans) != len(turns):
-                raise DataError(
-                    f"{place}: the chat template marks {len(spans)} of {len(turns)} assistant turns\n  fix:     {_FIX}"
-                )
+            self._check_marks(talk, turns, text, spans, place)
         else:
             text, _ = self._render(talk, place)
             wanted = turns if self.supervise == "all" else turns[-1:]
             spans = [self._span(talk, index, text, place) for index in wanted]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # in what formats does not look at, such as the arguments of a call
+            raise DataError(f"{place}: half a character (\\u{ord(text[error.start]):04x}), which is no text") from None
         return text, spans if self.supervise == "all" else spans[-1:]
+
+    def _check_marks(self, talk: Conversation, turns: list[int], text: str, spans: list[Span], place: str) -> None:
+        """The template's marks hold each turn, and hold a placeholder in its place.
+
+        transformers counts wrongly where the marks are inside a macro or a block that is set, whose text comes later.
+        """
+        if len(spans) != len(turns):
+            raise DataError(
+                f"{place}: the chat template marks {len(spans)} of {len(turns)} assistant turns\n  fix:     {_FIX}"
+            )
+        words = {index: f"qzx{index}xzq" for index in turns}
+        others = [{"role": m["role"], "content": words[i]} if i in words else m for i, m in enumerate(talk.messages)]
+        probe, marked = self._render(Conversation(others, talk.tools), place, marks=True)
+        held = [word in probe[start:end] for word, (start, end) in zip(words.values(), marked, strict=False)]
+        shown = [_shows(text[a:b], talk.messages[i]) for i, (a, b) in zip(turns, spans, strict=True)]
+        if len(held) != len(turns) or not all(held) or not all(shown):
+            raise DataError(
+                f"{place}: the chat template's {{% generation %}} marks do not hold what the assistant says\n"
+                "  fix:     mark the content and its end of turn, outside any macro, set block or filter"
+            )
 
     def _render(
         self, talk: Conversation, place: str, generation_prompt: bool = False, marks: bool = False
@@ -117,9 +138,8 @@ class ChatTemplate:
         before, seen, after = probe.partition(word)
         start = self._start(talk, index, before, text, place)
         end = len(text) - len(after)
-        content = messages[index]["content"].rpartition("</think>")[2].strip()  # thoughts may be dropped
-        whole = seen and start is not None and text.endswith(after) and start <= end and content in text[start:end]
-        if not whole or start is None:
+        fits = seen and start is not None and text.endswith(after) and start <= end
+        if not fits or start is None or not _shows(text[start:end], messages[index]):
             raise DataError(
                 f"{place}: the chat template does not show assistant turn {index} whole and in one piece, so that it "
                 f"cannot be marked\n  fix:     {_FIX}"
@@ -137,7 +157,7 @@ class ChatTemplate:
         prompt = self._text(talk.messages[:index], talk, place, generation_prompt=True)
         if not text.startswith(prompt):
             return shown
-        if shown is not None and text[len(prompt) : shown].strip():
+        if shown is None or text[len(prompt) : shown].strip():
             return shown if prompt == self._text(talk.messages[:index], talk, place) else len(prompt)
         return len(prompt)
 
@@ -164,3 +184,11 @@ class ChatTemplate:
                 "not learn to stop",
                 place,
             )
+
+
+def _shows(text: str, message: Message) -> bool:
+    """Whether a turn's text has its content, but for blanks around it and thoughts, and its calls of tools."""
+    content = message["content"].rpartition("</think>")[2].strip()
+    calls = message.get("tool_calls") or []
+    names = [str(call.get("function", call).get("name", "")) for call in calls]
+    return content in text and all(name in text for name in names)

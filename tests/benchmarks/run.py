@@ -132,7 +132,7 @@ def compare_speed(work: Workload, ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def compare_start(work: Workload, repeats: int) -> dict[str, Any]:
-    """Seconds from launch to the end of the first optimizer step, ours ÷ the peer's, after one run of each unmeasured."""
+    """Seconds from launch to the end of the first step, ours ÷ the peer's; a run of each is thrown away before."""
     print("seconds to the first step, lit-fsdp fit ÷ minimal Lightning script", file=sys.stderr)
     interleave(work, 2, lightning_script, 1)
     pairs = interleave(work, 2, lightning_script, repeats)

@@ -20,7 +20,7 @@ from lit_fsdp.host import is_first_process
 
 
 def record_steps(times: list[float], cpu: list[float], losses: list[float]) -> None:
-    """Note the clock, this process's CPU seconds and the loss when ``Throughput`` is told of the end of a step; one forward per step."""
+    """Note clock, CPU seconds of this process and loss at the end of each step, of one forward each."""
     original = Throughput.on_train_batch_end
 
     @functools.wraps(original)

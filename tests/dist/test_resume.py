@@ -70,7 +70,7 @@ def test_from_the_best_validation(workers: Workers, dropout_model: Path, tmp_pat
     job["val_check_interval"] = 4
     (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), **job)
     found = checkpoints(tmp_path / "whole")
-    assert [entry.step for entry in found if "val_loss" in entry.metrics][0] == 4
+    assert next(entry.step for entry in found if "val_loss" in entry.metrics) == 4
     losses = [entry.metrics["val_loss"] for entry in found if "val_loss" in entry.metrics]
     assert losses == sorted(losses, reverse=True)  # only what was better is saved
     top = resolve_ckpt_path("best", tmp_path / "whole", "val_loss", "min")
@@ -116,5 +116,5 @@ def test_a_used_run_folder_is_refused(workers: Workers, tiny_model: Path, tmp_pa
 
 def test_a_folder_that_is_no_checkpoint_is_named(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
     job = {"folder": str(tiny_model), "strategy": {}, "run": str(tmp_path), "steps": 5}
-    with pytest.raises(RankError, match="Hugging Face|not a checkpoint"):
+    with pytest.raises(RankError, match=r"Hugging Face|not a checkpoint"):
         workers.run("train_with_checkpoints", 1, ckpt_path=str(tiny_model), **job)

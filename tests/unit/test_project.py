@@ -20,6 +20,7 @@ _TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh"
 # Packages that the code imports although it does not ask for them itself, and who brings them.
 _BROUGHT_BY = {
     "numpy": "datasets",
+    "pyarrow": "datasets",
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "packaging": "transformers",

@@ -213,6 +213,18 @@ def test_no_bos_or_eos_beyond_the_templates(small: Any):
     assert _shown(wrapped, _encode(wrapped, INSTRUCT, "u:1", "a:2")) == "<s>[INST]1[/INST]⟦ 2</s>⟧"
 
 
+def test_blanks_are_learnt_though_offsets_are_trimmed(small: Any):
+    """Many tokenizers cut blanks off the offsets, which leaves nothing of a lone one."""
+    from tokenizers import processors
+
+    trimmed = small.__class__(tokenizer_object=small.backend_tokenizer.from_str(small.backend_tokenizer.to_str()))
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    offsets = trimmed("a ", return_offsets_mapping=True)["offset_mapping"]
+    assert offsets == [(0, 1), (2, 2)]
+    for template in (CHATML, MARKED):
+        assert "⟦ \na\n\nb \n <" in _shown(trimmed, _encode(trimmed, template, "u:1", "a: \na\n\nb \n "))
+
+
 def test_first_token_is_never_learnt(small: Any):
     assert _encode(small, "{{ messages[0].content }}</s>", "a:abc").supervised.tolist() == [False, True, True, True]
 

@@ -1,0 +1,86 @@
+"""An exported checkpoint is the live model: plain transformers loads it, and its logits are bit-equal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.reference import TINY
+from tests.dist.workers import Workers
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(scope="module")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False})).save_pretrained(folder)
+    miniature_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tied"),
+    [
+        ({"engine": "fsdp2"}, True),
+        ({"engine": "fsdp2", "state_dict": "full", "precision": "low_precision"}, False),
+        ({"engine": "fsdp1", "state_dict": "full"}, True),
+        ({"engine": "fsdp1", "sharding": "shard_grad_op"}, False),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "tied" if value else "untied",
+)
+def test_logits_of_the_live_model(
+    workers: Workers, tiny_model: Path, untied_model: Path, tmp_path: Path, strategy: dict, tied: bool
+) -> None:
+    folder = tiny_model if tied else untied_model
+    weights = tmp_path / "live.pt"
+    workers.run(
+        "train_and_keep_weights", 2, folder=str(folder), run=str(tmp_path), strategy=strategy, weights=str(weights)
+    )
+    state = torch.load(weights, weights_only=True)
+    checkpoint = tmp_path / "checkpoints" / "step-00000003"
+    for dtype in ("fp32", "bf16", None):
+        out = tmp_path / f"out-{dtype}"
+        export(checkpoint, out, dtype)
+        kept = torch.bfloat16 if dtype == "bf16" or ("precision" in strategy and dtype is None) else torch.float32
+        loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert loaded.dtype == kept
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        live = AutoModelForCausalLM.from_pretrained(folder, dtype=kept)  # buffers stay fp32, unlike with .to()
+        live.load_state_dict({name: tensor.to(kept) for name, tensor in state.items()}, strict=not tied)
+        with torch.no_grad():
+            assert torch.equal(loaded(IDS).logits, live(IDS).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out-fp32")
+    question = [{"role": "user", "content": "2 + 2?"}]
+    assert tokenizer.apply_chat_template(question, tokenize=False) == miniature_tokenizer().apply_chat_template(
+        question, tokenize=False
+    )
+
+
+def test_an_export_never_overwrites_and_the_answer_goes_through_the_template(
+    workers: Workers, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
+    workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
+    checkpoint, out = tmp_path / "checkpoints" / "step-00000003", tmp_path / "out"
+    export(checkpoint, out, "fp32")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises((CheckpointError, ConfigError), match="out"):
+        export(checkpoint, out, "bf16")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    words = [sys.executable, "-m", "lit_fsdp", "generate", "--model", str(out), "--prompt", "2 + 2?"]
+    done = subprocess.run(
+        [*words, "--max_new_tokens", "3"], capture_output=True, text=True, timeout=120, check=False, cwd=out.parents[0]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert "<|im_start|>" not in done.stdout

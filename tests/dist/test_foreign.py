@@ -1,0 +1,76 @@
+"""The factory under somebody else's LightningModule, and the README's example as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.jobs import ForeignNet, foreign_rows
+from tests.dist.workers import RankError, Workers
+
+ENGINES = ("fsdp2", "fsdp1")
+
+
+def reference(steps: int, clip: float | None = None) -> list[float]:
+    """The same net in a plain loop, one process."""
+    torch.manual_seed(11)
+    net = ForeignNet()
+    optimizer = net.configure_optimizers()
+    losses = []
+    for step in range(steps):
+        x, y = foreign_rows(step)
+        loss = torch.nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_equal_a_plain_loop(workers: Workers, engine: str, accumulate: int, clip: float | None) -> None:
+    """Parameters directly on the LightningModule, self(x) in the step, other weights on rank 1 before: rank 0's win."""
+    strategy = {"engine": engine, "precision": "fp32"}
+    options = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
+    results = workers.run("train_foreign", 2, strategy=strategy, steps=6, **options)
+    wanted = reference(6, clip)
+    assert results[0]["losses"] == results[1]["losses"] == pytest.approx(wanted, rel=1e-5)
+    assert results[0]["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
+    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_meta_weights_are_reset_alike_on_all_ranks(workers: Workers, engine: str) -> None:
+    results = workers.run("train_foreign", 2, strategy={"engine": engine, "precision": "fp32"}, steps=3, meta=True)
+    assert results[0]["losses"] == results[1]["losses"]
+    assert all(0 < loss < 100 for loss in results[0]["losses"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lightnings_precision_is_refused(workers: Workers, engine: str) -> None:
+    with pytest.raises(RankError, match=r"trainer\.precision: got bf16-mixed"):
+        workers.run("train_foreign", 1, strategy={"engine": engine}, steps=1, precision="bf16-mixed")
+
+
+def test_the_readmes_example_runs(root: Path, tmp_path: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- example: [^>]*-->\n```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 1
+    script = tmp_path / "example.py"
+    script.write_text(blocks[0] + "\nprint('steps', trainer.global_step)\n")
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps 8" in done.stdout  # 64 rows, 2 ranks of 8, 2 epochs

@@ -1,0 +1,153 @@
+"""Signals: one complete checkpoint at a step boundary, the documented exit code, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.store import verify_files
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
+# Slows a save down, so that a signal can fall into it; run with -c, as rank 1 is started with the same words.
+SLOW_SAVE = """
+import sys, time
+from pathlib import Path
+from lit_fsdp.checkpoint import store
+fast = store.save_checkpoint
+def slow(folder, *args, **kwargs):
+    Path("saving").touch()
+    time.sleep(1.5)
+    fast(folder, *args, **kwargs)
+store.save_checkpoint = slow
+from lit_fsdp.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "slow_save.py"
+    path.write_text(SLOW_SAVE)
+    return path
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def start(tmp_path: Path, entry: list[str], every: int) -> subprocess.Popen[str]:
+    """An endless miniature run on two processes in a session of its own; returns once it takes steps."""
+    words = ["fit", "--config", SMOKE[0], "--config", SMOKE[1], "--trainer.default_root_dir", "run"]
+    words += ["--trainer.max_steps", "1000000", "--trainer.max_epochs", "-1", "--trainer.limit_val_batches", "0"]
+    words += ["--checkpoint.every_steps", str(every)]
+    process = subprocess.Popen(
+        [sys.executable, *entry, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(tmp_path / "run" / "metrics.csv", process)
+    return process
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 90) -> None:
+    """Until the file is there."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no {path.name} after {seconds} s"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """Further ranks that Lightning started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # gone in the meantime
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Output up to the end; no process of the session may be left."""
+    output, _ = process.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return output
+        time.sleep(0.1)
+    raise AssertionError("a rank was left behind")
+
+
+@pytest.mark.parametrize(
+    ("number", "whom", "code"),
+    [(signal.SIGINT, "all", 130), (signal.SIGTERM, "first", 75), (signal.SIGUSR1, "child", 75)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_saved_and_stopped(
+    tmp_path: Path, running: list[subprocess.Popen[str]], number: signal.Signals, whom: str, code: int
+) -> None:
+    process = start(tmp_path, ["-m", "lit_fsdp"], every=1_000_000)
+    running.append(process)
+    if whom == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if whom == "first" else children(process.pid)[0], number)
+    output = finish(process)
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    (only,) = checkpoints(tmp_path / "run")
+    verify_files(only.path)
+    assert f"after step {only.step}; the checkpoint is complete" in output
+
+
+def test_ctrl_c_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
+    process = start(tmp_path, [str(script)], every=3)
+    running.append(process)
+    wait_for(tmp_path / "saving", process)
+    os.killpg(process.pid, signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    found = checkpoints(tmp_path / "run")
+    assert found
+    for entry in found:
+        verify_files(entry.path)
+
+
+def test_ctrl_c_twice_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
+    process = start(tmp_path, [str(script)], every=3)
+    running.append(process)
+    wait_for(tmp_path / "saving", process)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    sent = time.monotonic()
+    output = finish(process)
+    assert time.monotonic() - sent < 5
+    assert process.returncode == 130, output
+    for entry in checkpoints(tmp_path / "run"):
+        verify_files(entry.path)

@@ -1,0 +1,233 @@
+"""The data module in a Trainer, and its loaders on ranks that are only claimed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp.datamodule import BatchLoader, CausalLMDataModule
+from lit_fsdp.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
+    "ignore:.*GPU available but not used",
+)
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{{ '<s>' if add_generation_prompt }}"
+
+
+@pytest.fixture
+def tokenizer(small: Any) -> Any:
+    small.chat_template = TEMPLATE
+    yield small
+    small.chat_template = None
+
+
+def _module(tokenizer: Any, rank: tuple[int, int] = (0, 1), step: int = 0, **options: Any) -> CausalLMDataModule:
+    """A prepared data module of a Trainer that claims a rank and a step."""
+    given = {"train": "generated:22", "val": "generated:7", "global_batch_size": 8, "micro_batch_size": 2, **options}
+    data = CausalLMDataModule(**given)
+    data.attach(tokenizer, seed=1)
+    data.prepare(("train", "val"))
+    root_device = torch.device("cpu")
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        global_rank=rank[0], world_size=rank[1], global_step=step, strategy=SimpleNamespace(root_device=root_device)
+    )
+    return data
+
+
+def _rows(loader: Any, count: int | None = None) -> list[list[int]]:
+    batches = iter(loader)
+    return [next(batches)["row"].tolist() for _ in range(len(loader) if count is None else count)]
+
+
+def _global_batches(tokenizer: Any, ranks: int, step: int, steps: int, micro: int) -> list[list[int]]:
+    """Sorted row ids of each global batch, put together from all ranks."""
+    loaders = [_module(tokenizer, (r, ranks), step, micro_batch_size=micro).train_dataloader() for r in range(ranks)]
+    assert len({len(loader) for loader in loaders}) == 1
+    iterators = [iter(loader) for loader in loaders]
+    found = []
+    for index in range(step, step + steps):
+        rows = 6 if index % 3 == 2 else 8  # 22 rows: two whole global batches, then six rows
+        taken = [next(it)["row"].tolist() for _ in range(-(-rows // (ranks * micro))) for it in iterators]
+        found.append(sorted(row for part in taken for row in part if row != -1))
+        assert len(found[-1]) == rows
+    return found
+
+
+def test_same_global_batches_on_any_ranks(tokenizer: Any):
+    wanted = _global_batches(tokenizer, 1, 0, 7, micro=8)
+    assert sorted(chain(*wanted[:3])) == sorted(chain(*wanted[3:6])) == list(range(22))
+    assert wanted[:3] != wanted[3:6]
+    for ranks, micro in [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (8, 1)]:
+        assert _global_batches(tokenizer, ranks, 0, 7, micro) == wanted
+        for step in (1, 2, 3, 5):
+            assert _global_batches(tokenizer, ranks, step, 2, micro) == wanted[step : step + 2]
+
+
+def test_validation_counts_every_row_once(tokenizer: Any):
+    assert _rows(_module(tokenizer).val_dataloader()) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert _rows(_module(tokenizer, (0, 2), val_micro_batch_size=3).val_dataloader()) == [[0, 1, 2], [6]]
+    assert _rows(_module(tokenizer, (1, 2), val_micro_batch_size=3).val_dataloader()) == [[3, 4, 5], [-1]]
+
+
+def test_file_order_without_shuffling(tokenizer: Any):
+    assert list(chain(*_rows(_module(tokenizer, shuffle=False).train_dataloader()))) == list(range(22))
+
+
+def test_seed_of_the_order(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    attached = _rows(_module(tokenizer).train_dataloader())
+    assert _rows(_module(tokenizer, seed=1).train_dataloader()) == attached
+    assert _rows(_module(tokenizer, seed=2).train_dataloader()) != attached
+    from_environment = _module(tokenizer)
+    from_environment._seed = None
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    assert _rows(from_environment.train_dataloader()) == attached
+
+
+def test_loading_leaves_the_global_generator_alone(tokenizer: Any):
+    before = torch.get_rng_state()
+    batches = [_rows(_module(tokenizer, num_workers=workers).train_dataloader()) for workers in (0, 2)]
+    assert batches[0] == batches[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_where_to_start_is_asked_at_the_first_batch(tokenizer: Any):
+    """A Trainer makes the loader before it has read the checkpoint."""
+    data = _module(tokenizer)
+    batches = iter(data.train_dataloader())
+    data.trainer.global_step = 1  # type: ignore[misc,union-attr]
+    assert next(batches)["row"].tolist() == _rows(_module(tokenizer, step=1).train_dataloader(), 1)[0]
+
+
+class _Recorder(LightningModule):
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self.seen.append((self.trainer.global_step, batch["row"].tolist()))
+        return self.weight * 1.0
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.seen.append((-1, batch["row"].tolist()))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _trainer(**options: Any) -> Trainer:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(accelerator="cpu", devices=1, max_epochs=-1, **dict.fromkeys(quiet, False), **options)
+
+
+class _SaveAt(Callback):
+    """Saves after an optimizer step, as checkpoints of a run are saved."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def _fit(
+    tokenizer: Any, max_steps: int, ckpt_path: Path | None = None, save: _SaveAt | None = None, **options: Any
+) -> tuple[_Recorder, Trainer]:
+    given = {"train": "generated:10", "global_batch_size": 4, "micro_batch_size": 2, "seed": 3, **options}
+    module, trainer = _Recorder(tokenizer), _trainer(max_steps=max_steps, callbacks=[save] if save else [])
+    trainer.fit(module, CausalLMDataModule(**given), ckpt_path=ckpt_path, weights_only=True)
+    return module, trainer
+
+
+def test_in_somebodys_own_trainer(tokenizer: Any):
+    """Ten rows: two global batches of two micro-batches, then one of a single micro-batch, epoch after epoch."""
+    module, trainer = _fit(tokenizer, 6)
+    assert [step for step, _ in module.seen] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
+    epochs = [list(chain(*(rows for _, rows in part))) for part in (module.seen[:5], module.seen[5:])]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+    assert epochs[0] != epochs[1]
+    assert (trainer.accumulate_grad_batches, trainer.current_epoch) == (2, 2)
+    assert trainer.num_val_batches == []  # none asked for, none missed
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_resumed_anywhere_the_rows_are_the_same(tokenizer: Any, tmp_path: Path, cut: int):
+    whole, _ = _fit(tokenizer, 6)
+    before, _ = _fit(tokenizer, cut, save=_SaveAt(cut, tmp_path / "cut.ckpt"))
+    after, _ = _fit(tokenizer, 6, tmp_path / "cut.ckpt")
+    assert before.seen + after.seen == whole.seen
+
+
+def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    _fit(tokenizer, 2, save=_SaveAt(2, tmp_path / "cut.ckpt"))
+    _fit(tokenizer, 3, tmp_path / "cut.ckpt")
+    assert "other global batches" not in caplog.text
+    _fit(tokenizer, 3, tmp_path / "cut.ckpt", seed=4, train="generated:11")
+    assert "other global batches, which are not continued: num_rows 10 → 11, fingerprint " in caplog.text
+    assert "seed 3 → 4" in caplog.text
+
+
+def test_validation_and_test_in_a_trainer(tokenizer: Any):
+    module, _ = _fit(tokenizer, 3, val="generated:3")
+    assert [rows for step, rows in module.seen if step == -1] == [[0, 1], [2]] * 2  # sanity check, and after the epoch
+    module = _Recorder(tokenizer)
+    _trainer().test(module, CausalLMDataModule(test="generated:3", micro_batch_size=2), verbose=False)
+    assert module.seen == [(-1, [0, 1]), (-1, [2])]
+
+
+def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
+    data = CausalLMDataModule(train="generated:10", global_batch_size=4, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"trainer\.accumulate_grad_batches: got 3"):
+        _trainer(accumulate_grad_batches=3, max_steps=1).fit(_Recorder(tokenizer), data)
+    uneven = CausalLMDataModule(train="generated:10", global_batch_size=5, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size: got 5 with micro_batch_size 2 on 1 ranks"):
+        _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
+
+
+def test_bad_input(tokenizer: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"write data\.train"):
+        CausalLMDataModule(trian="rows.jsonl")
+    with pytest.raises(ConfigError, match=r"call datamodule\.attach"):
+        CausalLMDataModule(train="generated:4").prepare(("train",))
+    with pytest.raises(ConfigError, match=r"set data\.test: rows\.jsonl"):
+        _module(tokenizer).test_dataloader()
+    missing = CausalLMDataModule(train="generated:4", chat_template=str(tmp_path / "none.jinja"))
+    missing.attach(tokenizer, 0)
+    with pytest.raises(ConfigError, match=r"data\.chat_template: got .*none\.jinja"):
+        missing.prepare(("train",))
+    missing = CausalLMDataModule(train=str(tmp_path / "none.jsonl"))
+    missing.attach(tokenizer, 0)
+    with pytest.raises(DataError, match="no such file"):
+        missing.prepare(("train",))
+
+
+def test_a_template_of_ones_own(tokenizer: Any, tmp_path: Path):
+    (tmp_path / "own.jinja").write_text("[INST]" + TEMPLATE, encoding="utf-8")
+    rows = _module(tokenizer, chat_template=str(tmp_path / "own.jinja"))._rows["train"]
+    assert tokenizer.decode(rows.row(0)[0]).startswith("[INST]<s>What is")
+
+
+def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
+    before = tokenizer.model_max_length
+    tokenizer.model_max_length = 10
+    try:
+        _module(tokenizer)
+    finally:
+        tokenizer.model_max_length = before
+    assert "tokens, but the model is made for 10" in caplog.text
+
+
+def test_loader_is_not_lightnings_to_change():
+    assert not issubclass(BatchLoader, torch.utils.data.DataLoader)
