@@ -70,8 +70,9 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
     if not any(flag.split("=")[0] in ("-h", "--help", "--print_config") for flag in flags):
         signals.install()
     _speak()
+    shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
     jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=True, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
+        docstring_parse_attribute_docstrings=shows_help, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
     )
     cli: RecipeCLI | None = None
     try:

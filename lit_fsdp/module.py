@@ -34,7 +34,6 @@ from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
 _INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
-STOP_INTERRUPT, STOP_TERMINATE = 0, 1
 
 
 class CausalLMModule(LightningModule):
@@ -67,7 +66,8 @@ class CausalLMModule(LightningModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
         self.stop_votes = [0.0, 0.0]
-        self.step_totals = torch.zeros(7, dtype=torch.float64)
+        # supervised tokens, summed loss, tokens, samples, votes to stop (interrupted, terminated), over all ranks
+        self.step_totals = torch.zeros(6, dtype=torch.float64)
         self._window: torch.Tensor | None = None
         self._val_metrics, self._test_metrics = _EvalMetrics(), _EvalMetrics()
 
@@ -113,12 +113,11 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
-        loss = self._forward(batch)
+        loss = self._forward(batch, count_correct=False)
         counts = torch.stack(
             [
                 loss.num_tokens.double(),
                 loss.loss_sum.detach().double(),
-                loss.num_correct.double(),
                 batch["attention_mask"].sum().double(),
                 torch.as_tensor(float(len(batch["input_ids"])), dtype=torch.float64, device=loss.num_tokens.device),
             ]
@@ -223,9 +222,9 @@ class CausalLMModule(LightningModule):
             if row >= 0
         ]
 
-    def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
+    def _forward(self, batch: Mapping[str, torch.Tensor], count_correct: bool = True) -> TokenLoss:
         assert self.model is not None
-        return causal_lm_forward(self.model, {k: v for k, v in batch.items() if k in _INPUTS})
+        return causal_lm_forward(self.model, {k: v for k, v in batch.items() if k in _INPUTS}, count_correct)
 
     # -- what a checkpoint holds beside tensors
 

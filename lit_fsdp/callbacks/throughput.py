@@ -70,7 +70,7 @@ class Throughput(Callback):
             self._log(trainer, pl_module, counts)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: list[float]) -> None:
-        supervised, _, _, tokens, samples, *_ = counts
+        supervised, _, tokens, samples, *_ = counts
         seconds = max(self._seconds, 1e-9)
         self.total_tokens += tokens
         self.total_seconds += seconds

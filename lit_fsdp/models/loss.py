@@ -48,12 +48,13 @@ def per_sample_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[
     return sums_B, supervised.sum(dim=1)
 
 
-def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
+def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], count_correct: bool = True) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
     The model is called as a whole, so that hooks and all-gathers happen. Models whose forward knows ``logits_to_keep``
     apply the head only where it is needed: to supervised tokens, or with older transformers to positions that some row
-    of the batch supervises. Loss and gradients are those of :func:`summed_loss`.
+    of the batch supervises. Loss and gradients are those of :func:`summed_loss`. Without ``count_correct`` the pass over
+    all logits that finds right predictions is saved, and ``num_correct`` is 0.
     """
     labels_BT = batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -66,18 +67,18 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> To
         supervised_BT[0, 0] = True
     if selection == "tokens":
         logits_NV = model(**inputs, logits_to_keep=supervised_BT).logits
-        return _loss_of(logits_NV, targets_BT[supervised_BT])
+        return _loss_of(logits_NV, targets_BT[supervised_BT], count_correct)
     kept_K = supervised_BT.any(dim=0).nonzero()[:, 0]
     logits_BKV = model(**inputs, logits_to_keep=kept_K).logits
-    return _loss_of(logits_BKV, targets_BT[:, kept_K])
+    return _loss_of(logits_BKV, targets_BT[:, kept_K], count_correct)
 
 
-def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> TokenLoss:
+def _loss_of(logits: torch.Tensor, targets: torch.Tensor, count_correct: bool = True) -> TokenLoss:
     supervised = targets != IGNORED
     logits_NV, targets_N = logits[supervised].float(), targets[supervised]
     # sum() of no rows is a zero with a graph; cross_entropy of none would be one too, but not on every backend
     loss = F.cross_entropy(logits_NV, targets_N, reduction="sum") if len(targets_N) else logits_NV.sum()
-    correct = (logits_NV.detach().argmax(dim=-1) == targets_N).sum()
+    correct = (logits_NV.detach().argmax(dim=-1) == targets_N).sum() if count_correct else supervised.sum() * 0
     return TokenLoss(loss, supervised.sum(), correct)
 
 

@@ -1,0 +1,218 @@
+"""Which modules become FSDP units: plans are exact, made on meta, and do not change the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+from transformers import GPT2Config, LlamaConfig
+
+from lit_fsdp.config.sharding import WrapConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names
+
+AUTO = WrapConfig()
+
+
+class Holder(nn.Module):
+    """Stands for the LightningModule around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def llama(tied: bool) -> Holder:
+    config = LlamaConfig(
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=10,
+        tie_word_embeddings=tied,
+    )
+    return Holder(build_on_meta(config))
+
+
+LAYER = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 12 + 2 * 8  # q and o, k and v, gate, up and down, two norms
+
+
+def sizes(plan: UnitPlan) -> dict[str, int]:
+    return {unit.name: unit.num_params for unit in plan.units}
+
+
+def refused(model: nn.Module, wrap: WrapConfig) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        plan_units(model, wrap, "wrap")
+    return caught.value
+
+
+def test_the_classes_a_transformers_model_declares():
+    plan = plan_units(llama(tied=True), AUTO)
+    assert sizes(plan) == {"model.model.layers.0": LAYER, "model.model.layers.1": LAYER, "": 10 * 8 + 8}
+    assert plan.source == "the model's no-split classes (LlamaDecoderLayer)"
+    assert [unit.is_block for unit in plan.units] == [True, True, False]
+    assert plan.units[-1].tied == ("model.lm_head.weight",)
+    assert plan.num_params == 2 * LAYER + 88
+    assert plan.root_share == 88 / plan.num_params
+
+
+def test_an_untied_embedding_and_head_are_units_but_no_blocks():
+    plan = plan_units(llama(tied=False), AUTO)
+    assert sizes(plan) == {
+        "model.model.layers.0": LAYER,
+        "model.model.layers.1": LAYER,
+        "model.model.embed_tokens": 80,
+        "model.lm_head": 80,
+        "": 8,
+    }
+    assert [unit.name for unit in plan.units if unit.is_block] == ["model.model.layers.0", "model.model.layers.1"]
+    assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2
+
+
+def test_another_family_by_its_own_classes():
+    config = GPT2Config(n_embd=8, n_layer=3, n_head=2, n_positions=4, vocab_size=10)
+    plan = plan_units(Holder(build_on_meta(config)), AUTO)
+    assert [unit.class_name for unit in plan.units] == ["GPT2Block"] * 3 + ["Holder"]
+
+
+def test_the_members_of_module_lists():
+    net = nn.Module()
+    net.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    net.acts = nn.ModuleList(nn.ReLU() for _ in range(3))  # nothing to shard
+    net.single = nn.ModuleList([nn.Linear(3, 3)])  # a list of one repeats nothing
+    plan = plan_units(net, AUTO)
+    assert sizes(plan) == {"blocks.0": 12, "blocks.1": 12, "blocks.2": 12, "": 12}
+    assert plan.source == "the model's module lists (Linear)"
+
+
+def test_named_classes_also_inside_each_other_inner_first():
+    plan = plan_units(llama(tied=True), WrapConfig(classes=["LlamaDecoderLayer", "LlamaMLP"]))
+    mlp = 3 * 8 * 12
+    assert list(sizes(plan).items()) == [
+        ("model.model.layers.0.mlp", mlp),
+        ("model.model.layers.1.mlp", mlp),
+        ("model.model.layers.0", LAYER - mlp),
+        ("model.model.layers.1", LAYER - mlp),
+        ("", 88),
+    ]
+
+
+def test_units_by_size_are_grouped_bottom_up():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(10, 10))
+    assert sizes(plan_units(net, WrapConfig(min_num_params=30))) == {"1": 40, "2": 110, "": 20}
+    assert sizes(plan_units(net, WrapConfig(min_num_params=20)))["0"] == 20  # exactly the size is enough
+    assert refused(net, WrapConfig(min_num_params=1000)).given.startswith(
+        "units by min_num_params 1000 leave 100% of 170 parameters in the root unit"
+    )
+
+
+def test_a_module_list_is_never_a_unit_itself():
+    net = nn.Module()
+    net.lists = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    assert set(sizes(plan_units(net, WrapConfig(min_num_params=50, max_root_share=1.0)))) == {""}
+
+
+def test_a_weight_used_elsewhere_keeps_its_module_out_of_the_units():
+    net = nn.Module()
+    net.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    net.again = nn.Linear(4, 4, bias=False)
+    net.again.weight = net.blocks[1].weight
+    plan = plan_units(net, AUTO)
+    assert sizes(plan) == {"blocks.0": 16, "blocks.2": 16, "": 16}
+    assert plan.units[-1].tied == ("again.weight",)
+    assert plan.num_params == 48
+    assert tied_names(net) == {"again.weight": "blocks.1.weight"}
+
+
+def test_a_weight_tied_inside_one_unit_does_no_harm():
+    net = nn.Module()
+    net.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    net.blocks[0][1].weight = net.blocks[0][0].weight
+    plan = plan_units(net, AUTO)
+    assert sizes(plan) == {"blocks.0": 24, "blocks.1": 40, "": 0}
+    assert plan.units[0].tied == ("blocks.0.1.weight",)
+
+
+def test_a_class_that_matches_nothing_names_those_that_exist():
+    error = refused(llama(tied=True), WrapConfig(classes=["LlamaDecoderLayer", "GPT2Block"]))
+    assert error.field == "wrap.classes"
+    assert error.given == "'GPT2Block', which matches no module"
+    assert "LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, LlamaRMSNorm" in error.allowed
+
+
+def test_too_much_in_the_root_is_refused_with_the_share():
+    error = refused(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"]))
+    assert error.given == (
+        "units by classes LlamaRMSNorm leave 96% of 1,080 parameters in the root unit "
+        "(largest: model.model.layers.0.mlp.gate_proj.weight)"
+    )
+    assert error.allowed.startswith("at most 50% (max_root_share); classes in this model: ")
+    assert error.fix == "name the block classes, or set wrap: {max_root_share: 1.0} to allow it"
+    allowed = plan_units(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"], max_root_share=0.97))
+    assert len(allowed.units) == 6
+
+
+@pytest.mark.parametrize(
+    ("net", "given"),
+    [
+        (nn.Sequential(nn.Linear(2, 2)), "auto, but the model declares no blocks and has no module lists"),
+        (nn.Sequential(nn.ReLU()), "a model without parameters"),
+    ],
+)
+def test_auto_needs_something_to_go_by(net: nn.Module, given: str):
+    assert refused(net, AUTO).given == given
+
+
+def test_metrics_inside_do_not_disturb_the_order():
+    """A metric compares equal to anything, so that list.index and remove would find the wrong module."""
+
+    def net() -> nn.Module:
+        made = nn.Module()
+        made.first = MeanMetric()
+        made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
+        made.last = MeanMetric()
+        return made
+
+    plans = [plan_units(net(), AUTO) for _ in range(5)]
+    assert {tuple(sizes(plan)) for plan in plans} == {("blocks.0", "blocks.1", "blocks.2", "blocks.3", "")}
+
+
+def test_the_model_is_not_changed():
+    model = llama(tied=True)
+    before = [(name, id(module), type(module)) for name, module in model.named_modules()]
+    plan_units(model, AUTO)
+    assert [(name, id(module), type(module)) for name, module in model.named_modules()] == before
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_the_audit_is_the_plan_as_plain_data():
+    plan = plan_units(llama(tied=True), AUTO)
+    found = audit(plan, shard_degree=4, checkpointed={"model.model.layers.1"})
+    assert {key: value for key, value in found.items() if key != "units"} == {
+        "wrapped_by": "the model's no-split classes (LlamaDecoderLayer)",
+        "num_params": 2 * LAYER + 88,
+        "num_units": 3,
+        "root_share": 88 / (2 * LAYER + 88),
+        "shard_degree": 4,
+    }
+    assert [row["activation_checkpointing"] for row in found["units"]] == [False, True, False]
+    assert found["units"][-1] == {
+        "name": "(root)",
+        "class": "Holder",
+        "num_params": 88,
+        "num_bytes": 352,
+        "share": 88 / plan.num_params,
+        "tied": ["model.lm_head.weight"],
+        "activation_checkpointing": False,
+    }
+    assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
+
+
+def test_bytes_are_those_of_the_storage_dtype():
+    net = nn.Module()
+    net.blocks = nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert [unit.num_bytes for unit in plan_units(net, AUTO).units] == [24, 48, 0]
