@@ -53,8 +53,8 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], count
 
     The model is called as a whole, so that hooks and all-gathers happen. Models whose forward knows ``logits_to_keep``
     apply the head only where it is needed: to supervised tokens, or with older transformers to positions that some row
-    of the batch supervises. Loss and gradients are those of :func:`summed_loss`. Without ``count_correct`` the pass over
-    all logits that finds right predictions is saved, and ``num_correct`` is 0.
+    of the batch supervises. Loss and gradients are those of :func:`summed_loss`. Without ``count_correct`` a pass over
+    all logits, which finds right predictions, is saved and ``num_correct`` is 0.
     """
     labels_BT = batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

@@ -1,0 +1,254 @@
+"""The module in a Trainer of one process: gradients of sums, scaled once; schedules, groups, metrics, scores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lit_fsdp.config.optim import OptimConfig, schedule_factor
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.module import CausalLMModule
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
+    "ignore:.*GPU available but not used",
+    "ignore:.*does not have many workers",
+)
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 20,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+}
+Batch = dict[str, torch.Tensor]
+
+
+def rows(*first_supervised: int, length: int = 8) -> Batch:
+    """One row per number, which supervises the tokens from there on; the last row is padded by two."""
+    generator = torch.Generator().manual_seed(sum(first_supervised))
+    ids = torch.randint(0, 20, (len(first_supervised), length), generator=generator)
+    labels = ids.clone()
+    mask = torch.ones_like(ids)
+    for row, start in enumerate(first_supervised):
+        labels[row, :start] = -100
+    mask[-1, -2:] = 0
+    labels[-1, -2:] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "row": torch.arange(len(first_supervised))}
+
+
+class Recorder(Callback):
+    """Gradients, learning rate and loss of each optimizer step, as the optimizer saw them."""
+
+    def __init__(self) -> None:
+        self.grads: list[dict[str, torch.Tensor]] = []
+        self.logged: list[dict[str, float]] = []
+        self.step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hook the optimizer: Lightning computes gradients inside its step."""
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            named = pl_module.named_parameters()
+            self.grads.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+        trainer.optimizers[0].register_step_post_hook(after)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Once per optimizer step."""
+        if trainer.global_step > self.step:
+            self.step = trainer.global_step
+            self.logged.append({n: float(trainer.callback_metrics[n]) for n in ("train_loss", "lr")})
+
+
+def quiet(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def module(**optim: Any) -> CausalLMModule:
+    torch.manual_seed(3)
+    return CausalLMModule(name=TINY, optim=optim)
+
+
+def fit(batches: list[Batch], accumulate: int = 1, net: CausalLMModule | None = None, **options: Any):
+    """The module and what its optimizer saw."""
+    net, recorder = net or module(schedule="constant", lr=0.0), Recorder()
+    trainer = quiet(callbacks=[recorder], accumulate_grad_batches=accumulate, max_epochs=1, **options)
+    trainer.fit(net, DataLoader(batches, batch_size=None))
+    return net, recorder
+
+
+def mean_loss(net: CausalLMModule, batches: list[Batch]) -> torch.Tensor:
+    """Plainly: the mean over all supervised tokens of all batches."""
+    sums, count = torch.zeros(()), 0
+    for batch in batches:
+        logits = net.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        sums = sums + F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+        count += int((batch["labels"][:, 1:] != -100).sum())
+    return sums / max(1, count)
+
+
+def check_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], batches: list[Batch]) -> None:
+    """‖Δ‖/‖g‖ ≤ 1e-6 against autograd of the mean."""
+    named = dict(net.named_parameters())
+    wanted = torch.autograd.grad(mean_loss(net, batches), list(named.values()))
+    assert found.keys() == named.keys()
+    for name, grad in zip(named, wanted, strict=True):
+        assert (found[name] - grad).norm() <= 1e-6 * grad.norm(), name
+
+
+def test_gradients_are_those_of_the_mean_over_supervised_tokens():
+    batches = [rows(1, 6), rows(7, 3)]
+    net, recorder = fit(batches)
+    for grads, logged, batch in zip(recorder.grads, recorder.logged, batches, strict=True):
+        check_gradients(net, grads, [batch])
+        assert logged["train_loss"] == pytest.approx(mean_loss(net, [batch]).item(), rel=1e-6)
+
+
+def test_an_accumulated_step_is_one_mean_and_not_a_mean_of_means():
+    batches = [rows(1, 6), rows(7, 3), rows(4, 4)]
+    net, recorder = fit(batches, accumulate=3)
+    assert len(recorder.grads) == 1
+    check_gradients(net, recorder.grads[0], batches)
+    assert recorder.logged[0]["train_loss"] == pytest.approx(mean_loss(net, batches).item(), rel=1e-6)
+    means = sum(mean_loss(net, [batch]) for batch in batches) / 3
+    assert abs(means.item() - recorder.logged[0]["train_loss"]) > 1e-3
+
+
+def test_a_short_last_accumulation_is_scaled_alike():
+    batches = [rows(1, 6), rows(7, 3), rows(4, 4)]
+    net, recorder = fit(batches, accumulate=2)
+    assert len(recorder.grads) == 2
+    check_gradients(net, recorder.grads[0], batches[:2])
+    check_gradients(net, recorder.grads[1], batches[2:])
+
+
+def test_a_global_batch_without_supervised_tokens_gives_zero():
+    net, recorder = fit([rows(8, 8), rows(1, 1)], net=module(schedule="constant", lr=0.1))
+    assert all(not grad.any() for grad in recorder.grads[0].values())
+    assert recorder.logged[0]["train_loss"] == 0.0
+    assert all(param.isfinite().all() for param in net.parameters())
+    assert recorder.logged[1]["train_loss"] > 0
+
+
+def test_gradients_are_scaled_before_they_are_clipped():
+    batches = [rows(1, 6), rows(7, 3)]
+    _, recorder = fit(batches, accumulate=2, gradient_clip_val=0.01)
+    norm = torch.stack([grad.norm() for grad in recorder.grads[0].values()]).norm()
+    assert norm.item() == pytest.approx(0.01, rel=1e-4)
+
+
+def test_totals_of_the_step_travel_in_one_vector():
+    net, _ = fit([rows(1, 6), rows(7, 3)], accumulate=2)
+    supervised, loss, correct, tokens, samples, interrupted, terminated = net.step_totals.tolist()
+    assert (supervised, tokens, samples) == (7 + 0 + 1 + 3, 2 * (16 - 2), 4)
+    assert loss > 0
+    assert 0 <= correct <= supervised
+    assert (interrupted, terminated) == (0, 0)
+
+
+def test_the_learning_rate_follows_the_schedule():
+    net = module(lr=1e-3, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
+    _, recorder = fit([rows(1)] * 8, net=net, max_steps=6)
+    optim = OptimConfig(lr=1e-3, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
+    wanted = [1e-3 * schedule_factor(optim, step, 6) for step in range(6)]
+    assert [logged["lr"] for logged in recorder.logged] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_schedule_falls_towards_the_earlier_end():
+    _, recorder = fit([rows(1)] * 4, net=module(lr=1.0, schedule="linear"), max_steps=100)
+    assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_a_schedule_needs_an_end():
+    trainer = quiet(max_epochs=-1, max_time={"seconds": 1})
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(module(), DataLoader([rows(1)], batch_size=None))
+    assert caught.value.field == "trainer.max_steps"
+    assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
+
+
+def test_decay_is_for_matrices_only():
+    net, _ = fit([rows(1)], net=module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
+    (optimizer,) = net.trainer.optimizers
+    names = {id(param): name for name, param in net.named_parameters()}
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
+    assert len(plain["params"]) == 3
+    assert len(decayed["params"]) == 8  # one embedding, four projections, three of the MLP
+    assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, True)
+
+
+def test_validation_weighs_by_token_over_batches():
+    net, batches = module(), [rows(1, 6), rows(7, 3), rows(8, 8)]
+    (found,) = quiet().validate(net, DataLoader(batches, batch_size=None), verbose=False)
+    with torch.no_grad():
+        wanted = mean_loss(net, batches).item()
+    assert found["val_loss"] == pytest.approx(wanted, rel=1e-6)
+    assert found["val_perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
+    hits = [
+        (net.model(input_ids=b["input_ids"]).logits[:, :-1].argmax(-1) == b["labels"][:, 1:]).sum() for b in batches
+    ]
+    assert found["val_token_accuracy"] == pytest.approx(float(sum(hits)) / 11, rel=1e-6)
+    (again,) = quiet().test(net, DataLoader(batches[:1], batch_size=None), verbose=False)
+    assert again.keys() == {"test_loss", "test_perplexity", "test_token_accuracy"}
+    (fresh,) = quiet().validate(net, DataLoader(batches[:1], batch_size=None), verbose=False)
+    assert fresh["val_loss"] == pytest.approx(again["test_loss"])
+
+
+def test_scores_per_row_leave_fillers_out():
+    net, batch = module(), rows(1, 5, 3)
+    batch["row"] = torch.tensor([4, -1, 6])
+    (scored,) = quiet().predict(net, DataLoader([batch], batch_size=None))
+    assert [(row["row"], row["supervised_tokens"]) for row in scored] == [(4, 7), (6, 3)]
+    with torch.no_grad():
+        logits = net.model(input_ids=batch["input_ids"][:1]).logits
+        loss = F.cross_entropy(logits[0, :-1], batch["labels"][0, 1:], reduction="sum").item()
+    assert scored[0]["loss_sum"] == pytest.approx(loss, rel=1e-5)
+    assert scored[0]["perplexity"] == pytest.approx(math.exp(loss / 7), rel=1e-5)
+
+
+def test_built_on_meta_once_and_the_same_weights_for_a_seed():
+    net = module()
+    assert net.model is None
+    built = net.build().model
+    assert all(param.is_meta for param in net.parameters())
+    assert net.build().model is built
+    weights = [dict(fit([rows(1)])[0].state_dict()) for _ in range(2)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not any(tensor.is_meta for tensor in weights[0].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "model.name"),
+        ({"name": "x", "learning_rate": 1e-4}, "model.learning_rate"),
+        ({"name": "x", "optim": {"lr": -1}}, "model.optim.lr"),
+        ({"name": "x", "attn_implementation": "flash"}, "model.attn_implementation"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], field: str):
+    with pytest.raises(ConfigError) as caught:
+        CausalLMModule(**options)
+    assert caught.value.field == field

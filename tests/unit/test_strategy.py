@@ -1,0 +1,85 @@
+"""The factory: one vocabulary, two of Lightning's strategies, and no precision beside it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+
+import lit_fsdp
+from lit_fsdp.config.sharding import StrategyConfig, WrapConfig, strategy_fields
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.strategy import fsdp_strategy
+
+PATH = "trainer.strategy.init_args"
+
+
+@pytest.mark.parametrize(("engine", "base"), [("fsdp2", ModelParallelStrategy), ("fsdp1", FSDPStrategy)])
+def test_a_strategy_of_lightnings(engine: Any, base: type[Strategy]):
+    strategy = fsdp_strategy(engine=engine)
+    assert isinstance(strategy, base)
+    assert isinstance(strategy, ShardedStrategy)
+    assert strategy.config == StrategyConfig(engine=engine)
+    assert lit_fsdp.fsdp_strategy is fsdp_strategy
+
+
+def test_every_field_is_an_argument_with_the_same_default():
+    parameters = inspect.signature(fsdp_strategy).parameters
+    assert list(parameters) == strategy_fields()
+    default = StrategyConfig()
+    assert {name: p.default for name, p in parameters.items()} == {n: getattr(default, n) for n in strategy_fields()}
+    documented = inspect.getdoc(fsdp_strategy) or ""
+    assert all(f"    {name}: " in documented for name in parameters)
+
+
+def test_every_argument_arrives():
+    strategy: Any = fsdp_strategy(
+        "fsdp1", "hybrid_shard", 2, WrapConfig(min_num_params=100), "low_precision", "full", "full"
+    )
+    config = strategy.config
+    assert (config.engine, config.sharding, config.replicate_degree) == ("fsdp1", "hybrid_shard", 2)
+    assert config.wrap_config.min_num_params == 100
+    assert config.precision_config.row.param == "bf16"
+    assert (config.activation_config.mode, config.state_dict) == ("full", "full")
+    assert strategy.contract.mode == "low_precision"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"engine": "ddp"}, f"{PATH}.engine"),
+        ({"sharding": "FULL_SHARD"}, f"{PATH}.sharding"),
+        ({"replicate_degree": 2}, f"{PATH}.replicate_degree"),
+        ({"wrap": {"min_params": 1}}, f"{PATH}.wrap.min_params"),
+        ({"precision": "bf16-mixed"}, f"{PATH}.precision"),
+        ({"activation_checkpointing": True}, f"{PATH}.activation_checkpointing"),
+        ({"state_dict": "local"}, f"{PATH}.state_dict"),
+    ],
+)
+def test_wrong_values_are_refused(options: dict[str, Any], field: str):
+    with pytest.raises(ConfigError) as caught:
+        fsdp_strategy(**options)
+    assert caught.value.field == field
+
+
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precision_is_the_strategys_alone(engine: Any, precision: Any):
+    with pytest.raises(ConfigError) as caught:
+        Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=precision, logger=False)
+    assert caught.value.field == "trainer.precision"
+    assert caught.value.given == precision
+    assert "fsdp_strategy(precision=...)" in caught.value.fix
+
+
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used")
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_lightnings_default_precision_is_no_choice(engine: Any):
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=32, logger=False)
+    assert isinstance(trainer.strategy, ShardedStrategy)
+    assert trainer.precision == "32-true"
