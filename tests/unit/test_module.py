@@ -18,7 +18,7 @@ from lit_fsdp.module import CausalLMModule
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
     "ignore:.*GPU available but not used",
-    "ignore:.*does not have many workers",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
 )
 TINY = {
     "model_type": "llama",

@@ -130,3 +130,11 @@ def test_the_text_speaks_only_of_the_project(what: str):
         if re.search(_FORBIDDEN[what], line)
     ]
     assert found == []
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """By default pytest passes over a folder called dist without a word."""
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = [path for path in (ROOT / "tests").iterdir() if path.is_dir() and list(path.glob("test_*.py"))]
+    assert {path.name for path in folders} >= {"dist", "gpu", "configs"}
+    assert not [path.name for path in folders if any(path.match(pattern) for pattern in skipped)]

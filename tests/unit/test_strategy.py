@@ -68,7 +68,7 @@ def test_wrong_values_are_refused(options: dict[str, Any], field: str):
 
 @pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 def test_precision_is_the_strategys_alone(engine: Any, precision: Any):
     with pytest.raises(ConfigError) as caught:
         Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=precision, logger=False)
