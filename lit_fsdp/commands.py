@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process
@@ -131,8 +131,15 @@ def _generate(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises whatever is wrong; ``exit_on_error=False`` alone still exits on a missing or surplus argument."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
 def _parser(verb: str, text: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return _Parser(
         f"lit-fsdp {verb}", description=text, allow_abbrev=False, exit_on_error=False, epilog="Exit codes: 0, 1, 2."
     )
 

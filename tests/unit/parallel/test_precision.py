@@ -123,4 +123,4 @@ def test_names_of_dtypes():
 
 
 def test_a_row_is_a_value():
-    assert MIXED == DtypeRow(param="fp32", compute="bf16", reduce="fp32")
+    assert DtypeRow(param="fp32", compute="bf16", reduce="fp32") == MIXED

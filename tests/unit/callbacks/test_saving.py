@@ -1,0 +1,148 @@
+"""Which steps are saved, which stay, and what a validation adds; without a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.errors import CheckpointError, ConfigError
+
+
+class Run:
+    """As much of a Trainer as the callback looks at; saving really writes a checkpoint."""
+
+    def __init__(self, folder: Path, max_steps: int = -1, **options: Any) -> None:
+        self.default_root_dir, self.max_steps, self.global_step = str(folder), max_steps, 0
+        self.sanity_checking = self.fast_dev_run = False
+        self.is_global_zero, self.current_epoch = True, 0
+        self.state = SimpleNamespace(fn="fit")
+        progress = SimpleNamespace(is_last_batch=False)
+        self.fit_loop = SimpleNamespace(max_epochs=-1, epoch_loop=SimpleNamespace(batch_progress=progress))
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+        self.saved: list[int] = []
+        self.callback: Any = Checkpoint(**options)
+        self.callback.setup(self, None, "fit")
+        self.callback.on_train_start(self, None)
+
+    def save_checkpoint(self, folder: Path, weights_only: bool) -> None:
+        """What the strategy would do."""
+        self.saved.append(self.global_step)
+        save_checkpoint(folder, {"w": torch.ones(1)}, {}, {"global_step": self.global_step}, "full")
+
+    def steps(self, count: int) -> Run:
+        """That many optimizer steps of two micro-batches."""
+        for _ in range(count):
+            self.callback.on_train_batch_end(self, None, None, None, 0)
+            self.global_step += 1
+            self.callback.on_train_batch_end(self, None, None, None, 1)
+        return self
+
+    def validate(self, loss: float, name: str = "val_loss") -> Run:
+        """The end of a validation."""
+        self.callback_metrics = {name: torch.tensor(loss)}
+        self.callback.on_validation_end(self, None)
+        return self
+
+    @property
+    def there(self) -> list[int]:
+        """Steps on disk."""
+        return [entry.step for entry in checkpoints(Path(self.default_root_dir))]
+
+
+def test_every_so_many_steps_and_the_last_one(tmp_path: Path):
+    run = Run(tmp_path, max_steps=7, every_steps=3, keep_last=-1).steps(7)
+    run.callback.on_train_end(run, None)
+    assert run.saved == run.there == [3, 6, 7]
+    assert run.callback.last_model_path == str(tmp_path / "checkpoints" / "step-00000007")
+
+
+def test_the_end_of_the_last_epoch(tmp_path: Path):
+    run = Run(tmp_path, keep_last=-1).steps(2)
+    assert run.saved == []
+    run.fit_loop.max_epochs = 1
+    run.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    assert run.steps(1).saved == [3]
+
+
+def test_an_end_that_nobody_foresaw_is_saved_once(tmp_path: Path):
+    run = Run(tmp_path).steps(5)
+    for _ in range(2):
+        run.callback.on_train_end(run, None)
+    assert run.saved == [5]
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path):
+    run = Run(tmp_path, every_steps=1, keep_last=2)
+    for loss in (3.0, 1.0, 2.0, 4.0, 5.0):
+        run.steps(1).validate(loss)
+    assert run.saved == [1, 2, 3, 4, 5]
+    assert run.there == [2, 4, 5]
+    assert run.callback.best_model_path.endswith("step-00000002")
+    assert [entry.metrics for entry in checkpoints(tmp_path)] == [{"val_loss": value} for value in (1.0, 4.0, 5.0)]
+
+
+def test_a_better_validation_is_saved_between_the_others(tmp_path: Path):
+    run = Run(tmp_path, keep_last=1)
+    for loss in (3.0, float("nan"), 2.0, 2.0, 2.5):
+        run.steps(1).validate(loss)
+    assert run.saved == [1, 3]  # an equal one is not better
+    assert run.there == [3]
+
+
+def test_the_largest_may_be_the_best(tmp_path: Path):
+    run = Run(tmp_path, monitor="accuracy", mode="max", keep_last=1)
+    for value in (0.1, 0.3, 0.2):
+        run.steps(1).validate(value, "accuracy")
+    run.steps(1).validate(0.9, "another")
+    assert run.saved == [1, 2]
+
+
+def test_a_resumed_run_knows_the_best_before_it(tmp_path: Path):
+    Run(tmp_path, keep_last=-1).steps(1).validate(1.0)
+    again = Run.__new__(Run)
+    Run.__init__(again, tmp_path / "other")
+    again.default_root_dir, again.global_step = str(tmp_path), 1
+    again.callback.setup(again, None, "fit")
+    again.callback.on_train_start(again, None)
+    again.steps(1).validate(1.5)
+    assert again.saved == []
+    assert again.steps(1).validate(0.5).saved == [3]
+
+
+@pytest.mark.parametrize(
+    "change", [{"sanity_checking": True}, {"fast_dev_run": True}, {"state": SimpleNamespace(fn="validate")}]
+)
+def test_other_validations_save_nothing(tmp_path: Path, change: dict[str, Any]):
+    run = Run(tmp_path).steps(1)
+    vars(run).update(change)
+    assert run.validate(1.0).saved == []
+
+
+def test_only_one_rank_removes(tmp_path: Path):
+    run = Run(tmp_path, every_steps=1, keep_last=1)
+    run.is_global_zero = False
+    assert run.steps(3).there == [1, 2, 3]
+
+
+def test_a_used_run_folder_is_refused_before_the_first_step(tmp_path: Path):
+    Run(tmp_path, every_steps=1).steps(2)
+    with pytest.raises(CheckpointError, match=r"already holds 2 checkpoint\(s\), the newest of step 2"):
+        Run(tmp_path)
+
+
+def test_lightnings_last_is_the_newest(tmp_path: Path):
+    run = Run(tmp_path, every_steps=1, keep_last=-1)
+    assert run.callback._find_last_checkpoints(run) == set()
+    assert run.steps(2).callback._find_last_checkpoints(run) == {str(tmp_path / "checkpoints" / "step-00000002")}
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"checkpoint\.every_n_steps"):
+        Checkpoint(every_n_steps=5)

@@ -1,0 +1,89 @@
+"""Rates by a clock that is only turned by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.callbacks import throughput
+from lit_fsdp.callbacks.throughput import Throughput
+
+
+class Run:
+    """A trainer whose steps take as long as they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int = 1) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(throughput.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(throughput, "peak_device_bytes", lambda device: 3 * 2**29)
+        self.logged: list[dict[str, float]] = []
+        self.trainer: Any = SimpleNamespace(
+            global_step=0, log_every_n_steps=every, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+        )
+        self.module: Any = SimpleNamespace(log=self._log)
+        self.callback = Throughput()
+        self.callback.on_train_start(self.trainer, self.module)
+
+    def _log(self, name: str, value: float, **_: Any) -> None:
+        if name == "tokens_per_second":
+            self.logged.append({})
+        self.logged[-1][name] = value
+
+    def step(self, seconds: float, tokens: int = 0, wait: float = 0.0, micro_batches: int = 1) -> None:
+        """One optimizer step: supervised a quarter of the tokens, samples a tenth."""
+        self.now += wait
+        for index in range(micro_batches):
+            self.callback.on_train_batch_start(self.trainer, self.module, None, index)
+            self.now += seconds / micro_batches
+            if index == micro_batches - 1:
+                self.trainer.global_step += 1
+                self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, 0, 0])
+            self.callback.on_train_batch_end(self.trainer, self.module, None, None, index)
+
+
+def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.step(seconds=50, tokens=1000)
+    assert run.logged == []
+    run.step(seconds=3, wait=1, tokens=800)
+    assert run.logged == [
+        {
+            "tokens_per_second": 200.0,
+            "supervised_tokens_per_second": 50.0,
+            "samples_per_second": 20.0,
+            "step_seconds": 4.0,
+            "peak_memory_gib": 1.5,
+        }
+    ]
+    assert (run.callback.total_tokens, run.callback.total_seconds) == (800, 4.0)
+
+
+def test_rates_are_means_since_they_were_last_logged(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch, every=2)
+    for tokens in (999, 100, 200, 600):  # logged after the second step, which counts alone, and the fourth
+        run.step(seconds=2, tokens=tokens, micro_batches=4)
+    assert [found["tokens_per_second"] for found in run.logged] == [50.0, 200.0]
+    assert [found["step_seconds"] for found in run.logged] == [2.0, 2.0]
+    assert run.callback.total_tokens == 900
+
+
+@pytest.mark.parametrize("pause", ["on_validation_start", "on_save_checkpoint"])
+def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch, pause: str):
+    run = Run(monkeypatch)
+    run.step(seconds=1, tokens=1)
+    run.step(seconds=2, tokens=100)
+    getattr(run.callback, pause)(run.trainer, run.module, *([{}] if "save" in pause else []))
+    run.now += 1000
+    run.step(seconds=2, tokens=100)
+    run.step(seconds=2, wait=2, tokens=100)
+    assert [found["tokens_per_second"] for found in run.logged] == [50.0, 50.0, 25.0]
+
+
+def test_somebody_elses_module_has_no_counts(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.trainer.global_step = 1
+    run.callback.on_train_batch_end(run.trainer, SimpleNamespace(log=run._log), None, None, 0)
+    assert run.logged == []
