@@ -157,4 +157,5 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     try:
         return parser.parse_args(list(argv))
     except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), parser.format_usage().strip(), f"see {parser.prog} --help") from None
+        usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
+        raise ConfigError(parser.prog, str(error), usage, f"see {parser.prog} --help") from None

@@ -115,10 +115,13 @@ class Checkpoint(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
         loop = checkpoint["loops"]["fit_loop"]
-        close_epoch(loop["epoch_progress"], loop["epoch_loop.batch_progress"])
-        before, now = checkpoint.get(_ACCUMULATION), trainer.accumulate_grad_batches
-        if before is not None and before != now:
-            rescale_progress(loop["epoch_loop.batch_progress"], before, now)
+        batches = loop["epoch_loop.batch_progress"]
+        close_epoch(loop["epoch_progress"], batches)
+        now = trainer.accumulate_grad_batches
+        before = checkpoint.get(_ACCUMULATION, now)
+        begin_window_again(batches, before)
+        if before != now:
+            rescale_progress(batches, before, now)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""
@@ -161,6 +164,21 @@ def close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
     if ended and epochs["current"]["completed"] == epochs["current"]["ready"]:
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False
+
+
+def begin_window_again(batches: dict[str, Any], accumulate: int) -> None:
+    """Counters saved at a validation inside an accumulation, set back to the optimizer step before, in place.
+
+    The data begin that global batch again; without this, later steps would end in the middle of global batches.
+
+    Args:
+        batches: ``total`` and ``current`` counters of micro-batches.
+        accumulate: Micro-batches per optimizer step when they were saved.
+    """
+    taken = 0 if batches["is_last_batch"] else batches["current"]["ready"] % accumulate
+    for counters in (batches["total"], batches["current"]):
+        for name in counters:
+            counters[name] -= taken
 
 
 def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:

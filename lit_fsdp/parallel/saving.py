@@ -45,6 +45,7 @@ class ShardedCheckpoints:
     _root: nn.Module | None
     _ties: dict[str, str]
     _rng_after_load: dict[str, Any] | None
+    _rng_before_window: dict[str, Any] | None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once."""
@@ -80,9 +81,8 @@ class ShardedCheckpoints:
         }
         extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
         state = {**checkpoint, "optimizer_states": groups}
-        self._storage.save(
-            path, tensors, state, manifest, self.config.state_dict, files=extra, rank_state=rng_state(self.root_device)
-        )
+        rng = self._rng_before_window or rng_state(self.root_device)
+        self._storage.save(path, tensors, state, manifest, self.config.state_dict, files=extra, rank_state=rng)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
@@ -126,10 +126,15 @@ class ShardedCheckpoints:
             self._storage.remove(Path(filepath))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the RNG of the checkpoint just before the first batch after a resume."""
+        """Restore the RNG of the checkpoint just before the first batch after a resume.
+
+        A checkpoint of a validation inside an accumulation starts that global batch again, so with its RNG.
+        """
         if self._rng_after_load is not None:
             restore_rng(self._rng_after_load, self.root_device)
             self._rng_after_load = None
+        if self._rng_before_window is None and self.lightning_module.trainer.accumulate_grad_batches > 1:
+            self._rng_before_window = rng_state(self.root_device)
 
     def _state_owner(self) -> nn.Module:
         assert self._root is not None

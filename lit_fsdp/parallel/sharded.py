@@ -47,6 +47,7 @@ class ShardedStrategy(ShardedCheckpoints):
         self._broadcast_done: dict[Any, Any] = {}
         self._ties: dict[str, str] = {}
         self._rng_after_load: dict[str, Any] | None = None
+        self._rng_before_window: dict[str, Any] | None = None
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config.precision_config.row, config.precision_config.mode)
@@ -157,6 +158,7 @@ class ShardedStrategy(ShardedCheckpoints):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        self._rng_before_window = None
         if self.contract.watching:
             named = list(self.lightning_module.named_parameters())
             self.contract.check_parameters(named, "after the first step")

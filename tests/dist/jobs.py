@@ -171,115 +171,6 @@ def train(folder: str, strategy: dict[str, Any], steps: int = 10, **options: Any
     }
 
 
-def foreign_rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight rows of a regression."""
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(8, 12, generator=generator)
-    return x, x.sum(dim=1, keepdim=True).sin()
-
-
-class ForeignNet(LightningModule):
-    """Somebody's module: knows nothing of ours, holds a parameter itself and calls itself in its step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = (torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Tanh()) for _ in range(3))
-        self.layers = torch.nn.ModuleList(blocks)
-        self.head = torch.nn.Linear(12, 1)
-        self.scale = torch.nn.Parameter(torch.ones(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x) * self.scale.mean()
-
-    def reset_parameters(self) -> None:
-        """For those who build it on meta."""
-        torch.nn.init.ones_(self.scale)
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The mean over this rank's rows."""
-        x, y = batch
-        loss = torch.nn.functional.mse_loss(self(x), y)
-        self.log("loss", loss.detach(), sync_dist=True)
-        return loss
-
-    def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
-        """After fit, in the same Trainer."""
-        x, y = batch
-        self.log("test_loss", torch.nn.functional.mse_loss(self(x), y), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class MetaForeignNet(LightningModule):
-    """The same, built on meta in configure_model."""
-
-    def configure_model(self) -> None:
-        """On meta; the strategy fills it."""
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = ForeignNet()
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The mean over this rank's rows."""
-        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss.detach(), sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class StepLosses(Callback):
-    """The mean of the micro-batch losses of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self._window: list[float] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Once per micro-batch."""
-        self._window.append(float(trainer.callback_metrics["loss"]))
-        if len(self._window) == trainer.accumulate_grad_batches:
-            self.values.append(sum(self._window) / len(self._window))
-            self._window = []
-
-
-def train_foreign(
-    strategy: dict[str, Any], steps: int, accumulate_grad_batches: int = 1, meta: bool = False, **options: Any
-) -> dict[str, Any]:
-    """Train somebody's module; on rank 1 it starts from other weights, which must not matter."""
-    import os
-
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.manual_seed(11 if meta else 11 + rank)
-    losses = StepLosses()
-    trainer = trainer_for(
-        strategy, [losses], max_steps=steps, accumulate_grad_batches=accumulate_grad_batches, **options
-    )
-    size = 8 // ranks // accumulate_grad_batches
-    batches = []
-    for step in range(steps):
-        for micro in range(accumulate_grad_batches):
-            start = (micro * ranks + rank) * size
-            batches.append(tuple(part[start : start + size] for part in foreign_rows(step)))
-    module = MetaForeignNet() if meta else ForeignNet()
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-    live: Any = trainer.strategy
-    found = {"losses": losses.values, "units": [unit["name"] for unit in live.audit["units"]]}
-    if not meta:
-        tested = trainer.test(module, DataLoader(batches[:1], batch_size=None), verbose=False)
-        found["test_loss"] = tested[0]["test_loss"]
-    return found
-
-
 def train_and_keep_weights(folder: str, run: str, strategy: dict[str, Any], weights: str) -> None:
     """Three steps, a checkpoint, and the live weights gathered tensor by tensor, as a file of rank 0."""
     import torch.distributed as dist
@@ -292,3 +183,21 @@ def train_and_keep_weights(folder: str, run: str, strategy: dict[str, Any], weig
     full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
     if dist.get_rank() == 0:
         torch.save({name.removeprefix("model."): tensor for name, tensor in full.items()}, weights)
+
+
+def command(words: list[str], cwd: str) -> dict[str, Any]:
+    """``lit-fsdp`` as one of several ranks that somebody else started, as torchrun would: exit code, out, err."""
+    import contextlib
+    import io
+    import os
+
+    from lit_fsdp.__main__ import main
+
+    before, out, err = os.getcwd(), io.StringIO(), io.StringIO()
+    os.chdir(cwd)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(words)
+    finally:
+        os.chdir(before)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.jobs import ForeignNet, foreign_rows
+from tests.dist.foreign import ForeignNet, foreign_rows
 from tests.dist.workers import RankError, Workers
 
 ENGINES = ("fsdp2", "fsdp1")

@@ -64,20 +64,23 @@ def test_at_the_end_of_an_epoch(workers: Workers, dropout_model: Path, tmp_path:
     assert after["digest"] == whole["digest"]
 
 
-def test_from_the_best_validation(workers: Workers, dropout_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulate", "first_step"), [(1, 4), (3, 1)])  # (3, 1): inside the second accumulation
+def test_from_the_best_validation(
+    workers: Workers, dropout_model: Path, tmp_path: Path, accumulate: int, first_step: int
+) -> None:
     """A validation that beats all before is saved with its metrics, and a run goes on from there bit-equal."""
     job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "steps": 16, "every": None}
-    job["val_check_interval"] = 4
+    job |= {"val_check_interval": 4, "accumulate_grad_batches": accumulate}
     (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), **job)
     found = checkpoints(tmp_path / "whole")
-    assert next(entry.step for entry in found if "val_loss" in entry.metrics) == 4
+    assert next(entry.step for entry in found if "val_loss" in entry.metrics) == first_step
     losses = [entry.metrics["val_loss"] for entry in found if "val_loss" in entry.metrics]
     assert losses == sorted(losses, reverse=True)  # only what was better is saved
     top = resolve_ckpt_path("best", tmp_path / "whole", "val_loss", "min")
     assert read_manifest(top).metrics["val_loss"] == losses[-1]
     first = found[0].path
     (after, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), ckpt_path=str(first), **job)
-    assert after["losses"] == whole["losses"][4:]
+    assert after["losses"] == whole["losses"][first_step:]
     assert after["digest"] == whole["digest"]
 
 

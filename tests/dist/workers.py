@@ -1,6 +1,6 @@
 """Worker processes that have paid for their imports once and then run many small distributed jobs.
 
-A job is a function of ``tests.dist.jobs``; every rank calls it with the same arguments, in a process group of its own
+A job is a function of ``tests.dist.jobs`` or ``tests.dist.foreign``; every rank calls it with the same arguments, in a process group of its own
 (gloo on this host), and returns something JSON can hold. The pool starts with the first test that asks for it.
 """
 
@@ -86,14 +86,14 @@ def _serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.dist import jobs
+    from tests.dist import foreign, jobs
 
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update({name: str(value) for name, value in task["env"].items()})
         try:
-            answer = {"result": getattr(jobs, task["job"])(**task["arguments"])}
+            answer = {"result": getattr(foreign if hasattr(foreign, task["job"]) else jobs, task["job"])(**task["arguments"])}
         except BaseException:
             answer = {"error": traceback.format_exc()}
         finally:

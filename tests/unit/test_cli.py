@@ -14,7 +14,7 @@ import yaml
 from lit_fsdp import cli
 from lit_fsdp.callbacks.stop import SignalFlags
 from lit_fsdp.config.run import FACTORY, check_recipe
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*GPU available but not used")
 
@@ -164,4 +164,22 @@ def test_rules_on_ranks_and_units_hold_before_any_process_starts(
     with pytest.raises(ConfigError) as caught:
         cli.run_verb("fit", values, [])
     assert caught.value.field == (field or "trainer.strategy.init_args.replicate_degree")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "needle"),
+    [
+        ("missing.jsonl", r"missing\.jsonl: no such file"),
+        ("broken.jsonl", r"broken\.jsonl:2"),
+        ("empty.jsonl", r"empty\.jsonl.*no rows"),
+    ],
+)
+def test_rows_are_read_before_any_process_starts(source: str, needle: str):
+    Path("broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
+    Path("empty.jsonl").write_text("\n")
+    values = recipe()
+    values["data"]["train"] = source
+    with pytest.raises(DataError, match=needle):
+        cli.run_verb("fit", values, [])
     assert not Path("run").exists()

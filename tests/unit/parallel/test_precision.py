@@ -56,7 +56,7 @@ def test_gradients_and_moments_are_those_of_the_parameter(contract: DtypeContrac
     contract.check_optimizer(optimizer, {id(param): "w"})
     assert contract.realised == {"gradients": {"fp32": 1}, "optimizer state after the first step": {"fp32": 2}}
     optimizer.state[param]["exp_avg_sq"] = optimizer.state[param]["exp_avg_sq"].half()
-    with pytest.raises(ContractError, match="optimizer state after resume: w.exp_avg_sq is fp16"):
+    with pytest.raises(ContractError, match=r"optimizer state after resume: w\.exp_avg_sq is fp16"):
         contract.check_optimizer(optimizer, {id(param): "w"}, "after resume")
 
 
