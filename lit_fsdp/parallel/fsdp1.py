@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from lit_fsdp.config.sharding import Sharding
 from lit_fsdp.parallel.grad_norm import ClipsShardedGradients
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.parallel.units import UnitPlan
 
-_SHARDING = {
+_SHARDING: dict[Sharding, ShardingStrategy] = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "no_shard": ShardingStrategy.NO_SHARD,
@@ -61,6 +62,11 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         """Nothing is wrapped while the model is built; :meth:`setup` wraps."""
         yield
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Reduce in every micro-batch: ``no_sync`` would accumulate whole gradients in the compute dtype."""
+        yield
+
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         row = self.config.precision_config.row
         mixed = None
@@ -82,7 +88,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
             return FullyShardedDataParallel(
                 module,
                 device_mesh=self._fsdp1_mesh(),
-                sharding_strategy=_SHARDING[self.config.sharding],
+                sharding_strategy=_SHARDING[self._realised_sharding()],
                 auto_wrap_policy=CustomPolicy(lambda child: child in units),
                 mixed_precision=mixed,
                 device_id=self.root_device,
@@ -91,11 +97,18 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 use_orig_params=True,
             )
 
+    def _realised_sharding(self) -> Sharding:
+        """What hybrid sharding is at its ends: FSDP1 would not average copies of one rank, nor accept a single copy."""
+        if self.mesh.size(self.mesh.ndim - 1) == 1:
+            return "no_shard"
+        is_one_copy = self.config.sharding == "hybrid_shard" and self.mesh.ndim == 1
+        return "full_shard" if is_one_copy else self.config.sharding
+
     def _fsdp1_mesh(self) -> Any:
         """The 2-D mesh only for hybrid sharding; FSDP1 replicates ``no_shard`` over a 1-D mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        if self.mesh.ndim == 1 or self.config.sharding == "hybrid_shard":
+        if self.mesh.ndim == 1 or self._realised_sharding() == "hybrid_shard":
             return self.mesh
         return init_device_mesh(self.root_device.type, (self.world_size,))
 

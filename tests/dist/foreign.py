@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.dist.jobs import trainer_for
@@ -117,3 +118,15 @@ def train_foreign(
         tested = trainer.test(module, DataLoader(batches[:1], batch_size=None), verbose=False)
         found["test_loss"] = tested[0]["test_loss"]
     return found
+
+
+def train_foreign_with_checkpoints(
+    strategy: dict[str, Any], run: str, steps: int, ckpt_path: str | None = None
+) -> list[float]:
+    """Losses of steps on the same rows, with Lightning's own ModelCheckpoint every two steps."""
+    torch.manual_seed(11 + int(os.environ["RANK"]) + steps)
+    losses = StepLosses()
+    saving = ModelCheckpoint(dirpath=run, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_for(strategy, [losses, saving], max_steps=steps, enable_checkpointing=True, default_root_dir=run)
+    trainer.fit(ForeignNet(), DataLoader([foreign_rows(0)] * steps, batch_size=None), ckpt_path=ckpt_path)
+    return losses.values

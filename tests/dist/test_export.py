@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.checkpoint.hf_export import export
-from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.reference import TINY
 from tests.dist.workers import Workers
@@ -72,10 +71,15 @@ def test_an_export_never_overwrites_and_the_answer_goes_through_the_template(
     job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
     workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
     checkpoint, out = tmp_path / "checkpoints" / "step-00000003", tmp_path / "out"
-    export(checkpoint, out, "fp32")
+    words = ["export", "--ckpt", str(checkpoint), "--out", "out", "--dtype"]
+    (done,) = workers.run("command", 1, words=[*words, "fp32"], cwd=str(tmp_path))
+    assert (done["code"], done["err"]) == (0, "")
+    num_params = sum(p.numel() for p in LlamaForCausalLM(TINY).parameters()) / 1e6
+    assert done["out"].startswith(f"out: 29 tensors in float32, {num_params:.1f}M parameters, 0.00 GiB, 1 tied name")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises((CheckpointError, ConfigError), match="out"):
-        export(checkpoint, out, "bf16")
+    (done,) = workers.run("command", 1, words=[*words, "bf16"], cwd=str(tmp_path))
+    assert (done["code"], done["out"]) == (2, "")
+    assert done["err"].startswith("error: out: got out, a folder that is not empty\n")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     words = [sys.executable, "-m", "lit_fsdp", "generate", "--model", str(out), "--prompt", "2 + 2?"]
     done = subprocess.run(

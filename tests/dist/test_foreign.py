@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.errors import CheckpointError
 from tests.dist.foreign import ForeignNet, foreign_rows
-from tests.dist.workers import RankError, Workers
+from tests.dist.workers import Workers
 
 ENGINES = ("fsdp2", "fsdp1")
 
@@ -57,9 +59,19 @@ def test_meta_weights_are_reset_alike_on_all_ranks(workers: Workers, engine: str
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_lightnings_precision_is_refused(workers: Workers, engine: str) -> None:
-    with pytest.raises(RankError, match=r"trainer\.precision: got bf16-mixed"):
-        workers.run("train_foreign", 1, strategy={"engine": engine}, steps=1, precision="bf16-mixed")
+def test_lightnings_own_checkpoints_resume_but_are_no_transformers_model(
+    workers: Workers, tmp_path: Path, engine: str
+) -> None:
+    job = {"strategy": {"engine": engine, "precision": "fp32"}, "run": str(tmp_path / "run")}
+    whole = workers.run("train_foreign_with_checkpoints", 2, steps=5, **job)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
+    saved = tmp_path / "run" / "step=2.ckpt"
+    job["run"] = str(tmp_path / "again")
+    after = workers.run("train_foreign_with_checkpoints", 2, steps=5, ckpt_path=str(saved), **job)
+    assert after == [losses[2:] for losses in whole]  # bit-equal
+    with pytest.raises(CheckpointError, match="can be exported"):
+        export(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_readmes_example_runs(root: Path, tmp_path: Path) -> None:

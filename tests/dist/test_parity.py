@@ -57,6 +57,29 @@ def test_hybrid_on_four_ranks(
     assert sum(result["local_numel"] for result in results) == 2 * results[0]["audit"]["num_params"]
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hybrid_with_one_copy_and_with_one_rank_per_copy(
+    workers: Workers, tiny_model: Path, wanted: list[float], engine: str, copies: int
+) -> None:
+    strategy = {"engine": engine, "sharding": "hybrid_shard", "replicate_degree": copies, "precision": "fp32"}
+    results = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, accumulate_grad_batches=3)
+    for result in results:
+        check_same(result["losses"], wanted)
+    assert sum(result["local_numel"] for result in results) == copies * results[0]["audit"]["num_params"]
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "no_shard"])
+def test_gradients_accumulate_in_fp32_in_mixed_precision(workers: Workers, tiny_model: Path, sharding: str) -> None:
+    """FSDP1 would add up whole micro-batches in bf16 if Lightning held its reductions back."""
+    job = {"folder": str(tiny_model), "accumulate_grad_batches": 3}
+    found = [
+        workers.run("train", 2, strategy={"engine": engine, "sharding": sharding}, **job)[0]["losses"]
+        for engine in ENGINES
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_rank_and_recomputed_activations(
     workers: Workers, tiny_model: Path, wanted: list[float], engine: str

@@ -12,22 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.find import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
+from tests.dist.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
-# Slows a save down, so that a signal can fall into it; run with -c, as rank 1 is started with the same words.
+# Slows a save down when all is written and only the rename is left, so that a signal can fall into it; a file, as
+# rank 1 is started with the same words.
 SLOW_SAVE = """
 import sys, time
 from pathlib import Path
-from lit_fsdp.checkpoint import store
-fast = store.save_checkpoint
-def slow(folder, *args, **kwargs):
+from lit_fsdp.checkpoint import staging
+fast = staging.publish
+def slow(place, folder):
     Path("saving").touch()
     time.sleep(1.5)
-    fast(folder, *args, **kwargs)
-store.save_checkpoint = slow
+    fast(place, folder)
+staging.publish = slow
 from lit_fsdp.__main__ import main
 sys.exit(main())
 """
@@ -103,13 +105,29 @@ def finish(process: subprocess.Popen[str]) -> str:
     raise AssertionError("a rank was left behind")
 
 
+def check_nothing_half_written(run: Path) -> list[int]:
+    """Steps of the checkpoints, each of which is whole."""
+    assert damaged(run) == []
+    found = checkpoints(run)
+    for entry in found:
+        verify_files(entry.path)
+    visible = {path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")}
+    assert visible == {entry.path.name for entry in found}
+    return [entry.step for entry in found]
+
+
 @pytest.mark.parametrize(
     ("number", "whom", "code"),
     [(signal.SIGINT, "all", 130), (signal.SIGTERM, "first", 75), (signal.SIGUSR1, "child", 75)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_saved_and_stopped(
-    tmp_path: Path, running: list[subprocess.Popen[str]], number: signal.Signals, whom: str, code: int
+def test_saved_stopped_and_resumed(
+    tmp_path: Path,
+    running: list[subprocess.Popen[str]],
+    workers: Workers,
+    number: signal.Signals,
+    whom: str,
+    code: int,
 ) -> None:
     process = start(tmp_path, ["-m", "lit_fsdp"], every=1_000_000)
     running.append(process)
@@ -120,25 +138,27 @@ def test_saved_and_stopped(
     output = finish(process)
     assert process.returncode == code, output
     assert "Traceback" not in output
-    (only,) = checkpoints(tmp_path / "run")
-    verify_files(only.path)
-    assert f"after step {only.step}; the checkpoint is complete" in output
+    (step,) = check_nothing_half_written(tmp_path / "run")
+    assert f"stopped by a signal after step {step}; the checkpoint is complete; resume with --ckpt_path last" in output
+    words = ["fit", "--config", "run/recipe.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 1)]
+    resumed = workers.run("command", 2, words=words, cwd=str(tmp_path))
+    assert [rank["code"] for rank in resumed] == [0, 0], resumed[0]["err"]
+    assert check_nothing_half_written(tmp_path / "run") == [step, step + 1]
 
 
 def test_ctrl_c_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
+    """That save is completed, and so is the one at the end of the step after it."""
     process = start(tmp_path, [str(script)], every=3)
     running.append(process)
     wait_for(tmp_path / "saving", process)
     os.killpg(process.pid, signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130, output
-    found = checkpoints(tmp_path / "run")
-    assert found
-    for entry in found:
-        verify_files(entry.path)
+    assert check_nothing_half_written(tmp_path / "run") == [3, 4]
 
 
 def test_ctrl_c_twice_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
+    """The process ends at once; what was being written stays hidden."""
     process = start(tmp_path, [str(script)], every=3)
     running.append(process)
     wait_for(tmp_path / "saving", process)
@@ -149,5 +169,6 @@ def test_ctrl_c_twice_in_a_save(tmp_path: Path, script: Path, running: list[subp
     output = finish(process)
     assert time.monotonic() - sent < 5
     assert process.returncode == 130, output
-    for entry in checkpoints(tmp_path / "run"):
-        verify_files(entry.path)
+    assert check_nothing_half_written(tmp_path / "run") == []
+    (hidden,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert hidden.name.startswith(".step-00000003.tmp-")

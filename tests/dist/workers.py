@@ -1,7 +1,8 @@
 """Worker processes that have paid for their imports once and then run many small distributed jobs.
 
-A job is a function of ``tests.dist.jobs`` or ``tests.dist.foreign``; every rank calls it with the same arguments, in a process group of its own
-(gloo on this host), and returns something JSON can hold. The pool starts with the first test that asks for it.
+A job is a function of ``tests.dist.jobs`` or ``tests.dist.foreign``; every rank calls it with the same arguments, in a
+process group of its own (gloo on this host), and returns something JSON can hold. The pool starts with the first test
+that asks for it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def _serve() -> None:
         task = json.loads(line)
         os.environ.update({name: str(value) for name, value in task["env"].items()})
         try:
-            answer = {"result": getattr(foreign if hasattr(foreign, task["job"]) else jobs, task["job"])(**task["arguments"])}
+            answer = {
+                "result": getattr(foreign if hasattr(foreign, task["job"]) else jobs, task["job"])(**task["arguments"])
+            }
         except BaseException:
             answer = {"error": traceback.format_exc()}
         finally:
