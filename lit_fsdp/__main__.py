@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lit_fsdp.commands import run
-from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError, NonFiniteGradientError
 from lit_fsdp.host import is_first_process
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         return _say(str(error), 2)
-    except (CheckpointError, ContractError, DataError) as error:
+    except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         return _say(str(error), 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130

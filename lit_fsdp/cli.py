@@ -26,16 +26,17 @@ from lit_fsdp.callbacks.stop import SignalFlags, StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.run import FACTORY, STRATEGY
-from lit_fsdp.config.sharding import mesh_shape
 from lit_fsdp.config.typed import field_docs, unknown_key
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process, is_launched_by_lightning
 from lit_fsdp.module import CausalLMModule
+from lit_fsdp.parallel.devices import check_device
+from lit_fsdp.parallel.prepare import plan_for
 from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.parallel.units import plan_units
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 _TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -202,7 +203,8 @@ class RecipeCLI(LightningCLI):
         trainer, strategy = self.trainer, cast("ShardedStrategy", self.trainer.strategy)
         ranks = trainer.num_devices * trainer.num_nodes
         mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
-        plan_units(self.model.build(), strategy.config.wrap_config, f"{STRATEGY}.wrap")
+        check_device(strategy.config, strategy.root_device.type, STRATEGY)
+        plan_for(self.model.build(), strategy.config, STRATEGY)
         if self.verb == "fit":
             accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ _TRAINER_VERBS = {
     "predict": "score every row of data.predict into predictions.jsonl",
 }
 _OTHER_VERBS = {
+    "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
 }
@@ -50,7 +52,7 @@ def run(argv: list[str]) -> int:
     verb, rest = argv[0], argv[1:]
     if verb in _TRAINER_VERBS:
         return _trainer_verb(verb, rest)
-    others: dict[str, Callable[[list[str]], int]] = {"export": _export, "generate": _generate}
+    others: dict[str, Callable[[list[str]], int]] = {"audit": _audit, "export": _export, "generate": _generate}
     if verb in others:
         return others[verb](rest)
     known = [*_TRAINER_VERBS, *_OTHER_VERBS]
@@ -68,7 +70,7 @@ def _trainer_verb(verb: str, argv: list[str]) -> int:
     values = recipe.values
     if "-h" not in recipe.flags and "--help" not in recipe.flags:
         replaced = adapt_to_miniature(values, recipe.replaced)
-        trainer = values.setdefault("trainer", {}) or {}
+        trainer = {} if values.get("trainer") is None else values["trainer"]
         if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
             stem = recipe.files[0].stem if recipe.files else "run"
             values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
@@ -102,6 +104,40 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> None:
                 "a new run folder, or a resume",
                 "add --ckpt_path last, or name another --trainer.default_root_dir",
             )
+
+
+def _audit(argv: Sequence[str]) -> int:
+    text = "The FSDP units, mesh, dtypes and bytes per rank of a recipe, without weights and without training."
+    parser = _parser("audit", text)
+    parser.usage = "lit-fsdp audit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
+    parser.add_argument("--ranks", type=int, help="all ranks of the run; default: the recipe's devices and nodes")
+    parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return 0
+    try:
+        options, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(parser.prog, str(error), "--ranks N, --nodes M", f"see {parser.prog} --help") from None
+    from lit_fsdp.config.miniature import adapt_to_miniature
+    from lit_fsdp.config.ranks import put_ranks
+    from lit_fsdp.config.recipe import read_recipe
+    from lit_fsdp.config.run import check_recipe
+
+    recipe = read_recipe(rest)
+    put_ranks(recipe.values, options.ranks, options.nodes)
+    for line in adapt_to_miniature(recipe.values, recipe.replaced):
+        print(f"miniature: {line}", file=sys.stderr)
+    run = check_recipe(recipe.values, "fit")
+    from lit_fsdp.audit import audit_recipe, print_recipe_audit
+
+    record = audit_recipe(run)
+    if options.json:
+        print(json.dumps(record, indent=1))
+    else:
+        print_recipe_audit(record)
+    return 0
 
 
 def _export(argv: Sequence[str]) -> int:

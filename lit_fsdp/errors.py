@@ -1,6 +1,6 @@
 """Errors that say what was given, what is allowed and how to fix it.
 
-Everything a user can cause is one of these three; the command line prints them without a traceback.
+Everything a user can cause is one of these; the command line prints them without a traceback.
 """
 
 from __future__ import annotations
@@ -36,3 +36,7 @@ class DataError(ValueError):
 
 class ContractError(RuntimeError):
     """The live run differs from what the recipe declares: a tensor has another dtype, a unit is not sharded."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Gradients with inf or nan, under a policy that ends the run; the same on all ranks."""

@@ -123,7 +123,7 @@ class CausalLMModule(LightningModule):
             ]
         )
         self._window = counts if self._window is None else self._window + counts
-        return loss.loss_sum
+        return loss.loss_sum / self._loss_divisor
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients of the global batch from sums to the mean over its supervised tokens.
@@ -137,7 +137,8 @@ class CausalLMModule(LightningModule):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(totals)
         self.step_totals, self._window = totals, None
-        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / totals[0].clamp(min=1)
+        undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
+        scale = undo / totals[0].clamp(min=1)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
         if local:
@@ -145,6 +146,11 @@ class CausalLMModule(LightningModule):
         loss = (totals[1] / totals[0].clamp(min=1)).float()
         self.log("train_loss", loss, prog_bar=True)
         self.log("lr", optimizer.param_groups[0]["lr"])
+
+    @property
+    def _loss_divisor(self) -> float:
+        strategy = self.trainer.strategy
+        return strategy.loss_divisor if isinstance(strategy, ShardedStrategy) else 1.0
 
     def configure_optimizers(self) -> Any:
         """Fused AdamW; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
 
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import retention, store
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
+from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
-from lit_fsdp.config.sharding import Engine, Sharding, StateDict, WrapConfig, strategy_config
+from lit_fsdp.config.sharding import (
+    BackwardPrefetch,
+    Engine,
+    NonFinite,
+    Sharding,
+    StateDict,
+    WrapWord,
+)
+from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
 from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
+from lit_fsdp.parallel.replicated import ReplicatedStrategy
 
 
 def fsdp_strategy(
     engine: Engine = "fsdp2",
     sharding: Sharding = "full_shard",
+    shard_degree: int | None = None,
     replicate_degree: int | None = None,
-    wrap: Literal["auto"] | list[str] | WrapConfig = "auto",
+    wrap: WrapWord | list[str] | WrapConfig = "auto",
     precision: PrecisionMode | PrecisionConfig = "mixed",
     activation_checkpointing: ActivationMode | ActivationConfig = "none",
+    compile: bool = False,
+    cpu_offload: bool = False,
+    backward_prefetch: BackwardPrefetch | int = "pre",
+    forward_prefetch: bool | int = False,
+    limit_all_gathers: bool = True,
+    sync_each_micro_batch: bool = True,
+    nonfinite_gradients: NonFinite = "error",
+    max_skipped_steps: int | None = None,
+    use_orig_params: bool = True,
+    sync_module_states: bool = True,
+    cpu_ram_efficient_loading: bool = True,
+    process_group_backend: str | None = None,
+    timeout_seconds: float = 1800.0,
     state_dict: StateDict = "sharded",
 ) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
@@ -31,32 +55,40 @@ def fsdp_strategy(
     ranks, and Lightning's own settings (accumulation, clipping) hold.
 
     Args:
-        engine: ``fsdp2`` (``fully_shard``) or ``fsdp1`` (``FullyShardedDataParallel``).
+        engine: ``fsdp2`` (``fully_shard``) or ``fsdp1`` (``FullyShardedDataParallel``); ``ddp`` and ``single`` keep
+            the whole model on every rank, for comparison and for models that fit.
         sharding: ``full_shard`` splits parameters, gradients and optimizer state over all ranks; ``shard_grad_op``
-            keeps parameters gathered between forward and backward; ``no_shard`` replicates; ``hybrid_shard`` shards
-            inside a group of neighbouring ranks and replicates across groups.
-        replicate_degree: Number of groups for ``hybrid_shard``; default: the number of nodes.
-        wrap: ``auto``, a list of block class names, or a mapping ``{min_num_params: N}``.
-        precision: ``mixed`` (fp32 weights, bf16 compute, fp32 reduction), ``low_precision`` (bf16), ``fp32``.
-        activation_checkpointing: ``none``, or ``full``: keep only the inputs of each block.
+            keeps parameters gathered between forward and backward; ``no_shard`` replicates; ``hybrid_shard`` and
+            ``hybrid_shard_zero2`` do the first two inside a group of neighbouring ranks and replicate across groups.
+        shard_degree: Ranks that share one copy; -1 for all that ``replicate_degree`` leaves.
+        replicate_degree: Number of copies; -1 for the rest; default for hybrid sharding: the number of nodes.
+        wrap: ``auto``; a list of block class names and path patterns (``model.layers.*.mlp``); ``manual`` for a
+            module that wraps itself in ``configure_model``; or a :class:`~lit_fsdp.config.wrap.WrapConfig`.
+        precision: ``mixed`` (fp32 weights, bf16 compute, fp32 reduction), ``low_precision`` (bf16), ``fp32``,
+            ``fp16_mixed`` (with a loss scale), ``fp8`` (Hopper), or a mapping that overrides parts.
+        activation_checkpointing: ``none``, ``full``, ``every_n``, ``selective``, ``memory_budget``, or a mapping.
+        compile: Compile each block with ``torch.compile``.
+        cpu_offload: Shards of parameters, gradients and optimizer state live, and the optimizer steps, on the host.
+        backward_prefetch: ``pre``, ``post`` (fsdp1), ``none``, or units ahead (fsdp2).
+        forward_prefetch: Whether, or (fsdp2) how many units ahead, gathers are issued early in the forward pass.
+        limit_all_gathers: fsdp1's rate limiter; fsdp2 has its own.
+        sync_each_micro_batch: ``False`` keeps whole gradients through an accumulation and reduces once.
+        nonfinite_gradients: ``error`` raises, ``skip`` leaves parameters as they are; all ranks do the same.
+        max_skipped_steps: With ``skip``: steps skipped in a row that end the run; default 10.
+        use_orig_params: Always true; FSDP1's name is accepted.
+        sync_module_states: Broadcast weights that are there already from rank 0.
+        cpu_ram_efficient_loading: Read only this rank's shards of weights that are not there yet.
+        process_group_backend: ``gloo`` or ``nccl``; default: by device.
+        timeout_seconds: How long a collective waits.
         state_dict: Checkpoints with one file per rank (``sharded``) or one in all (``full``).
 
     Returns:
-        A subclass of Lightning's ``ModelParallelStrategy`` (fsdp2) or ``FSDPStrategy`` (fsdp1).
+        A subclass of Lightning's ``ModelParallelStrategy`` (fsdp2), ``FSDPStrategy`` (fsdp1) or ``DDPStrategy``.
 
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.
     """
-    options: dict[str, Any] = {
-        "engine": engine,
-        "sharding": sharding,
-        "replicate_degree": replicate_degree,
-        "wrap": wrap,
-        "precision": precision,
-        "activation_checkpointing": activation_checkpointing,
-        "state_dict": state_dict,
-    }
-    config = strategy_config(options, "trainer.strategy.init_args")
+    config = strategy_config(dict(locals()), "trainer.strategy.init_args")
     storage = SimpleNamespace(
         save=store.save_checkpoint,
         load_tensors=store.load_tensors,
@@ -65,4 +97,5 @@ def fsdp_strategy(
         tensor_names=store.tensor_names,
         remove=retention.remove,
     )
-    return FSDP2Strategy(config, storage) if config.engine == "fsdp2" else FSDP1Strategy(config, storage)
+    engines: dict[str, Callable[..., Strategy]] = {"fsdp2": FSDP2Strategy, "fsdp1": FSDP1Strategy}
+    return engines.get(config.engine, ReplicatedStrategy)(config, storage)

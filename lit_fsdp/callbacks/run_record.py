@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.report.tables import dtypes_table, units_table, wide_console
 
 
 class RunRecord(Callback):
@@ -56,23 +56,9 @@ class RunRecord(Callback):
 
 
 def print_audit(record: dict[str, Any]) -> None:
-    """The FSDP units as a table on standard error; equal neighbours share a line."""
-    table = Table(title=f"FSDP units by {record['wrapped_by']}", title_justify="left")
-    for column in ("unit", "class", "parameters", "GiB", "share", "tied", "recompute"):
-        table.add_column(column, justify="right" if column in ("parameters", "GiB", "share") else "left")
-    for first, last, count in _runs(record["units"]):
-        name = first["name"] if count == 1 else f"{first['name']} … {last['name']}"
-        table.add_row(
-            name,
-            first["class"] if count == 1 else f"{count} × {first['class']}",
-            f"{first['num_params']:,}",
-            f"{first['num_bytes'] / GIB:.3f}",
-            f"{first['share'] * count:.1%}",
-            ", ".join(first["tied"]) or "-",
-            "yes" if first["activation_checkpointing"] else "no",
-        )
-    console = _console()
-    console.print(table)
+    """The FSDP units as a table on standard error, and the memory of the load."""
+    console = wide_console(sys.stderr)
+    console.print(units_table(record))
     memory = [
         f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]
     ]
@@ -86,20 +72,9 @@ def print_audit(record: dict[str, Any]) -> None:
 def print_dtypes(report: dict[str, Any]) -> None:
     """Declared and realised dtypes as a table on standard error."""
     declared = ", ".join(f"{k} {v}" for k, v in report["declared"].items())
-    table = Table()
-    table.add_column("what")
-    table.add_column("found")
-    for what, found in report["realised"].items():
-        table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
-    console = _console()
+    console = wide_console(sys.stderr)
     console.print(f"Realised dtypes; precision {report['mode']} declares {declared}", highlight=False)
-    console.print(table)
-
-
-def _console() -> Console:
-    """Standard error; wide enough for the tables where it is a file."""
-    console = Console(stderr=True)
-    return console if console.is_terminal else Console(stderr=True, width=120)
+    console.print(dtypes_table(report))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -108,15 +83,3 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)
-
-
-def _runs(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Neighbouring units that differ only in their names, as (first, last, count)."""
-    runs: list[tuple[dict[str, Any], dict[str, Any], int]] = []
-    for unit in units:
-        same = {k: v for k, v in unit.items() if k != "name"}
-        if runs and {k: v for k, v in runs[-1][0].items() if k != "name"} == same:
-            runs[-1] = (runs[-1][0], unit, runs[-1][2] + 1)
-        else:
-            runs.append((unit, unit, 1))
-    return runs

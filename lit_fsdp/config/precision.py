@@ -1,12 +1,14 @@
-"""Precision modes: one row of dtypes per mode, in the field's short names (fp32, bf16)."""
+"""Precision modes: one row of dtypes per mode, in the field's short names (fp32, bf16, fp16)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-PrecisionMode = Literal["mixed", "low_precision", "fp32"]
-DtypeName = Literal["fp32", "bf16"]
+from lit_fsdp.errors import ConfigError
+
+PrecisionMode = Literal["mixed", "low_precision", "fp32", "fp16_mixed", "fp8"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ _ROWS: dict[PrecisionMode, DtypeRow] = {
     "mixed": DtypeRow("fp32", "bf16", "fp32"),
     "low_precision": DtypeRow("bf16", "bf16", "bf16"),
     "fp32": DtypeRow("fp32", "fp32", "fp32"),
+    "fp16_mixed": DtypeRow("fp32", "fp16", "fp32"),
+    "fp8": DtypeRow("fp32", "bf16", "fp32"),  # linear layers multiply in fp8, all else is as in mixed
 }
 
 
@@ -33,9 +37,36 @@ class PrecisionConfig:
     """A precision mode, parts of which may be overridden."""
 
     mode: PrecisionMode = "mixed"
-    """mixed keeps fp32 weights and computes in bf16, low_precision keeps bf16 throughout, fp32 never rounds."""
+    """mixed: fp32 weights, bf16 compute; low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
+    output_dtype: DtypeName | None = None
+    """Dtype that the model's floating-point outputs (logits) are cast to; default: as computed."""
+    buffer_dtype: DtypeName | None = None
+    """Dtype that floating-point buffers are cast to once; default: as the model made them."""
+    keep_norms_fp32: bool = False
+    """Normalisation layers keep fp32 weights and inputs in the forward pass, as FSDP units of their own."""
+    fp8_skip: list[str] | None = None
+    """With fp8: linear layers, by part of their path, that stay in bf16; default: lm_head."""
+
+    def __post_init__(self) -> None:
+        if self.fp8_skip is not None and self.mode != "fp8":
+            raise ConfigError("fp8_skip", f"{self.fp8_skip} with mode {self.mode}", "only with mode: fp8", "drop it")
+        if self.keep_norms_fp32 and self.mode in ("low_precision", "fp32"):
+            raise ConfigError(
+                "keep_norms_fp32",
+                f"true with mode {self.mode}, which keeps all weights in {_ROWS[self.mode].param}",
+                "mixed, fp16_mixed or fp8",
+                "drop keep_norms_fp32, or set mode: mixed",
+            )
+        allowed = {"fp32", _ROWS[self.mode].compute} if self.mode != "fp32" else {"fp32", "bf16", "fp16"}
+        if self.reduce_dtype is not None and self.reduce_dtype not in allowed:
+            raise ConfigError(
+                "reduce_dtype",
+                f"{self.reduce_dtype} with mode {self.mode}",
+                " | ".join(sorted(allowed)),
+                "drop reduce_dtype, or set reduce_dtype: fp32",
+            )
 
     @property
     def row(self) -> DtypeRow:

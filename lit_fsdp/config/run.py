@@ -8,8 +8,10 @@ from typing import Any
 
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.engines import strategy_config
+from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.sharding import StrategyConfig, mesh_shape, strategy_config
+from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.config.typed import build, unknown_key
 from lit_fsdp.errors import ConfigError
 
@@ -57,7 +59,7 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     for key in values:
         if key not in _TOP:
             raise unknown_key(str(key), values[key], str(key), _TOP)
-    trainer = values.setdefault("trainer", {}) or {}
+    trainer = {} if values.get("trainer") is None else values["trainer"]
     if not isinstance(trainer, dict):
         raise ConfigError("trainer", trainer, "a mapping of Lightning's Trainer arguments", "write trainer: {...}")
     values["trainer"] = trainer

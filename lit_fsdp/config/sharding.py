@@ -1,42 +1,22 @@
-"""What the strategy factory is told: engine, sharding, units, precision, activation checkpointing, state dict."""
+"""What the strategy factory is told; a word is short for the mapping of its kind with the defaults."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
-from lit_fsdp.config.typed import build
+from lit_fsdp.config.wrap import WrapConfig, wrap_from_words
 from lit_fsdp.errors import ConfigError
 
-Engine = Literal["fsdp2", "fsdp1"]
-Sharding = Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+Engine = Literal["fsdp2", "fsdp1", "ddp", "single"]
+Sharding = Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
 StateDict = Literal["sharded", "full"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrapConfig:
-    """Which modules become FSDP units: found from the model, named classes, or by size."""
-
-    classes: list[str] | None = None
-    """Module class names, each instance of which is one FSDP unit."""
-    min_num_params: float | None = None
-    """Smallest unit in parameters: modules are grouped bottom-up until they hold this many."""
-    max_root_share: float = 0.5
-    """Largest share of all parameters that may stay in the root unit, 0 to 1."""
-
-    def __post_init__(self) -> None:
-        if self.classes is not None and self.min_num_params is not None:
-            raise ConfigError("min_num_params", self.min_num_params, "classes or min_num_params, not both", "drop one")
-        if self.classes is not None and not self.classes:
-            raise ConfigError("classes", "[]", "at least one class name", "write wrap: auto, or name a block class")
-        number = self.min_num_params
-        if number is not None and (number < 1 or number != int(number)):
-            raise ConfigError("min_num_params", number, "a whole number >= 1", "write min_num_params: 1.0e6")
-        if not 0 <= self.max_root_share <= 1:
-            raise ConfigError("max_root_share", self.max_root_share, "0 to 1", "write max_root_share: 0.5")
+WrapWord = Literal["auto", "manual"]
+BackwardPrefetch = Literal["pre", "post", "none"]
+NonFinite = Literal["error", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +24,71 @@ class StrategyConfig:
     """Every argument of :func:`lit_fsdp.fsdp_strategy`; a word is short for the mapping with its defaults."""
 
     engine: Engine = "fsdp2"
-    """fsdp2 is torch's fully_shard, fsdp1 its FullyShardedDataParallel."""
+    """fsdp2 is torch's fully_shard, fsdp1 its FullyShardedDataParallel; ddp and single keep whole models."""
     sharding: Sharding = "full_shard"
-    """What is split over the ranks: everything, gradients and optimizer state, nothing, or all inside a replica."""
+    """What is split: all, gradients and optimizer state, nothing, or all (or these) inside a replica."""
+    shard_degree: int | None = None
+    """Ranks over which one copy of the model is split; -1: all that replicate_degree leaves."""
     replicate_degree: int | None = None
-    """Copies of the model for hybrid_shard; default: the number of nodes."""
-    wrap: Literal["auto"] | list[str] | WrapConfig = "auto"
-    """FSDP units: auto (from the model), a list of block classes, or {min_num_params: N}."""
+    """Copies of the model for hybrid sharding; -1: all that shard_degree leaves; default: the number of nodes."""
+    wrap: WrapWord | list[str] | WrapConfig = "auto"
+    """FSDP units: auto (from the model), a list of block classes and path patterns, manual, or a mapping."""
     precision: PrecisionMode | PrecisionConfig = "mixed"
     """Storage, compute, reduction and optimizer dtypes."""
     activation_checkpointing: ActivationMode | ActivationConfig = "none"
     """Which activations are recomputed in the backward pass."""
+    compile: bool = False
+    """Compile each block by itself with torch.compile."""
+    cpu_offload: bool = False
+    """Keep shards of parameters, gradients and optimizer state in host memory; the optimizer steps there."""
+    backward_prefetch: BackwardPrefetch | int = "pre"
+    """Gather the next unit before (pre) or after (post) this one's gradients; fsdp2: pre, none, or units ahead."""
+    forward_prefetch: bool | int = False
+    """Issue the next gather before this unit's forward; fsdp2: or a number of units ahead."""
+    limit_all_gathers: bool = True
+    """fsdp1: hold the CPU back so that at most two units are gathered at once; fsdp2 always bounds them."""
+    sync_each_micro_batch: bool = True
+    """Reduce gradients after every micro-batch; false: only after the last, at the cost of whole gradients."""
+    nonfinite_gradients: NonFinite = "error"
+    """What all ranks do with an optimizer step whose gradients hold inf or nan."""
+    max_skipped_steps: int | None = None
+    """With skip: so many steps skipped in a row end the run; default 10."""
+    use_orig_params: bool = True
+    """FSDP1's name; always true here: names, frozen parts and checkpoints rely on it."""
+    sync_module_states: bool = True
+    """Make weights that are there already rank 0's before sharding; false: trust that they are equal."""
+    cpu_ram_efficient_loading: bool = True
+    """Each rank reads its shards only; false: it reads the whole model first."""
+    process_group_backend: str | None = None
+    """gloo, nccl, or cpu:gloo,cuda:nccl; default: by device."""
+    timeout_seconds: float = 1800.0
+    """How long a collective may wait for a rank."""
     state_dict: StateDict = "sharded"
     """Checkpoints as one file per rank (sharded) or one file in all (full)."""
 
-    def __post_init__(self) -> None:
-        if self.wrap == []:
-            raise ConfigError(
-                "wrap", "[]", "auto, or at least one class name", "write wrap: auto, or name a block class"
-            )
-        if self.replicate_degree is not None and self.replicate_degree < 1:
-            raise ConfigError("replicate_degree", self.replicate_degree, ">= 1", "write the number of model copies")
-        if self.replicate_degree not in (None, 1) and self.sharding != "hybrid_shard":
-            raise ConfigError(
-                "replicate_degree",
-                f"{self.replicate_degree} with sharding {self.sharding}",
-                "only with sharding: hybrid_shard",
-                "set sharding: hybrid_shard, or drop replicate_degree",
-            )
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the engine shards at all."""
+        return self.engine in ("fsdp1", "fsdp2")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are copies, each of them split."""
+        return self.is_sharded and self.sharding in ("hybrid_shard", "hybrid_shard_zero2")
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return not self.is_sharded or self.sharding == "no_shard"
 
     @property
     def wrap_config(self) -> WrapConfig:
         """``wrap`` as its mapping."""
         if isinstance(self.wrap, WrapConfig):
             return self.wrap
-        return WrapConfig() if self.wrap == "auto" else WrapConfig(classes=list(self.wrap))
+        if isinstance(self.wrap, str):
+            return WrapConfig(manual=self.wrap == "manual")
+        return wrap_from_words(list(self.wrap))
 
     @property
     def precision_config(self) -> PrecisionConfig:
@@ -89,48 +99,23 @@ class StrategyConfig:
     def activation_config(self) -> ActivationConfig:
         """``activation_checkpointing`` as its mapping."""
         given = self.activation_checkpointing
-        return given if isinstance(given, ActivationConfig) else ActivationConfig(mode=given)
+        if isinstance(given, ActivationConfig):
+            return given
+        if given == "memory_budget":
+            raise ConfigError(
+                "activation_checkpointing",
+                "memory_budget without a budget",
+                "{mode: memory_budget, memory_budget: 0 to 1}",
+                "write activation_checkpointing: {mode: memory_budget, memory_budget: 0.5}",
+            )
+        return ActivationConfig(mode=given)
 
-
-def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
-    """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
-
-    Args:
-        config: ``sharding`` and ``replicate_degree`` decide.
-        num_nodes: The default number of copies for ``hybrid_shard``.
-        world_size: All ranks of the run.
-        path: Where the strategy's arguments stand in the recipe, for the error.
-
-    Raises:
-        ConfigError: The copies do not divide the ranks, or ``hybrid_shard`` on one node is not told how many to make.
-    """
-    if config.sharding == "no_shard":
-        return world_size, 1
-    if config.sharding != "hybrid_shard":
-        return 1, world_size
-    field = f"{path}.replicate_degree" if path else "replicate_degree"
-    given = config.replicate_degree or num_nodes
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    if world_size % given:
-        raise ConfigError(
-            field,
-            f"{given} on {world_size} ranks",
-            f"a divisor of the ranks: {', '.join(map(str, divisors))}",
-            f"set replicate_degree: {max(d for d in divisors if d <= given)}",
-        )
-    if config.replicate_degree is None and num_nodes == 1:
-        raise ConfigError(
-            field,
-            "null on one node, which leaves one copy: that is full_shard",
-            f"a divisor of the ranks: {', '.join(map(str, divisors))}",
-            "set replicate_degree: 2, or sharding: full_shard",
-        )
-    return given, world_size // given
-
-
-def strategy_config(options: dict[str, Any], path: str = "") -> StrategyConfig:
-    """The checked arguments of the factory from plain values, e.g. ``init_args`` of a recipe."""
-    return build(StrategyConfig, options, path)
+    @property
+    def replaced(self) -> dict[str, str]:
+        """What ``ddp`` and ``single`` put in place of a sharding choice, by field; to be shown, never silent."""
+        if self.is_sharded or self.sharding == "no_shard":
+            return {}
+        return {"sharding": f"{self.sharding} → no_shard (engine {self.engine}: every rank holds the whole model)"}
 
 
 def strategy_fields() -> list[str]:

@@ -24,13 +24,16 @@ T = TypeVar("T")
 _MISMATCH = object()
 
 
-def build(cls: type[T], values: Mapping[str, Any] | T | None, path: str) -> T:
+def build(
+    cls: type[T], values: Mapping[str, Any] | T | None, path: str, rules: Iterable[Callable[[T], None]] = ()
+) -> T:
     """The dataclass ``cls`` from a mapping; unknown keys and wrong types are refused.
 
     Args:
         cls: A dataclass whose fields may be numbers, strings, literals, lists, unions and other dataclasses.
         values: Keys are field names; an instance of ``cls`` is returned as it is; ``None`` means all defaults.
         path: Where ``values`` stands in the recipe; errors start with it.
+        rules: Further checks on the result; their errors name fields of ``cls``.
 
     Raises:
         ConfigError: A key that ``cls`` does not have, a value of another type, or a rule of ``cls`` itself.
@@ -47,7 +50,10 @@ def build(cls: type[T], values: Mapping[str, Any] | T | None, path: str) -> T:
     hints = _hints(typing.cast(type, cls))
     kwargs = {key: _convert(hints[key], value, f"{path}.{key}" if path else key) for key, value in given.items()}
     try:
-        return cls(**kwargs)
+        built = cls(**kwargs)
+        for rule in rules:
+            rule(built)
+        return built
     except ConfigError as error:
         raise ConfigError(_join(path, error.field), error.given, error.allowed, error.fix) from None
 
@@ -76,7 +82,7 @@ def unknown_key(path: str, given: Any, key: str, names: Iterable[str]) -> Config
     close = close or [n for n in names if n.startswith(key)][:1] or [n for n in names if n == initials]
     parent = path.rpartition(".")[0]
     fix = f"write {parent + '.' if parent else ''}{close[0]}" if close else "remove this key"
-    return ConfigError(path, f"{_shown(given)} for a key that does not exist", f"one of {', '.join(names)}", fix)
+    return ConfigError(path or repr(key), f"{_shown(given)} for a key that does not exist", f"one of {', '.join(names)}", fix)
 
 
 @functools.cache
@@ -114,7 +120,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return converted
     allowed = " | ".join(_describe(o) for o in options)
     words = [_shown(w).strip("'") for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
-    close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
+    contained = [word for word in words if word in str(value).lower()]  # bf16-mixed is mixed and not fp16_mixed
+    close = contained or difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
     if isinstance(value, str) and value and not close and list[str] in options:
         close = [f"[{value}]"]
     close = close or words

@@ -23,6 +23,15 @@ def fetch_tokenizer(name: str, trust_remote_code: bool) -> Path:
     return _fetch(name, "model.tokenizer", _TOKENIZER + ["*.py"] * trust_remote_code)
 
 
+def fetch_config(name: str, trust_remote_code: bool) -> Path:
+    """The local folder with the config of hub repository ``name``, without weights and tokenizer.
+
+    Raises:
+        ConfigError: The name is unknown, not granted, or cannot be reached.
+    """
+    return _fetch(name, "model.name", ["config.json"] + ["*.py"] * trust_remote_code)
+
+
 def fetch_model(name: str, trust_remote_code: bool) -> Path:
     """The local folder with config, tokenizer and weights of hub repository ``name``; ``.bin`` files only if need be.
 

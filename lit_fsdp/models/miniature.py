@@ -66,8 +66,8 @@ def shrink(
     )
 
 
-def shipped_config(name: str) -> dict[str, Any] | None:
-    """The config that ships for a hub name, or for the last part of a path to a copy of that model; else None."""
+def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
+    """The config that ships for a hub name, or, unless ``exact``, for the last part of a path to a copy; else None."""
     last = _plain(Path(name).name)
     best: tuple[int, dict[str, Any]] | None = None
     for file in sorted(shipped("model").glob("*.json")):
@@ -75,7 +75,7 @@ def shipped_config(name: str) -> dict[str, Any] | None:
         hub_names = values.pop(HUB_NAMES_KEY, [])
         if name in hub_names:
             return values
-        for known in [_plain(Path(hub_name).name) for hub_name in hub_names]:
+        for known in [] if exact else [_plain(Path(hub_name).name) for hub_name in hub_names]:
             if last.startswith(known) and (best is None or len(known) > best[0]):
                 best = len(known), values
     return best[1] if best else None

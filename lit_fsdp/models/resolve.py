@@ -16,13 +16,13 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.convert import convert_checkpoint, convert_gguf
-from lit_fsdp.models.hub import fetch_model
+from lit_fsdp.models.hub import fetch_config, fetch_model
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import miniature_tokenizer, read_tokenizer
 
-__all__ = ["ModelSource", "resolve_model"]
+__all__ = ["ModelSource", "resolve_architecture", "resolve_model"]
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
@@ -63,12 +63,38 @@ def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
     return _from_folder(folder, config)
 
 
-def _from_folder(folder: Path, config: ModelConfig) -> ModelSource:
-    hf_config = _read_config(folder, config.trust_remote_code)
-    label = _label(config.name)
+def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
+    """The architecture that ``config`` names; no weights are looked for, let alone read.
+
+    Raises:
+        ConfigError: No config is at hand for it; the error says what is.
+    """
+    name = config.name
+    if config.miniature or name is None or isinstance(name, Mapping) or name.endswith(".json"):
+        return resolve_model(config, seed=0).hf_config
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _trainable(_read_config(path, config.trust_remote_code), name)
+    if path.is_file() and path.suffix == ".gguf":
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    if path.exists() or _is_path(name):
+        raise _no_such_path(name)
+    values = shipped_config(name, exact=True)
+    if values is not None:
+        return _from_values(values, name)
+    return _trainable(_read_config(fetch_config(name, config.trust_remote_code), config.trust_remote_code), name)
+
+
+def _trainable(hf_config: PretrainedConfig, name: str) -> PretrainedConfig:
     if getattr(hf_config, "quantization_config", None):
         fix = "start from the model's bf16 or fp32 version"
-        raise ConfigError(_FIELD, f"{config.name}, which is quantized", "weights that can be trained", fix)
+        raise ConfigError(_FIELD, f"{name}, which is quantized", "weights that can be trained", fix)
+    return hf_config
+
+
+def _from_folder(folder: Path, config: ModelConfig) -> ModelSource:
+    hf_config = _trainable(_read_config(folder, config.trust_remote_code), str(config.name))
+    label = _label(config.name)
     tokenizer = config.tokenizer or str(folder)
     if has_safetensors(folder):
         model = build_on_meta(hf_config, "eager", config.trust_remote_code)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
 from lit_fsdp.config.sharding import Sharding
-from lit_fsdp.parallel.grad_norm import ClipsShardedGradients
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.stepping import GuardedSteps
 from lit_fsdp.parallel.units import UnitPlan
 
 _SHARDING: dict[Sharding, ShardingStrategy] = {
@@ -25,11 +32,14 @@ _SHARDING: dict[Sharding, ShardingStrategy] = {
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "no_shard": ShardingStrategy.NO_SHARD,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
+_ONE_COPY: dict[Sharding, Sharding] = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
-class _Precision(ClipsShardedGradients, FSDPPrecision):
-    """Casts nothing (the engine does); clips over shards."""
+class _Precision(GuardedSteps, FSDPPrecision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
+    """Casts nothing (the engine does); guards and clips over shards."""
 
     def __init__(self) -> None:
         super().__init__("32-true")
@@ -59,16 +69,37 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Nothing is wrapped while the model is built; :meth:`setup` wraps."""
-        yield
+        """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""
+        if not self.config.wrap_config.manual:
+            yield
+            return
+        with self._quietly(), enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._unit_kwargs()):
+            yield
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Reduce in every micro-batch: ``no_sync`` would accumulate whole gradients in the compute dtype."""
-        yield
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        root: Any = self._root
+        return root.no_sync()
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        row = self.config.precision_config.row
+        is_meta = any(p.is_meta for p in module.parameters())
+        on_cpu = self.root_device.type == "cpu"
+        if on_cpu and not is_meta:
+            self._broadcast(module)  # sync_module_states refuses CPU tensors
+        norms = {plan.modules[unit.name] for unit in plan.units[:-1] if unit.name in self.fp32_units}
+        norm_options = {"mixed_precision": self._norm_precision()}
+        options: dict[nn.Module, Any] = {m: norm_options if m in norms else True for m in plan.modules.values()}
+        policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
+        with self._quietly():
+            return FullyShardedDataParallel(
+                module,
+                auto_wrap_policy=policy,
+                param_init_fn=materializer.fill if is_meta else None,
+                sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
+                **self._unit_kwargs(),
+            )
+
+    def _unit_kwargs(self) -> dict[str, Any]:
+        row, config = self.config.precision_config.row, self.config
         mixed = None
         if row.compute != row.param or row.reduce != row.param:
             mixed = MixedPrecision(
@@ -77,40 +108,46 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 cast_forward_inputs=True,
                 cast_root_forward_inputs=True,
             )
-        is_meta = any(p.is_meta for p in module.parameters())
-        on_cpu = self.root_device.type == "cpu"
-        if on_cpu and not is_meta:
-            self._broadcast(module)  # sync_module_states refuses CPU tensors
-        units = set(plan.modules.values())
+        assert not isinstance(config.backward_prefetch, int)
+        return {
+            "device_mesh": self._fsdp1_mesh(),
+            "sharding_strategy": _SHARDING[self._realised_sharding()],
+            "mixed_precision": mixed,
+            "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
+            "backward_prefetch": _PREFETCH[config.backward_prefetch],
+            "forward_prefetch": bool(config.forward_prefetch),
+            "limit_all_gathers": config.limit_all_gathers,
+            "device_id": self.root_device,
+            "use_orig_params": True,
+        }
+
+    def _norm_precision(self) -> MixedPrecision:
+        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
+        return MixedPrecision(param_dtype=TORCH_DTYPES["fp32"], reduce_dtype=reduce, cast_forward_inputs=True)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
         with warnings.catch_warnings():
             # One rank shards nothing, and no_shard is deprecated in favour of DDP: both are said by the recipe.
             warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
-            return FullyShardedDataParallel(
-                module,
-                device_mesh=self._fsdp1_mesh(),
-                sharding_strategy=_SHARDING[self._realised_sharding()],
-                auto_wrap_policy=CustomPolicy(lambda child: child in units),
-                mixed_precision=mixed,
-                device_id=self.root_device,
-                param_init_fn=materializer.fill if is_meta else None,
-                sync_module_states=not is_meta and not on_cpu,
-                use_orig_params=True,
-            )
+            yield
 
     def _realised_sharding(self) -> Sharding:
         """What hybrid sharding is at its ends: FSDP1 would not average copies of one rank, nor accept a single copy."""
         if self.mesh.size(self.mesh.ndim - 1) == 1:
             return "no_shard"
-        is_one_copy = self.config.sharding == "hybrid_shard" and self.mesh.ndim == 1
-        return "full_shard" if is_one_copy else self.config.sharding
+        sharding = self.config.sharding
+        return _ONE_COPY.get(sharding, sharding) if self.mesh.ndim == 1 else sharding
 
     def _fsdp1_mesh(self) -> Any:
         """The 2-D mesh only for hybrid sharding; FSDP1 replicates ``no_shard`` over a 1-D mesh."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        if self.mesh.ndim == 1 or self._realised_sharding() == "hybrid_shard":
+        if self.mesh.ndim == 1 or self._realised_sharding() in _ONE_COPY:
             return self.mesh
-        return init_device_mesh(self.root_device.type, (self.world_size,))
+        if self._flat_mesh is None:
+            self._flat_mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        return self._flat_mesh
+
+    _flat_mesh: Any = None
 
     def realised_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""

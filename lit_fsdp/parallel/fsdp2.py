@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lit_fsdp.parallel.grad_norm import ClipsShardedGradients
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.stepping import GuardedSteps
 from lit_fsdp.parallel.units import UnitPlan
 
 
-class _Precision(ClipsShardedGradients, Precision):
-    """Casts nothing (the engine does); clips over shards."""
+class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
+    """Casts nothing (the engine does); guards and clips over shards."""
 
 
 class _Root(nn.Module):
@@ -51,28 +54,59 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
         """Every rank takes its own samples, whatever the mesh."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        return _without_gradient_sync(self._root)
+
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        row = self.config.precision_config.row
-        policy = MixedPrecisionPolicy()
+        row, config = self.config.precision_config.row, self.config
+        reduce = TORCH_DTYPES[row.reduce]
+        policy = norms = MixedPrecisionPolicy()
         if row.compute != row.param or row.reduce != row.param:
-            policy = MixedPrecisionPolicy(
-                param_dtype=TORCH_DTYPES[row.compute], reduce_dtype=TORCH_DTYPES[row.reduce], cast_forward_inputs=True
-            )
+            policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], reduce, cast_forward_inputs=True)
+            norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
         kwargs: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
-        if self.config.sharding == "shard_grad_op":
+        if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
             kwargs["reshard_after_forward"] = False
+        if config.cpu_offload:
+            kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         for unit in plan.units[:-1]:
-            self._broadcast(plan.modules[unit.name])
-            fully_shard(plan.modules[unit.name], **kwargs)
+            child = plan.modules[unit.name]
+            if isinstance(child, FSDPModule):  # wrap: manual
+                continue
+            self._broadcast(child)
+            fully_shard(child, **{**kwargs, "mp_policy": norms if unit.name in self.fp32_units else policy})
         self._broadcast(module)
         root: nn.Module = _Root(module)
         fully_shard(root, **kwargs)
         for child in module.modules():
             materializer.fill(child)
+        self._set_prefetch([plan.modules[unit.name] for unit in plan.units[:-1]], module)
         return root
+
+    def _set_prefetch(self, units: list[nn.Module], module: nn.Module) -> None:
+        """Explicit prefetching, ahead in the order of the module tree, which blocks are called in."""
+        position = {child: i for i, child in enumerate(module.modules())}
+        ordered: list[Any] = sorted(units, key=lambda unit: position[unit])
+        backward, forward = self.config.backward_prefetch, int(self.config.forward_prefetch)
+        for i, unit in enumerate(ordered):
+            if forward and ordered[i + 1 : i + 1 + forward]:
+                unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + forward])
+            if backward == "none":  # an empty list would mean the default; a unit itself is there already
+                unit.set_modules_to_backward_prefetch([unit])
+            elif isinstance(backward, int) and i:
+                unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
 
     def realised_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
         assert self._root is not None
         found = [name for name, module in self._root.named_modules() if isinstance(module, FSDPModule)]
         return [name.removeprefix("module.") if name else "" for name in found]
+
+
+@contextmanager
+def _without_gradient_sync(root: Any) -> Iterator[None]:
+    root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)

@@ -1,13 +1,13 @@
 """The realised-dtype contract: what the precision mode promises is read back from the live run and compared.
 
-Nothing here sets a dtype except :func:`cast_parameters`; the engines are given the row, and then asked what they did.
+Nothing here sets a dtype: the engines are given the row, and then asked what they did.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.config.precision import DtypeRow
+from lit_fsdp.config.precision import DtypeName, DtypeRow
 from lit_fsdp.errors import ContractError
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Newer torch reduces through reduce_scatter_single, older through reduce_scatter_tensor.
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -29,28 +29,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all floating-point parameters (buffers stay) to their storage dtype in place; ties are kept."""
-    done: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is None or not param.is_floating_point() or param.dtype == dtype:
-                continue
-            if id(param) not in done:
-                done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
-            module._parameters[name] = done[id(param)]
-
-
 class DtypeContract:
     """Compares declared and realised dtypes, and keeps both for ``dtypes.json``.
 
     Args:
         row: What the precision mode promises.
         mode: Its name, for messages.
+        gathered: Dtype of a unit's parameters inside its forward: the compute dtype where the engine casts them,
+            the dtype at rest under autocast.
     """
 
-    def __init__(self, row: DtypeRow, mode: str) -> None:
+    def __init__(self, row: DtypeRow, mode: str, gathered: DtypeName | None = None) -> None:
         self.row, self.mode = row, mode
+        self.gathered = gathered or row.compute
         self.realised: dict[str, dict[str, int]] = {}
         self._handles: list[Any] = []
         self._first_step_done = False
@@ -59,6 +50,14 @@ class DtypeContract:
         """Parameters at rest, e.g. ``when="after set-up"``; raises ContractError naming the first that differs."""
         floating = {name: p.dtype for name, p in named if p.is_floating_point()}
         self._compare(f"parameters {when}", floating, self.row.param)
+
+    def check_buffers(self, named: Iterable[tuple[str, torch.Tensor]], declared: DtypeName | None) -> None:
+        """Floating-point buffers against the dtype declared for them; ``None`` declares nothing, and they are noted."""
+        floating = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
+        if declared is None:
+            self._note("buffers", floating)
+        else:
+            self._compare("buffers", floating, declared)
 
     def check_gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients as the optimizer is about to see them: the dtype of their parameters."""
@@ -83,12 +82,19 @@ class DtypeContract:
         }
         self._compare(f"optimizer state {when}", found, self.row.param)
 
-    def watch(self, units: Mapping[str, nn.Module]) -> None:
-        """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units."""
+    def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
+        """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units.
+
+        Args:
+            units: By name; units may lie inside others, whose parameters they are not.
+            fp32_units: Those that are gathered in fp32 whatever the mode says.
+        """
         for name, module in units.items():
             own = [p for p in module.parameters() if p.is_floating_point()]
             if own:  # after the engine has gathered, and before it frees
-                self._handles.append(module.register_forward_pre_hook(self._gathered_hook(name)))
+                inner = tuple(f"{other.removeprefix(f'{name}.')}." for other in units if other.startswith(f"{name}."))
+                dtype = "fp32" if name in fp32_units else self.gathered
+                self._handles.append(module.register_forward_pre_hook(self._gathered_hook(name, inner, dtype)))
                 self._handles.append(module.register_forward_hook(self._output_hook(name), prepend=True))
 
     @contextlib.contextmanager
@@ -139,10 +145,13 @@ class DtypeContract:
         declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
         return {"mode": self.mode, "declared": declared, "realised": self.realised}
 
-    def _gathered_hook(self, name: str) -> Callable[..., None]:
+    def _gathered_hook(self, name: str, inner: tuple[str, ...], dtype: str) -> Callable[..., None]:
+        what = "gathered parameters in the forward"
+
         def hook(module: nn.Module, args: Any) -> None:
-            gathered = {f"{name}.{n}": p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
-            self._compare("gathered parameters in the forward", gathered, self.row.compute)
+            named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters()]
+            own = {n: p.dtype for n, p in named if p.is_floating_point() and not n.startswith(inner)}
+            self._compare(what, {f"{name}.{n}": found for n, found in own.items()}, dtype)
 
         return hook
 

@@ -6,7 +6,9 @@ A mixin in front of a Lightning strategy; it does not import Lightning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.config.sharding import StrategyConfig, mesh_shape
+from lit_fsdp.config.mesh import mesh_shape
+from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
-from lit_fsdp.parallel.activation import apply_activation_checkpointing, is_checkpointed
+from lit_fsdp.parallel.activation import is_checkpointed
+from lit_fsdp.parallel.casting import cast_buffers
+from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
-from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract, cast_parameters
+from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
+from lit_fsdp.parallel.prepare import prepare
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
-from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names
+from lit_fsdp.parallel.stepping import StepGuard, build_guard
+from lit_fsdp.parallel.units import UnitPlan, audit, tied_names
+
+_PATH = "trainer.strategy.init_args"
 
 
 class ShardedStrategy(ShardedCheckpoints):
@@ -42,6 +51,7 @@ class ShardedStrategy(ShardedCheckpoints):
     def __init__(self, config: StrategyConfig, storage: Storage) -> None:
         self.config, self._storage = config, storage
         self._plugin = self.precision_class()
+        self._plugin.guard = build_guard(config)
         self._root: nn.Module | None = None
         self._owner: Any = None
         self._broadcast_done: dict[Any, Any] = {}
@@ -50,9 +60,24 @@ class ShardedStrategy(ShardedCheckpoints):
         self._rng_before_window: dict[str, Any] | None = None
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
-        self.contract = DtypeContract(config.precision_config.row, config.precision_config.mode)
+        self.fp32_units: set[str] = set()
+        row = config.precision_config.row
+        gathered = row.compute if config.is_sharded else row.param  # autocast leaves parameters as they are
+        self.contract = DtypeContract(row, config.precision_config.mode, gathered)
         self.checkpoint_files: dict[str, Path] = {}
-        super().__init__()
+        super().__init__(  # type: ignore[call-arg]
+            process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
+        )
+
+    @property
+    def loss_divisor(self) -> float:
+        """What a module that runs backward on sums divides by beforehand, so that nothing overflows in fp16."""
+        return 1024.0 if self._plugin.guard.loss_scale is not None else 1.0
+
+    @property
+    def guard(self) -> StepGuard:
+        """Counts skipped steps and, for fp16, holds the loss scale."""
+        return self._plugin.guard
 
     @property
     def precision_plugin(self) -> Any:
@@ -78,6 +103,7 @@ class ShardedStrategy(ShardedCheckpoints):
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
         self.contract.check_parameters(self.lightning_module.named_parameters(), "after set-up")
+        self.contract.check_buffers(self.lightning_module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()  # type: ignore[attr-defined]
@@ -90,22 +116,40 @@ class ShardedStrategy(ShardedCheckpoints):
                 "a model without FSDP units; the strategy wraps by itself",
                 "remove wrap() or fully_shard() from the LightningModule",
             )
-        cast_parameters(module, TORCH_DTYPES[self.config.precision_config.row.param])
-        plan = plan_units(module, self.config.wrap_config, "trainer.strategy.init_args.wrap")
-        apply_activation_checkpointing(plan.blocks, self.config.activation_config)
+        plan = prepare(module, self.config, _PATH)
+        self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
         self._ties = tied_names(module)
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(torch.initial_seed())
-        names = {unit.name for unit in plan.units[:-1] if is_checkpointed(plan.modules[unit.name])}
-        self._root = self._shard(module, plan, Materializer(module, reader, self.root_device))
+        checkpointed = {unit.name for unit in plan.units[:-1] if is_checkpointed(plan.modules[unit.name])}
+        materializer = Materializer(module, reader, self._rest_device())
+        if not self.config.cpu_ram_efficient_loading:
+            for child in list(module.modules()):
+                materializer.fill(child)
+        self._root = self._shard(module, plan, materializer)
         self._broadcast_done.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # moving what is there already
-            module.to(self.root_device)
+        self._to_device(module)
+        if self.config.precision_config.buffer_dtype is not None:
+            cast_buffers(module, TORCH_DTYPES[self.config.precision_config.buffer_dtype])
         self.plan, self._owner = plan, module
-        self.audit = audit(plan, self.mesh.size(self.mesh.ndim - 1), names)
+        self.audit = audit(plan, self.mesh.size(self.mesh.ndim - 1), checkpointed)
         self._check_units()
         if self.contract.watching:
-            self.contract.watch({name: m for name, m in plan.modules.items() if m in set(plan.blocks)})
+            self.contract.watch(plan.modules, self.fp32_units)
+
+    def _rest_device(self) -> torch.device:
+        """Where sharded parameters live between steps."""
+        return torch.device("cpu") if self.config.cpu_offload else self.root_device
+
+    def _to_device(self, module: nn.Module) -> None:
+        """Move what is there already; offloaded shards stay on the host."""
+        if self.config.cpu_offload:
+            for child in module.modules():
+                for name, buffer in child._buffers.items():
+                    child._buffers[name] = None if buffer is None else buffer.to(self.root_device)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            module.to(self.root_device)
 
     def _broadcast(self, module: nn.Module) -> None:
         """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
@@ -115,7 +159,7 @@ class ShardedStrategy(ShardedCheckpoints):
                     if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
                         continue
                     tensor.data = tensor.data.to(self.root_device)
-                    if (id(tensor), name) not in self._broadcast_done:
+                    if self.config.sync_module_states and (id(tensor), name) not in self._broadcast_done:
                         dist.broadcast(tensor.data, src=0)
                         self._broadcast_done[(id(tensor), name)] = tensor
 
@@ -123,7 +167,7 @@ class ShardedStrategy(ShardedCheckpoints):
         """Compare the units of the live model, and what this rank holds of it, with the plan."""
         assert self.plan is not None
         found, planned = set(self.realised_units()), {unit.name for unit in self.plan.units}
-        if found != planned:
+        if self.config.is_sharded and found != planned:
             raise ContractError(f"FSDP units differ from the plan: {sorted(found ^ planned)}")
         local = sum(_local_numel(p) for p in self.lightning_module.parameters())
         ranks = self.mesh.size(self.mesh.ndim - 1)
@@ -132,7 +176,8 @@ class ShardedStrategy(ShardedCheckpoints):
             raise ContractError(f"not sharded: this rank holds {local:,} of {self.plan.num_params:,} parameters")
 
     def _check_environment(self) -> None:
-        mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes)
+        mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
+        check_device(self.config, self.root_device.type, _PATH)
 
     num_processes: int
 
@@ -140,12 +185,28 @@ class ShardedStrategy(ShardedCheckpoints):
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
         self.mesh = build_mesh(self.root_device.type, replicas, shards)
         self._plugin.shard_group = self.mesh.get_group(SHARD) if shards > 1 else None
+        self._plugin.has_copies, self._plugin.comm_device = replicas > 1, self.root_device
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         raise AssertionError("each engine has its own")  # pragma: no cover
 
     def realised_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
+        raise AssertionError("each engine has its own")  # pragma: no cover
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a global batch but the last.
+
+        By default gradients are reduced in each of them: holding them back keeps whole gradients in memory.
+        """
+        if self.config.sync_each_micro_batch:
+            yield
+        else:
+            with self._no_sync():
+                yield
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
         raise AssertionError("each engine has its own")  # pragma: no cover
 
     # -- the contract in the first step

@@ -6,13 +6,25 @@ for both engines; after wrapping the units are read back from the live model and
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from lit_fsdp.config.sharding import WrapConfig
+from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.find_units import Choice, embeddings_and_heads, find_units
+from lit_fsdp.parallel.live_units import class_name, clean_name, read_live_units
+from lit_fsdp.parallel.wrap_choice import (
+    class_list,
+    expert_modules,
+    modules_of_classes,
+    modules_of_patterns,
+    modules_of_size,
+)
 
 
 @dataclass(frozen=True)
@@ -23,13 +35,17 @@ class Unit:
     """Path of the module inside the LightningModule; empty for the root."""
     class_name: str
     num_params: int
-    """Parameters of this unit without those of units inside it; a tied weight counts once."""
+    """Parameters of this unit without those of units inside it, frozen ones too; a tied weight counts once."""
     num_bytes: int
     """Bytes of these parameters in the storage dtype, before sharding."""
+    num_trainable: int = 0
+    """Those of the parameters that are not frozen."""
     tied: tuple[str, ...] = ()
     """Names under which a weight of this unit appears again."""
     is_block: bool = False
     """Whether activation checkpointing applies to it."""
+    keeps_fp32: bool = False
+    """Whether it is gathered in fp32 whatever the precision mode says."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +54,26 @@ class UnitPlan:
 
     units: tuple[Unit, ...]
     source: str
-    """What decided: the model's no-split classes, its module lists, class names, or a size."""
+    """What decided: the model's FSDP plan, no-split classes or module lists; classes, patterns, a size; manual."""
     num_params: int
     modules: dict[str, nn.Module] = field(repr=False, default_factory=dict)
     """The modules of all units but the root, by name."""
+    kept_together: tuple[str, ...] = ()
+    """Chosen modules that are no units: a weight of theirs is used outside too and stays in the enclosing unit."""
 
     @property
     def root_share(self) -> float:
-        """Share of all parameters left in the root unit, 0 to 1."""
+        """Share of all parameters, frozen ones too (they are gathered alike), left in the root unit, 0 to 1."""
         return self.units[-1].num_params / max(1, self.num_params)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules to which activation checkpointing applies."""
+        """The modules to which activation checkpointing applies; none is inside another."""
         return [self.modules[unit.name] for unit in self.units if unit.is_block]
 
 
 def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPlan:
-    """The FSDP units of a model, by class name, by size, or found from the model itself.
+    """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
     Works on meta tensors; ``model`` is not changed. A module that holds a weight which is also used outside of it
     is never a unit of its own: tied weights stay in the unit that encloses all their users.
@@ -66,33 +84,22 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
         path: Where the choice stands in the recipe, for errors.
 
     Raises:
-        ConfigError: A class that matches no module (the existing ones are listed), nothing to wrap, or more than
-            ``max_root_share`` of the parameters left in the root.
+        ConfigError: A class or pattern that matches no module (what exists is listed), experts or wrapped modules
+            that are not there, nothing to wrap, or more than ``max_root_share`` of the parameters left in the root.
     """
-    names = {module: name for name, module in model.named_modules()}
-    if wrap.classes is not None:
-        blocks, source = _by_class(model, wrap.classes, f"{path}.classes"), f"classes {', '.join(wrap.classes)}"
-    elif wrap.min_num_params is not None:
-        blocks, source = _by_size(model, int(wrap.min_num_params)), f"min_num_params {int(wrap.min_num_params)}"
+    if wrap.manual:
+        live = read_live_units(model, path)
+        plan = _count(model, dict.fromkeys(live.modules.values(), True), "manual", live.num_elements)
     else:
-        blocks, source = _from_model(model, path)
-    ends = _untied_ends(model) if wrap.classes is None and wrap.min_num_params is None else []
-    chosen = [m for m in [*blocks, *ends] if m is not model and not _shares_outside(model, m)]
-    # By position and not with list.index: torchmetrics make == of a module true for everything.
-    position = {module: i for i, module in enumerate(names)}
-    chosen = sorted(set(chosen), key=lambda m: (-names[m].count("."), position[m]))
-    plan = _count(model, chosen, set(blocks), names, source)
+        choice = _choose(model, wrap, path)
+        chosen = {**dict.fromkeys(choice.others, False), **dict.fromkeys(choice.blocks, True)}
+        chosen.pop(model, None)
+        shares = _shares_outside(model, chosen)
+        plan = _count(model, {m: is_block for m, is_block in chosen.items() if not shares[m]}, choice.source, {})
+        kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
+        plan = dataclasses.replace(plan, kept_together=kept)
     if plan.root_share > wrap.max_root_share:
-        largest = max(
-            (n for n, _ in model.named_parameters()), key=lambda n: model.get_parameter(n).numel(), default=""
-        )
-        raise ConfigError(
-            path,
-            f"units by {source} leave {plan.root_share:.0%} of {plan.num_params:,} parameters in the root unit "
-            f"(largest: {largest})",
-            f"at most {wrap.max_root_share:.0%} (max_root_share); classes in this model: {_class_list(model)}",
-            f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
-        )
+        raise _too_much_in_the_root(model, plan, wrap, path)
     return plan
 
 
@@ -103,6 +110,7 @@ def audit(plan: UnitPlan, shard_degree: int, checkpointed: set[str]) -> dict[str
             "name": unit.name or "(root)",
             "class": unit.class_name,
             "num_params": unit.num_params,
+            "num_trainable": unit.num_trainable,
             "num_bytes": unit.num_bytes,
             "share": unit.num_params / max(1, plan.num_params),
             "tied": list(unit.tied),
@@ -115,77 +123,10 @@ def audit(plan: UnitPlan, shard_degree: int, checkpointed: set[str]) -> dict[str
         "num_params": plan.num_params,
         "num_units": len(rows),
         "root_share": plan.root_share,
+        "kept_together_by_tied_weights": list(plan.kept_together),
         "shard_degree": shard_degree,
         "units": rows,
     }
-
-
-def _from_model(model: nn.Module, path: str) -> tuple[list[nn.Module], str]:
-    """Blocks as the model declares them (transformers' no-split classes), else the members of its module lists."""
-    declared = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    blocks = [m for m in model.modules() if type(m).__name__ in declared]
-    if blocks:
-        return blocks, f"the model's no-split classes ({', '.join(sorted({type(b).__name__ for b in blocks}))})"
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    blocks = [child for one in lists for child in one if any(True for _ in child.parameters())]
-    if blocks:
-        return blocks, f"the model's module lists ({', '.join(sorted({type(b).__name__ for b in blocks}))})"
-    if sum(p.numel() for p in model.parameters()) == 0:
-        raise ConfigError(path, "a model without parameters", "a model with parameters", "build the model first")
-    raise ConfigError(
-        path,
-        "auto, but the model declares no blocks and has no module lists",
-        f"class names out of: {_class_list(model)}; or {{min_num_params: N}}",
-        f"set {path}: {{min_num_params: 1.0e6}}, or {path}: {{classes: [...]}}",
-    )
-
-
-def _by_class(model: nn.Module, classes: list[str], path: str) -> list[nn.Module]:
-    present = {type(m).__name__ for m in model.modules()}
-    for name in classes:
-        if name not in present:
-            raise ConfigError(
-                path,
-                f"{name!r}, which matches no module",
-                f"classes in this model: {_class_list(model)}",
-                "name one of these, or set wrap: auto",
-            )
-    return [m for m in model.modules() if type(m).__name__ in classes]
-
-
-def _by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules grouped bottom-up: one becomes a unit as soon as its not yet grouped parameters reach the size."""
-    grouped: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> int:
-        free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if free >= min_num_params and has_forward and module is not model:
-            grouped.append(module)
-            return 0
-        return free
-
-    visit(model)
-    return grouped
-
-
-def _untied_ends(model: nn.Module) -> list[nn.Module]:
-    """Input embedding and output head as units of their own; tied ones are ruled out by the caller."""
-    ends: list[nn.Module] = []
-    for module in model.modules():
-        if not hasattr(module, "_no_split_modules") or not hasattr(module, "get_input_embeddings"):
-            continue
-        owner: Any = module
-        found = [owner.get_input_embeddings(), owner.get_output_embeddings()]
-        return [m for m in found if isinstance(m, nn.Module)]
-    return ends
-
-
-def _shares_outside(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` is also used by a module that is not inside it."""
-    inside = set(module.modules())
-    own = {id(p) for p in module.parameters()}
-    return any(id(p) in own for m in model.modules() if m not in inside for p in m.parameters(recurse=False))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -198,31 +139,81 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return again
 
 
-def _count(
-    model: nn.Module, chosen: list[nn.Module], blocks: set[nn.Module], names: dict[nn.Module, str], source: str
-) -> UnitPlan:
+def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
+    blocks: list[nn.Module] = []
+    others: list[nn.Module] = []
+    sources: list[str] = []
+    if wrap.classes is not None:
+        blocks += modules_of_classes(model, wrap.classes, f"{path}.classes")
+        sources.append(f"classes {', '.join(wrap.classes)}")
+    if wrap.patterns is not None:
+        blocks += modules_of_patterns(model, wrap.patterns, f"{path}.patterns")
+        sources.append(f"patterns {', '.join(wrap.patterns)}")
+    if wrap.min_num_params is not None:
+        blocks += modules_of_size(model, int(wrap.min_num_params))
+        sources.append(f"min_num_params {int(wrap.min_num_params)}")
+    if not sources:
+        found = find_units(model, path)
+        blocks, others, sources = list(found.blocks), list(found.others), [found.source]
+    if wrap.experts:
+        others += expert_modules(model, f"{path}.experts")
+        sources.append("experts")
+    return Choice(blocks, others, ", ".join(sources))
+
+
+def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[nn.Module, bool]:
+    """Whether a parameter of a candidate is also used by a module that is not inside it."""
+
+    def uses(module: nn.Module) -> Counter[int]:
+        return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+
+    everywhere = uses(model)
+    return {m: any(everywhere[key] > count for key, count in uses(m).items()) for m in candidates}
+
+
+def _count(model: nn.Module, chosen: dict[nn.Module, bool], source: str, num_elements: dict[int, int]) -> UnitPlan:
+    """The plan for modules that are chosen, each with whether it is one of the blocks."""
+    # By position and not with list.index: torchmetrics make == of a module true for everything.
+    names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
+    ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
+    blocks = _outermost([m for m in ordered if chosen[m]], embeddings_and_heads(model))
+    ties: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(param), []).append(clean_name(name))
     seen: set[int] = set()
-    ties = tied_names(model)
     units: list[Unit] = []
-    for module in [*chosen, model]:
-        own = {n: p for n, p in module.named_parameters() if id(p) not in seen}
-        seen.update(id(p) for p in own.values())
-        prefix = f"{names[module]}." if names[module] else ""
-        aliases = tuple(again for again, first in ties.items() if first.removeprefix(prefix) in own)
+    for module in [*ordered, model]:
+        own = [(p, num_elements.get(id(p), p.numel())) for p in module.parameters() if id(p) not in seen]
+        seen.update(id(p) for p, _ in own)
         units.append(
             Unit(
-                name=names[module],
-                class_name=type(module).__name__,
-                num_params=sum(p.numel() for p in own.values()),
-                num_bytes=sum(p.numel() * p.element_size() for p in own.values()),
-                tied=aliases,
-                is_block=module in blocks and module is not model,
+                name=names[module][0],
+                class_name=class_name(module),
+                num_params=sum(n for _, n in own),
+                num_bytes=sum(n * p.element_size() for p, n in own),
+                num_trainable=sum(n for p, n in own if p.requires_grad),
+                tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
+                is_block=module in blocks,
             )
         )
-    total = sum(p.numel() for p in model.parameters())
-    return UnitPlan(tuple(units), source, total, {names[m]: m for m in chosen})
+    total = sum(unit.num_params for unit in units)
+    return UnitPlan(tuple(units), source, total, {names[m][0]: m for m in ordered})
 
 
-def _class_list(model: nn.Module) -> str:
-    modules = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
-    return ", ".join(sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}))
+def _outermost(modules: list[nn.Module], ends: list[nn.Module]) -> set[nn.Module]:
+    """Those not inside another: recomputing one inside another would run it three times. Embedding and head never."""
+    inside = {inner for m in modules for inner in m.modules() if inner is not m}
+    return {m for m in modules if m not in inside and not any(m is end for end in ends)}
+
+
+def _too_much_in_the_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> ConfigError:
+    inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
+    left = {name: p.numel() for name, p in model.named_parameters() if id(p) not in inner}
+    largest = max(left, key=lambda name: left[name])
+    return ConfigError(
+        path,
+        f"units by {plan.source} leave {plan.root_share:.0%} of {plan.num_params:,} parameters in the root unit "
+        f"(largest: {largest})",
+        f"at most {wrap.max_root_share:.0%} (max_root_share); classes in this model: {class_list(model)}",
+        f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
+    )

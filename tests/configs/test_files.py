@@ -15,11 +15,11 @@ from transformers import AutoConfig
 
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.recipe import read_recipe, read_yaml
 from lit_fsdp.config.run import FACTORY, RunConfig, check_recipe
-from lit_fsdp.config.sharding import strategy_config
 from lit_fsdp.config.typed import build
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
@@ -51,6 +51,7 @@ def test_the_recipes_and_fragments_that_are_promised_are_there():
         "smollm2-135m_full_fsdp2_2xcpu",
         "llama3.2-1b_full_fsdp2_8xgpu",
         "llama3.1-8b_full_fsdp2_8x80gb",
+        "llama3.1-70b_full_fsdp2_64xgpu",
         "qwen3-0.6b_full_fsdp2_8xgpu",
         "qwen3-8b_full_fsdp2_8x80gb",
         "mistral-7b_full_fsdp2_8x80gb",
@@ -96,7 +97,7 @@ def test_a_recipe_is_named_for_what_it_does(recipe: Path):
     assert model.replace("-", "") in plain
     assert method == "full"
     assert engine == run.strategy.engine
-    assert hardware.startswith(f"{run.trainer['devices']}x")
+    assert hardware.startswith(f"{run.world_size}x")
     assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
 
 

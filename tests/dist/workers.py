@@ -1,8 +1,8 @@
 """Worker processes that have paid for their imports once and then run many small distributed jobs.
 
-A job is a function of ``tests.dist.jobs`` or ``tests.dist.foreign``; every rank calls it with the same arguments, in a
-process group of its own (gloo on this host), and returns something JSON can hold. The pool starts with the first test
-that asks for it.
+A job is a function of ``tests.dist.jobs``, ``foreign`` or ``audit_jobs``; every rank calls it with the same
+arguments, in a process group of its own (gloo on this host), and returns something JSON can hold. The pool starts with
+the first test that asks for it.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ def _serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.dist import foreign, jobs
+    from tests.dist import audit_jobs, foreign, jobs, units_jobs
 
+    places = (audit_jobs, foreign, jobs, units_jobs)
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update({name: str(value) for name, value in task["env"].items()})
         try:
-            answer = {
-                "result": getattr(foreign if hasattr(foreign, task["job"]) else jobs, task["job"])(**task["arguments"])
-            }
+            place = next(place for place in places if hasattr(place, task["job"]))
+            answer = {"result": getattr(place, task["job"])(**task["arguments"])}
         except BaseException:
             answer = {"error": traceback.format_exc()}
         finally:

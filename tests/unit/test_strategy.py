@@ -10,7 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
 import lit_fsdp
-from lit_fsdp.config.sharding import StrategyConfig, WrapConfig, strategy_fields
+from lit_fsdp.config.sharding import StrategyConfig, strategy_fields
+from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.strategy import fsdp_strategy
@@ -38,7 +39,7 @@ def test_every_field_is_an_argument_with_the_same_default():
 
 def test_every_argument_arrives():
     strategy: Any = fsdp_strategy(
-        "fsdp1", "hybrid_shard", 2, WrapConfig(min_num_params=100), "low_precision", "full", "full"
+        "fsdp1", "hybrid_shard", -1, 2, WrapConfig(min_num_params=100), "low_precision", "full", state_dict="full"
     )
     config = strategy.config
     assert (config.engine, config.sharding, config.replicate_degree) == ("fsdp1", "hybrid_shard", 2)
@@ -51,7 +52,7 @@ def test_every_argument_arrives():
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"engine": "ddp"}, f"{PATH}.engine"),
+        ({"engine": "ddp2"}, f"{PATH}.engine"),
         ({"sharding": "FULL_SHARD"}, f"{PATH}.sharding"),
         ({"replicate_degree": 2}, f"{PATH}.replicate_degree"),
         ({"wrap": {"min_params": 1}}, f"{PATH}.wrap.min_params"),

@@ -23,12 +23,15 @@ FLOORS = {
     "config": 1,
     **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert", "launch"), 2),
     **dict.fromkeys(("plan", "report"), 3),
-    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks"), 4),
+    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit"), 4),
     **dict.fromkeys(("cli", "commands", "__main__"), 5),
 }
 _COMMAND_FLOOR = 5  # its three files are one chain: __main__ → commands → cli
 
-LIGHTNING_PLACES = ("strategy", "module", "datamodule", "callbacks", "cli", "parallel.fsdp1", "parallel.fsdp2")
+LIGHTNING_PLACES = (
+    *("strategy", "module", "datamodule", "callbacks", "cli"),
+    *("parallel.fsdp1", "parallel.fsdp2", "parallel.replicated"),
+)
 OPTIONAL_PACKAGES = ("datasets", "gguf", "peft", "torchao", "liger_kernel", "wandb", "tensorboard")
 TORCH_FREE = ("config", "errors", "host", "commands", "__main__")
 

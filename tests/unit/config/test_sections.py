@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -8,13 +9,17 @@ import pytest
 from lit_fsdp.config.activation import ActivationConfig
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.engines import strategy_config
+from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.places import shipped
 from lit_fsdp.config.precision import DtypeRow, PrecisionConfig
-from lit_fsdp.config.sharding import StrategyConfig, WrapConfig, mesh_shape, strategy_config, strategy_fields
+from lit_fsdp.config.sharding import StrategyConfig, strategy_fields
 from lit_fsdp.config.typed import field_docs
+from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+from lit_fsdp.strategy import fsdp_strategy
 
 SECTIONS = (ActivationConfig, CheckpointConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig)
 
@@ -55,8 +60,10 @@ def test_words_are_short_for_mappings():
 
 
 def test_the_factorys_arguments_are_the_fields():
-    expected = "engine sharding replicate_degree wrap precision activation_checkpointing state_dict"
-    assert strategy_fields() == expected.split()
+    assert strategy_fields() == list(inspect.signature(fsdp_strategy).parameters)
+    assert strategy_config({}, "") == StrategyConfig()
+    defaults = {name: p.default for name, p in inspect.signature(fsdp_strategy).parameters.items()}
+    assert defaults == vars(StrategyConfig())
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,59 @@ def test_mesh_shape(sharding: str, copies: int | None, nodes: int, ranks: int, s
     config = StrategyConfig(sharding=sharding, replicate_degree=copies)
     assert mesh_shape(config, nodes, ranks) == shape
     assert shape[0] * shape[1] == ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "ranks", "shape"),
+    [
+        ({"sharding": "hybrid_shard", "shard_degree": 4}, 1, 8, (2, 4)),
+        ({"sharding": "hybrid_shard", "shard_degree": -1, "replicate_degree": 2}, 4, 8, (2, 4)),
+        ({"sharding": "hybrid_shard_zero2", "shard_degree": 2, "replicate_degree": -1}, 1, 8, (4, 2)),
+        ({"sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 4}, 1, 8, (4, 2)),
+        ({"sharding": "hybrid_shard", "shard_degree": -1}, 2, 8, (2, 4)),
+        ({"shard_degree": -1}, 2, 8, (1, 8)),
+        ({"shard_degree": 8, "replicate_degree": 1}, 1, 8, (1, 8)),
+        ({"sharding": "no_shard", "replicate_degree": -1}, 1, 8, (8, 1)),
+        ({"sharding": "no_shard", "replicate_degree": 8, "shard_degree": 1}, 1, 8, (8, 1)),
+        ({"engine": "ddp"}, 1, 8, (8, 1)),
+        ({"engine": "single"}, 1, 1, (1, 1)),
+    ],
+)
+def test_degrees(options: dict[str, object], nodes: int, ranks: int, shape: tuple[int, int]):
+    assert mesh_shape(strategy_config(options), nodes, ranks) == shape
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "field", "given", "fix"),
+    [
+        ({"shard_degree": 4}, 8, "shard_degree", "4 with sharding full_shard on 8 ranks", "set shard_degree: 8, or sh"),
+        (
+            {"sharding": "hybrid_shard", "shard_degree": 4, "replicate_degree": 4},
+            8,
+            "shard_degree",
+            "4 with replicate_degree 4 on 8 ranks",
+            "set shard_degree: -1, or shard_degree: 2 with replicate_degree: 4",
+        ),
+        ({"sharding": "hybrid_shard", "shard_degree": 6}, 8, "shard_degree", "6 on 8 ranks", "set shard_degree: 4"),
+        ({"sharding": "no_shard", "replicate_degree": 4}, 8, "replicate_degree", "4 with", "set replicate_degree: 8"),
+        ({"engine": "single"}, 2, "engine", "single on 2 ranks", "set trainer.devices: 1, or engine: ddp"),
+        ({"sharding": "hybrid_shard"}, 8, "replicate_degree", "null on one node", "set replicate_degree: 2, or"),
+    ],
+)
+def test_degrees_that_do_not_fit(options: dict[str, object], ranks: int, field: str, given: str, fix: str):
+    with pytest.raises(ConfigError) as caught:
+        mesh_shape(strategy_config(options), 1, ranks, "s")
+    assert caught.value.field == f"s.{field}"
+    assert str(caught.value.given).startswith(given)
+    assert caught.value.fix.startswith(fix)
+
+
+def test_engines_without_shards_say_what_they_replace():
+    assert strategy_config({"engine": "ddp"}).replaced == {
+        "sharding": "full_shard → no_shard (engine ddp: every rank holds the whole model)"
+    }
+    assert strategy_config({"engine": "single", "sharding": "no_shard"}).replaced == {}
+    assert strategy_config({}).replaced == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_fsdp.parallel.grad_norm import ClipsShardedGradients, clip_by_norm, clip_by_value, total_norm
+from lit_fsdp.parallel.grad_norm import clip_by_norm, clip_by_value, total_norm
 
 
 def params(*grads: torch.Tensor | None) -> list[nn.Parameter]:
@@ -64,17 +64,3 @@ def test_clipping_by_value():
     grad = torch.tensor([-3.0, -0.5, 0.5, 3.0])
     clip_by_value([grad], 1.0)
     assert grad.tolist() == [-1.0, -0.5, 0.5, 1.0]
-
-
-def test_the_plugin_clips_what_the_optimizer_holds():
-    held = params(torch.tensor([3.0]), None, torch.tensor([4.0]))
-    optimizer = torch.optim.SGD([{"params": held[:2]}, {"params": held[2:]}], lr=1.0)
-    plugin = ClipsShardedGradients()
-    plugin.clip_grad_by_norm(optimizer, 1.0)
-    assert plugin.last_grad_norm is not None
-    assert plugin.last_grad_norm.item() == 5.0
-    assert held[0].grad.item() == pytest.approx(0.6, rel=1e-6)
-    assert held[2].grad.item() == pytest.approx(0.8, rel=1e-6)
-    plugin.clip_grad_by_value(optimizer, 0.7)
-    assert held[2].grad.item() == pytest.approx(0.7)
-    assert held[1].grad is None

@@ -9,7 +9,8 @@ from torch import nn
 
 from lit_fsdp.config.precision import DtypeRow, PrecisionConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.precision import DtypeContract, cast_parameters, dtype_name
+from lit_fsdp.parallel.casting import cast_parameters
+from lit_fsdp.parallel.precision import DtypeContract, dtype_name
 
 MIXED = PrecisionConfig(mode="mixed").row
 

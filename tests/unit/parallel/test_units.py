@@ -6,14 +6,20 @@ import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
-from lit_fsdp.config.sharding import WrapConfig
+from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names
 
 AUTO = WrapConfig()
+# Older transformers have no FSDP plans: the no-split classes decide.
+LLAMA_SOURCE = (
+    "the model's FSDP plan (model.layers.*)"
+    if hasattr(PreTrainedModel, "fsdp_plan")
+    else "the model's no-split classes (LlamaDecoderLayer)"
+)
 
 
 class Holder(nn.Module):
@@ -50,10 +56,11 @@ def refused(model: nn.Module, wrap: WrapConfig) -> ConfigError:
     return caught.value
 
 
-def test_the_classes_a_transformers_model_declares():
+def test_what_a_transformers_model_declares():
     plan = plan_units(llama(tied=True), AUTO)
     assert sizes(plan) == {"model.model.layers.0": LAYER, "model.model.layers.1": LAYER, "": 10 * 8 + 8}
-    assert plan.source == "the model's no-split classes (LlamaDecoderLayer)"
+    assert plan.source == LLAMA_SOURCE
+    assert plan.kept_together == ("model.model.embed_tokens", "model.lm_head")
     assert [unit.is_block for unit in plan.units] == [True, True, False]
     assert plan.units[-1].tied == ("model.lm_head.weight",)
     assert plan.num_params == 2 * LAYER + 88
@@ -99,6 +106,17 @@ def test_named_classes_also_inside_each_other_inner_first():
         ("model.model.layers.1", LAYER - mlp),
         ("", 88),
     ]
+    # recomputing a block recomputes what is inside it already
+    assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2
+
+
+def test_frozen_parameters_count_in_the_root_share_and_are_told_apart():
+    model = llama(tied=True)
+    model.model.requires_grad_(False)
+    model.model.model.layers[1].mlp.requires_grad_(True)
+    plan = plan_units(model, AUTO)
+    assert [unit.num_trainable for unit in plan.units] == [0, 3 * 8 * 12, 0]
+    assert plan.root_share == 88 / (2 * LAYER + 88)
 
 
 def test_units_by_size_are_grouped_bottom_up():
@@ -108,6 +126,11 @@ def test_units_by_size_are_grouped_bottom_up():
     assert refused(net, WrapConfig(min_num_params=1000)).given.startswith(
         "units by min_num_params 1000 leave 100% of 170 parameters in the root unit"
     )
+
+
+def test_a_module_that_reads_the_weights_inside_it_is_grouped_as_a_whole():
+    net = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    assert sizes(plan_units(net, WrapConfig(min_num_params=20))) == {"0": 80, "1": 20, "": 0}
 
 
 def test_a_module_list_is_never_a_unit_itself():
@@ -193,7 +216,8 @@ def test_the_audit_is_the_plan_as_plain_data():
     plan = plan_units(llama(tied=True), AUTO)
     found = audit(plan, shard_degree=4, checkpointed={"model.model.layers.1"})
     assert {key: value for key, value in found.items() if key != "units"} == {
-        "wrapped_by": "the model's no-split classes (LlamaDecoderLayer)",
+        "wrapped_by": LLAMA_SOURCE,
+        "kept_together_by_tied_weights": ["model.model.embed_tokens", "model.lm_head"],
         "num_params": 2 * LAYER + 88,
         "num_units": 3,
         "root_share": 88 / (2 * LAYER + 88),
@@ -204,6 +228,7 @@ def test_the_audit_is_the_plan_as_plain_data():
         "name": "(root)",
         "class": "Holder",
         "num_params": 88,
+        "num_trainable": 88,
         "num_bytes": 352,
         "share": 88 / plan.num_params,
         "tied": ["model.lm_head.weight"],

@@ -1,0 +1,93 @@
+"""What a recipe would do on given ranks, without doing it: units, mesh, dtypes and state, from shapes on meta."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any, TextIO
+
+from torch import nn
+
+from lit_fsdp.config.mesh import mesh_shape
+from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.resolve import resolve_architecture
+from lit_fsdp.parallel.activation import is_checkpointed
+from lit_fsdp.parallel.prepare import prepare
+from lit_fsdp.parallel.shards import state_per_rank
+from lit_fsdp.parallel.units import audit
+from lit_fsdp.report.tables import ranks_table, units_table, wide_console
+
+
+class CausalLMModule(nn.Module):
+    """Stands for the LightningModule of that name: the same tree of modules, without Lightning."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def audit_recipe(run: RunConfig) -> dict[str, Any]:
+    """What ``audit.json`` of this run would say about units, and what each rank would keep.
+
+    Needs the model's config only, no weights, no process group and no memory for the model.
+
+    Args:
+        run: A checked recipe with a known number of ranks.
+
+    Returns:
+        The audit of a run, without what only a run can measure, and beside it ``replicate_degree``, ``ranks``,
+        ``precision`` (mode and declared dtypes), ``state_per_rank`` (see
+        :func:`lit_fsdp.parallel.shards.state_per_rank`) and ``replaced``.
+
+    Raises:
+        ConfigError: A model whose config is not at hand, or units that the model does not have.
+    """
+    assert run.world_size is not None
+    strategy = run.strategy
+    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
+    config, model_config = strategy.precision_config, run.model
+    hf_config = resolve_architecture(model_config)
+    module = CausalLMModule(build_on_meta(hf_config, model_config.attn_implementation, model_config.trust_remote_code))
+    plan = prepare(module, _without_fp8_layers(strategy), STRATEGY)
+    names = {unit.name for unit in plan.units[:-1] if is_checkpointed(plan.modules[unit.name])}
+    state = state_per_rank(module, plan, strategy, shards)
+    return {
+        **audit(plan, shards, names),
+        "num_params_on_this_rank": state[0]["num_params"],
+        "engine": strategy.engine,
+        "sharding": strategy.sharding,
+        "ranks": run.world_size,
+        "replicate_degree": copies,
+        "precision": {"mode": config.mode, "declared": dataclasses.asdict(config.row)},
+        "state_per_rank": state,
+        "replaced": strategy.replaced,
+    }
+
+
+def _without_fp8_layers(strategy: StrategyConfig) -> StrategyConfig:
+    """The same units and dtypes at rest without torchao, which need not be installed where an audit is made."""
+    precision = strategy.precision_config
+    if precision.mode != "fp8":
+        return strategy
+    return dataclasses.replace(strategy, precision=dataclasses.replace(precision, mode="mixed", fp8_skip=None))
+
+
+def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
+    """The audit of a recipe as tables on standard output, or in ``file``."""
+    console = wide_console(file or sys.stdout)
+    console.print(units_table(record))
+    console.print(ranks_table(record["state_per_rank"]))
+    dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
+    sharding = record["sharding"] if not record["replaced"] else "no_shard"
+    lines = [
+        f"{record['num_params']:,} parameters in {record['num_units']} units",
+        f"{record['engine']} {sharding} on {record['ranks']} ranks: {record['replicate_degree']} "
+        f"{'copy' if record['replicate_degree'] == 1 else 'copies'} of the model, each over "
+        f"{record['shard_degree']} {'rank' if record['shard_degree'] == 1 else 'ranks'}",
+        f"precision {record['precision']['mode']} declares {dtypes}",
+        *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)

@@ -1,0 +1,62 @@
+"""The parts of a precision choice that the engines leave to us: dtypes at rest, buffers, outputs, norms in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all floating-point parameters (buffers stay) to their storage dtype in place; ties are kept."""
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_floating_point() or param.dtype == dtype:
+                continue
+            if id(param) not in done:
+                done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+            module._parameters[name] = done[id(param)]
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all floating-point buffers in place, once: rotary frequencies lose positions in bf16, so it is a choice."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every floating-point tensor that ``module.forward`` returns, in plain containers and model outputs."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, output)
+
+    module.register_forward_hook(hook)
+
+
+def output_module(root: nn.Module) -> nn.Module:
+    """The innermost module that holds all parameters of ``root`` and has a forward: its outputs are the model's."""
+    found = root
+    while True:
+        total = {id(p) for p in found.parameters()}
+        inside = [c for c in found.children() if {id(p) for p in c.parameters()} == total]
+        own = any(True for _ in found.parameters(recurse=False))
+        if own or len(inside) != 1 or type(inside[0]).forward is nn.Module.forward or _has_head(found):
+            return found
+        found = inside[0]
+
+
+def norm_modules(model: nn.Module) -> list[nn.Module]:
+    """Normalisation layers with weights of their own: LayerNorm, RMSNorm and classes named after them."""
+    found = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+    return [m for m in found if any(True for _ in m.parameters(recurse=False)) and not list(m.children())]
+
+
+def _has_head(module: nn.Module) -> bool:
+    """A transformers model with tied head: the parameters are all inside its body, its outputs are not."""
+    get_head = getattr(module, "get_output_embeddings", None)
+    return get_head is not None and get_head() is not None

@@ -1,0 +1,92 @@
+"""Whole models on every rank (``ddp``) or on the only one (``single``), behind the same recipe and the same checks.
+
+``mixed`` and ``fp16_mixed`` are torch's autocast here: parameters and their gradients are fp32, and each op chooses
+its compute dtype. The engines cast whole units instead, so losses agree to the rounding of the compute dtype only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.precision import TORCH_DTYPES
+from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.stepping import GuardedSteps
+from lit_fsdp.parallel.units import UnitPlan
+
+
+class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
+    """Autocast where the compute dtype is not the parameters'; guards and clips."""
+
+    autocast: tuple[str, torch.dtype] | None = None
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Around every step of the LightningModule."""
+        context = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+        with context:
+            yield
+
+
+class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
+    """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is.
+
+    Built by :func:`lit_fsdp.fsdp_strategy`.
+    """
+
+    precision_class = _Precision
+
+    def setup_environment(self) -> None:
+        """Start the process group, of one for ``single``, so that checkpoints and records are made in one way."""
+        self._check_environment()
+        super().setup_environment()
+        self._build_mesh()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Tensors are loaded into the model that is on its device."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The strategy loads optimizer tensors itself."""
+        return False
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        return self._root.no_sync() if isinstance(self._root, DistributedDataParallel) else nullcontext()
+
+    def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
+        row = self.config.precision_config.row
+        if row.compute != row.param:
+            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
+        self._broadcast(module)  # what is there; each rank reads the rest itself
+        for child in module.modules():
+            materializer.fill(child)
+        if self.config.engine == "single" or not any(p.requires_grad for p in module.parameters()):
+            return module
+        on_device = None if self.root_device.type == "cpu" else [self.root_device]
+        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, broadcast_buffers=False)
+        # not the function itself: DDP compares its annotations, which are strings in this file
+        wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
+        return wrapped
+
+    def realised_units(self) -> list[str]:
+        """Only the root: nothing is sharded."""
+        return [""]
+
+
+def _average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Mean over ranks in the reduce dtype; issued from Python, so that the contract sees it."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce((buffer / dist.get_world_size()).to(dtype), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0].to(buffer.dtype))

@@ -1,0 +1,1 @@
+"""What a run or an audit found, for people to read."""

@@ -1,0 +1,81 @@
+"""Tables of FSDP units, of what each rank keeps, and of dtypes, for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from lit_fsdp.metrics.memory import GIB
+
+_NUMBERS = ("parameters", "GiB", "share", "weights", "gradients", "AdamW", "all")
+
+
+def wide_console(file: TextIO) -> Console:
+    """A console on ``file``, wide enough for the tables where that is no terminal."""
+    console = Console(file=file)
+    return console if console.is_terminal else Console(file=file, width=120)
+
+
+def units_table(record: dict[str, Any]) -> Table:
+    """The FSDP units of an audit; equal neighbours share a line."""
+    columns = ("unit", "class", "parameters", "GiB", "share", "tied", "recompute")
+    table = _table(f"FSDP units by {record['wrapped_by']}", columns)
+    for first, last, count in _runs(record["units"]):
+        table.add_row(
+            first["name"] if count == 1 else f"{first['name']} … {last['name']}",
+            first["class"] if count == 1 else f"{count} × {first['class']}",
+            f"{first['num_params']:,}",
+            f"{first['num_bytes'] / GIB:.3f}",
+            f"{first['share'] * count:.1%}",
+            ", ".join(first["tied"]) or "-",
+            "yes" if first["activation_checkpointing"] else "no",
+        )
+    return table
+
+
+def ranks_table(ranks: list[dict[str, int]]) -> Table:
+    """What each rank of one copy of the model keeps between steps, in GiB; equal neighbours share a line."""
+    title = "kept on each rank between steps, in GiB"
+    table = _table(title, ("rank of a copy", "parameters", "weights", "gradients", "AdamW", "all"))
+    start = 0
+    while start < len(ranks):
+        end = start
+        while end + 1 < len(ranks) and ranks[end + 1] == ranks[start]:
+            end += 1
+        sizes = [ranks[start][f"{kind}_bytes"] / GIB for kind in ("parameter", "gradient", "optimizer")]
+        table.add_row(
+            str(start) if end == start else f"{start} … {end}",
+            f"{ranks[start]['num_params']:,}",
+            *(f"{size:.3f}" for size in (*sizes, sum(sizes))),
+        )
+        start = end + 1
+    return table
+
+
+def dtypes_table(report: dict[str, Any]) -> Table:
+    """The dtypes found in a live run, by what was looked at."""
+    table = _table(None, ("what", "found"))
+    for what, found in report["realised"].items():
+        table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
+    return table
+
+
+def _table(title: str | None, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+    return table
+
+
+def _runs(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
+    """Neighbouring units that differ only in their names, as (first, last, count)."""
+    runs: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+    for unit in units:
+        same = {k: v for k, v in unit.items() if k != "name"}
+        if runs and {k: v for k, v in runs[-1][0].items() if k != "name"} == same:
+            runs[-1] = (runs[-1][0], unit, runs[-1][2] + 1)
+        else:
+            runs.append((unit, unit, 1))
+    return runs

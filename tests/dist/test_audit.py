@@ -1,0 +1,49 @@
+"""The audit without a run against the audit and the tensors of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.run import check_recipe
+from tests.dist.workers import Workers
+
+_KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+# Uneven on purpose: 512, 100 and 48 rows over 3 ranks, and FSDP1's flat parameter cut anywhere.
+_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"engine": "fsdp2", "precision": "fp32"}),
+    "fsdp2 uneven": (3, {"engine": "fsdp2", "precision": "mixed", "activation_checkpointing": "full"}),
+    "fsdp2 bf16 copies": (
+        4,
+        {"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "precision": "low_precision"},
+    ),
+    "fsdp2 by size": (
+        2,
+        {"engine": "fsdp2", "precision": "fp32", "wrap": {"min_num_params": 8000, "max_root_share": 0.6}},
+    ),
+    "fsdp1": (2, {"engine": "fsdp1", "precision": "mixed"}),
+    "fsdp1 uneven": (3, {"engine": "fsdp1", "precision": "low_precision", "activation_checkpointing": "full"}),
+    "fsdp1 norms in fp32": (2, {"engine": "fsdp1", "precision": {"mode": "mixed", "keep_norms_fp32": True}}),
+    "ddp": (2, {"engine": "ddp", "precision": "fp32"}),
+    "fsdp1 whole": (2, {"engine": "fsdp1", "precision": "fp32", "sharding": "no_shard"}),
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_it_says_what_a_run_does(workers: Workers, tiny_model: Path, case: str) -> None:
+    ranks, strategy = _CASES[case]
+    trainer = {"devices": ranks, "max_steps": 2, "strategy": {"init_args": strategy}}
+    data = {"train": "rows.jsonl", "global_batch_size": 12}
+    run = check_recipe({"trainer": trainer, "model": {"name": str(tiny_model)}, "data": data}, "fit")
+    said = audit_recipe(run)
+    found = workers.run("kept_by_a_rank", ranks, folder=str(tiny_model), strategy=strategy)
+    assert {key: said[key] for key in found[0]["audit"]} == found[0]["audit"]
+    assert said["replicate_degree"] * said["shard_degree"] == said["ranks"] == ranks
+    assert len(said["state_per_rank"]) == said["shard_degree"]
+    for rank, one in enumerate(found):
+        expected = said["state_per_rank"][rank % said["shard_degree"]]
+        assert {kind: one["kept"][kind] for kind in _KINDS} == expected
+        assert one["audit"]["units"] == said["units"]

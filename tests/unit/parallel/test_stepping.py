@@ -1,0 +1,135 @@
+"""Loss scale, the policy on gradients that are not finite, and the order of things in a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.errors import ConfigError, NonFiniteGradientError
+from lit_fsdp.parallel.stepping import GuardedSteps, LossScale, StepGuard, build_guard
+from lit_fsdp.strategy import fsdp_strategy
+
+
+class _Base:
+    """What a Lightning precision plugin does around a step."""
+
+    clip: Any = None
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        return tensor
+
+    def _after_closure(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self.clip is not None:
+            self.clip(optimizer)
+
+
+class Plugin(GuardedSteps, _Base):
+    def __init__(self, guard: StepGuard) -> None:
+        self.guard = guard
+
+
+def step(plugin: Plugin, weight: torch.nn.Parameter, gradient: list[float]) -> torch.Tensor:
+    """One SGD step in which the loss has this gradient."""
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * torch.tensor(gradient)).sum()
+        plugin.pre_backward(loss, None).backward()
+        return loss.detach()
+
+    plugin.optimizer_step(optimizer, None, closure)
+    return weight.detach().clone()
+
+
+def test_a_finite_step_is_taken_and_its_norm_is_kept() -> None:
+    plugin, weight = Plugin(StepGuard("error", 3)), torch.nn.Parameter(torch.zeros(2))
+    assert step(plugin, weight, [3.0, 4.0]).tolist() == [-3.0, -4.0]
+    assert plugin.last_grad_norm is not None
+    assert plugin.last_grad_norm.item() == 5.0
+    assert plugin.state_dict() == {}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_error_leaves_the_parameters_as_they_were(bad: float) -> None:
+    plugin, weight = Plugin(StepGuard("error", 3)), torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(NonFiniteGradientError, match="nonfinite_gradients: skip"):
+        step(plugin, weight, [1.0, bad])
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_skip_counts_and_gives_up_after_so_many_in_a_row() -> None:
+    plugin, weight = Plugin(StepGuard("skip", 3)), torch.nn.Parameter(torch.ones(2))
+    for gradient in ([math.nan, 1.0], [math.inf, 1.0]):
+        assert step(plugin, weight, gradient).tolist() == [1.0, 1.0]
+    assert step(plugin, weight, [1.0, 0.0]).tolist() == [0.0, 1.0]  # the row is broken
+    for _ in range(2):
+        step(plugin, weight, [math.nan, 1.0])
+    assert plugin.state_dict() == {"num_skipped_steps": 4, "num_overflow_steps": 0, "in_a_row": 2}
+    with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row"):
+        step(plugin, weight, [math.nan, 1.0])
+    assert weight.tolist() == [0.0, 1.0]
+
+
+def test_clipping_by_value_does_not_hide_an_infinite_gradient() -> None:
+    plugin, weight = Plugin(StepGuard("skip", 3)), torch.nn.Parameter(torch.ones(2))
+    plugin.clip = lambda optimizer: plugin.clip_grad_by_value(optimizer, 0.5)
+    assert step(plugin, weight, [math.inf, 1.0]).tolist() == [1.0, 1.0]
+    assert step(plugin, weight, [2.0, 0.25]).tolist() == [0.5, 0.75]
+
+
+def test_clipping_by_norm() -> None:
+    plugin, weight = Plugin(StepGuard("skip", 3)), torch.nn.Parameter(torch.zeros(2))
+    plugin.clip = lambda optimizer: plugin.clip_grad_by_norm(optimizer, 1.0)
+    assert step(plugin, weight, [3.0, 4.0]).tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+    assert plugin.last_grad_norm is not None
+    assert plugin.last_grad_norm.item() == 5.0
+
+
+def test_the_loss_scale_cancels_halves_on_overflow_and_doubles_after_good_steps() -> None:
+    guard = StepGuard("error", 3, LossScale(initial=4.0, growth_interval=2))
+    plugin, weight = Plugin(guard), torch.nn.Parameter(torch.zeros(2))
+    assert step(plugin, weight, [3.0, 4.0]).tolist() == [-3.0, -4.0]
+    assert guard.loss_scale is not None
+    step(plugin, weight, [math.inf, 0.0])  # skipped, although the policy is error: the scale can fall
+    assert (guard.loss_scale.value, guard.num_overflow_steps, guard.num_skipped_steps) == (2.0, 1, 0)
+    assert weight.tolist() == [-3.0, -4.0]
+    for _ in range(2):
+        step(plugin, weight, [0.0, 0.0])
+    assert guard.loss_scale.value == 4.0
+    for _ in range(2):
+        step(plugin, weight, [math.inf, 0.0])
+    assert guard.loss_scale.value == 1.0
+    with pytest.raises(NonFiniteGradientError):
+        step(plugin, weight, [math.inf, 0.0])  # it is not the scale
+
+
+def test_scale_and_counters_survive_a_checkpoint() -> None:
+    guard = StepGuard("skip", 5, LossScale(initial=8.0))
+    guard.allows(math.inf)
+    guard.allows(1.0)
+    again = StepGuard("skip", 5, LossScale())
+    again.load_state_dict(guard.state_dict())
+    assert again.state_dict() == guard.state_dict()
+    assert again.state_dict()["loss_scale"] == 4.0
+    without = StepGuard("skip", 5)
+    without.load_state_dict(guard.state_dict())  # resumed in another precision
+    assert without.loss_scale is None
+    assert without.num_overflow_steps == 1
+
+
+def test_only_fp16_has_a_loss_scale() -> None:
+    for precision, expected in (("mixed", False), ("fp32", False), ("fp16_mixed", True)):
+        strategy: Any = fsdp_strategy(precision=precision)
+        assert (build_guard(strategy.config).loss_scale is not None) is expected
+        assert strategy.loss_divisor == (1024.0 if expected else 1.0)
+
+
+def test_an_optimizer_that_calls_its_closure_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([weight])
+    with pytest.raises(ConfigError, match="LBFGS"):
+        Plugin(StepGuard("error", 3)).optimizer_step(optimizer, None, lambda: None)

@@ -1,0 +1,181 @@
+"""lit-fsdp audit: what a recipe would do, without weights, processes or training."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lit_fsdp.__main__ import main
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.precision import PrecisionConfig
+from lit_fsdp.config.ranks import put_ranks
+from lit_fsdp.config.recipe import read_recipe
+from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.shards import state_per_rank
+from lit_fsdp.parallel.units import plan_units
+
+ROOT = Path(__file__).parents[2]
+RECIPE_70B = ROOT / "recipes" / "llama3.1-70b_full_fsdp2_64xgpu.yaml"
+SMALL = ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"
+_ARGS = "trainer.strategy.init_args"
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the hub fails the test."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("lit_fsdp.models.hub.snapshot_download", refuse)
+
+
+def test_seventy_billion_parameters_in_seconds(no_hub):
+    start = time.monotonic()
+    record = audit_recipe(check_recipe(read_recipe(["--config", str(RECIPE_70B)]).values, "fit"))
+    assert time.monotonic() - start < 10
+    assert (record["num_params"], record["num_units"]) == (70_553_706_496, 83)
+    assert (record["ranks"], record["replicate_degree"], record["shard_degree"]) == (64, 1, 64)
+    assert sum(unit["activation_checkpointing"] for unit in record["units"]) == 80
+    assert {tuple(rank.items()) for rank in record["state_per_rank"]} == {
+        (
+            ("num_params", 70_553_706_496 // 64),
+            ("parameter_bytes", 70_553_706_496 // 16),
+            ("gradient_bytes", 70_553_706_496 // 16),
+            ("optimizer_bytes", 70_553_706_496 // 8),
+        )
+    }
+    assert record["precision"] == {
+        "mode": "mixed",
+        "declared": {"param": "fp32", "compute": "bf16", "reduce": "fp32"},
+    }
+
+
+def test_the_command_prints_tables_or_json(no_hub, capsys):
+    words = ["audit", "--config", str(SMALL), f"--{_ARGS}.activation_checkpointing", "full"]
+    words += ["--ranks", "4", "--nodes", "2", f"--{_ARGS}.sharding", "hybrid_shard"]
+    assert main([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert err == ""
+    assert (record["replicate_degree"], record["shard_degree"], record["ranks"]) == (2, 2, 4)
+    assert sum(rank["num_params"] for rank in record["state_per_rank"]) == record["num_params"] == 134_515_008
+    assert main(words) == 0
+    text, err = capsys.readouterr()
+    assert err == ""
+    assert "30 × LlamaDecoderLayer" in text
+    assert "fsdp2 hybrid_shard on 4 ranks: 2 copies of the model, each over 2 ranks" in text
+    assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
+
+
+def test_what_is_replaced_is_said(no_hub, capsys):
+    assert main(["audit", "--config", str(SMALL), f"--{_ARGS}.engine", "ddp"]) == 0
+    text = capsys.readouterr().out
+    assert "ddp no_shard on 2 ranks: 2 copies of the model, each over 1 rank" in text
+    assert "replaced: sharding: full_shard → no_shard" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks: got 0"),
+        (["--ranks", "x"], "lit-fsdp audit: got argument --ranks: invalid int value"),
+        (["--ranks", "8", "--nodes", "3"], "--nodes: got 3 for 8 ranks\n  allowed: a divisor of 8"),
+        (["--nodes", "2"], "--nodes: got 2 without --ranks"),
+        (["--rank", "8"], "rank: got '8' for a key that does not exist"),
+        (["--trainer.devices", "auto"], "trainer.devices: got 'auto'"),
+        (["--trainer", "no"], "trainer: got False"),
+        (["--ranks", "3"], "data.global_batch_size: got 16 with micro_batch_size"),
+        ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
+        (["--model.name", "/no/such/folder"], "model.name: got /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_is_refused(no_hub, capsys, words, said):
+    assert main(["audit", "--config", str(SMALL), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "allowed:" in err
+    assert "fix:" in err
+
+
+def test_the_help_names_every_flag(capsys):
+    assert main(["audit", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--config", "--ranks", "--nodes", "--json"))
+
+
+def test_a_config_without_weights_is_enough(tmp_path, no_hub):
+    source = json.loads((ROOT / "configs" / "model" / "Llama-3.2-1B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    flags = ["--config", str(SMALL), "--model.name", str(tmp_path)]
+    by_folder = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    flags[-1] = "meta-llama/Llama-3.2-1B"
+    by_name = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    assert by_folder == by_name
+    assert by_name["num_params"] == 1_235_814_400
+
+
+def test_fp8_needs_no_torchao_here(no_hub):
+    flags = ["--config", str(SMALL), f"--{_ARGS}.precision", "fp8"]
+    record = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    assert record["precision"]["mode"] == "fp8"
+    assert {unit["class"] for unit in record["units"]} == {"LlamaDecoderLayer", "CausalLMModule"}
+
+
+def test_the_recipes_own_ranks_stay():
+    values = {"trainer": {"devices": 4, "num_nodes": 2}}
+    put_ranks(values, None, None)
+    assert values == {"trainer": {"devices": 4, "num_nodes": 2}}
+    put_ranks(values, 6, None)
+    assert values == {"trainer": {"devices": 6, "num_nodes": 1}}
+    with pytest.raises(ConfigError, match="a number of ranks to audit for"):
+        put_ranks({}, None, None)
+
+
+class _Net(nn.Module):
+    """Ten rows and a bias of five in one unit, three in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 10, bias=False)
+        self.extra = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "params", "stored"),
+    [
+        ("fsdp2", 1, [43], [43]),
+        ("fsdp2", 4, [12 + 1, 12 + 1, 12 + 1, 4], [13, 13, 13, 13]),  # ceil(10 / 4) = 3 rows, ceil(3 / 4) = 1
+        ("fsdp1", 4, [10 + 1, 10 + 1, 10 + 1, 10], [11, 11, 11, 11]),  # 40 / 4, and 3 padded to 4
+    ],
+)
+def test_rows_and_flat_parts_on_each_rank(engine, ranks, params, stored):
+    config = StrategyConfig(engine=engine, precision=PrecisionConfig(mode="fp32"))
+    net = _Net()
+    plan = plan_units(net, WrapConfig(classes=["Linear"]))
+    found = state_per_rank(net, plan, config, ranks)
+    assert [one["num_params"] for one in found] == params
+    assert [one["parameter_bytes"] // 4 for one in found] == [one["gradient_bytes"] // 4 for one in found] == stored
+    assert [one["optimizer_bytes"] for one in found] == [8 * one["num_params"] for one in found]
+
+
+def test_frozen_parameters_have_no_gradient_and_no_moments():
+    net = _Net()
+    net.block.weight.requires_grad_(False)
+    plan = plan_units(net, WrapConfig(classes=["Linear"]))
+    found = state_per_rank(net, plan, StrategyConfig(precision="low_precision"), 2)
+    assert found[0] == {
+        "num_params": 22,
+        "parameter_bytes": 22 * 2,
+        "gradient_bytes": 2 * 2,
+        "optimizer_bytes": 2 * 2 * 2,
+    }
