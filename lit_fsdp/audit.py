@@ -87,6 +87,7 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         f"{'copy' if record['replicate_degree'] == 1 else 'copies'} of the model, each over "
         f"{record['shard_degree']} {'rank' if record['shard_degree'] == 1 else 'ranks'}",
         f"precision {record['precision']['mode']} declares {dtypes}",
+        *(f"not split, for weights tied to others: {name}" for name in record["kept_together_by_tied_weights"]),
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
     for line in lines:

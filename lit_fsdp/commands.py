@@ -20,6 +20,7 @@ _TRAINER_VERBS = {
     "predict": "score every row of data.predict into predictions.jsonl",
 }
 _OTHER_VERBS = {
+    "convert": "a configuration of Accelerate, Transformers or DeepSpeed as a recipe",
     "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
@@ -52,7 +53,12 @@ def run(argv: list[str]) -> int:
     verb, rest = argv[0], argv[1:]
     if verb in _TRAINER_VERBS:
         return _trainer_verb(verb, rest)
-    others: dict[str, Callable[[list[str]], int]] = {"audit": _audit, "export": _export, "generate": _generate}
+    others: dict[str, Callable[[list[str]], int]] = {
+        "audit": _audit,
+        "convert": _convert,
+        "export": _export,
+        "generate": _generate,
+    }
     if verb in others:
         return others[verb](rest)
     known = [*_TRAINER_VERBS, *_OTHER_VERBS]
@@ -137,6 +143,44 @@ def _audit(argv: Sequence[str]) -> int:
         print(json.dumps(record, indent=1))
     else:
         print_recipe_audit(record)
+    return 0
+
+
+def _convert(argv: Sequence[str]) -> int:
+    from lit_fsdp.convert.convert import FORMATS, convert_file
+
+    parser = _parser("convert", "Write a recipe that trains as another library's configuration file does.")
+    parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
+    parser.add_argument("file", type=Path, help="its YAML or JSON file")
+    parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
+    parser.add_argument("--ranks", type=int, help="ranks of the run, where the file does not say")
+    parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, where the file does not say")
+    parser.add_argument(
+        "--allow-differences", action="store_true", help="write the recipe although it trains differently"
+    )
+    options = _parse(parser, argv)
+    for name, given in (("--ranks", options.ranks), ("--num_nodes", options.num_nodes)):
+        if given is not None and given < 1:
+            raise ConfigError(name, given, ">= 1", f"write {name} 1")
+    if options.out and options.out.exists():
+        raise ConfigError("--out", str(options.out), "a file that does not exist yet", "name another, or remove it")
+    conversion = convert_file(options.format, options.file, options.ranks, options.num_nodes)
+    for fate in conversion.fates:
+        print(fate, file=sys.stderr)
+    if conversion.differs and not options.allow_differences:
+        print("no recipe: it would train differently; --allow-differences writes it all the same", file=sys.stderr)
+        return 1
+    text = conversion.as_yaml(f"{options.file.name} ({options.format})")
+    if not options.out:
+        print(text, end="")
+        return 0
+    try:
+        with open(options.out, "x", encoding="utf-8") as handle:
+            handle.write(text)
+    except OSError as error:
+        raise ConfigError(
+            "--out", f"{options.out} ({error.strerror})", "a file that can be created", "name another"
+        ) from None
     return 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,18 @@ _REMIND_SECONDS = 30.0
 def cache_root() -> Path:
     """``$LIT_FSDP_CACHE``, else ``~/.cache/lit_fsdp``."""
     return Path(os.environ.get("LIT_FSDP_CACHE") or "~/.cache/lit_fsdp").expanduser()
+
+
+def return_freed_memory() -> None:
+    """Give memory that has been freed back to the system now, where the C library can (glibc); else do nothing.
+
+    glibc keeps freed blocks of up to 32 MiB for later, so many short-lived ones stay resident: loading a 135M model
+    under FSDP1 left 210 MB too much in a process that held 270 MB of weights.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:

@@ -3,6 +3,9 @@
 Called by ``make precision-study``. The rows are those of the quickstart. All modes start from the same file, see the
 same batches in the same order and keep a constant learning rate; they differ in ``precision`` alone. Beside the losses
 it is counted which parameters an optimizer step leaves as they were, bit for bit.
+
+The held-out loss is taken twice: as the mode computes it, and from the stored weights in fp32. The two differ where
+updates are in the fp32 weights but not yet in the bf16 copies that ``mixed`` computes with.
 """
 
 from __future__ import annotations
@@ -113,6 +116,7 @@ def train_once(model: str, mode: str, rate: float, steps: int) -> dict[str, Any]
     try:
         trainer.fit(module, datamodule=data)
         held_out = float(trainer.callback_metrics["val_loss"])
+        in_fp32 = loss_in_fp32(model, module, data.val_dataloader())
         dtypes = trainer.strategy.contract.report()["realised"]  # type: ignore[attr-defined]
     finally:
         if dist.is_initialized():
@@ -122,10 +126,29 @@ def train_once(model: str, mode: str, rate: float, steps: int) -> dict[str, Any]
         "learning_rate": rate,
         "train_losses": watch.losses,
         "held_out_loss": held_out,
+        "held_out_loss_in_fp32": in_fp32,
         "unchanged": watch.counts,
         "dtypes": dtypes,
         "seconds": time.perf_counter() - started,
     }
+
+
+@torch.no_grad()
+def loss_in_fp32(folder: str, module: LightningModule, batches: Any) -> float:
+    """Loss per supervised token of the module's stored weights, computed in fp32 by a plain model."""
+    from transformers import AutoModelForCausalLM
+
+    from lit_fsdp.models.loss import causal_lm_forward
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, param in module.named_parameters():
+        full = param.full_tensor() if hasattr(param, "full_tensor") else param
+        plain.get_parameter(name.removeprefix("model.")).copy_(full)
+    losses = [
+        causal_lm_forward(plain, {key: batch[key] for key in ("input_ids", "attention_mask", "labels")})
+        for batch in batches
+    ]
+    return float(sum(loss.loss_sum for loss in losses) / sum(loss.num_tokens for loss in losses))
 
 
 class Watch(Callback):
@@ -174,17 +197,19 @@ def final_loss(run: dict[str, Any]) -> float:
 
 
 def as_table(runs: list[dict[str, Any]]) -> str:
-    """A Markdown table, one line per run; the last column differs from ``fp32`` at the same learning rate."""
+    """A Markdown table, one line per run; "behind fp32" compares held-out losses in the mode's own dtypes."""
     steps = [count["step"] for count in runs[0]["unchanged"]]
     names = ["learning rate", "precision", f"training loss, last {min(LAST, len(runs[0]['train_losses']))} steps"]
-    names += ["held-out loss", *(f"unchanged, step {step}" for step in steps), "held-out loss − fp32's"]
+    names += ["held-out loss", "held-out loss, computed in fp32", "behind fp32"]
+    names += [f"unchanged, step {step}" for step in steps]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     fp32 = {run["learning_rate"]: run["held_out_loss"] for run in runs if run["mode"] == "fp32"}
     for run in runs:
         behind = run["held_out_loss"] - fp32[run["learning_rate"]]
         cells = [f"{run['learning_rate']:.0e}", f"`{run['mode']}`", f"{final_loss(run):.4f}"]
-        cells += [f"{run['held_out_loss']:.4f}", *(f"{count['share']:.2%}" for count in run["unchanged"])]
-        lines.append(f"| {' | '.join([*cells, f'{behind:+.4f}'])} |")
+        cells += [f"{run['held_out_loss']:.4f}", f"{run['held_out_loss_in_fp32']:.4f}", f"{behind:+.4f}"]
+        cells += [f"{count['share']:.2%}" for count in run["unchanged"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

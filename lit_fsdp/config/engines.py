@@ -138,6 +138,18 @@ def _accumulation(config: StrategyConfig) -> None:
         )
 
 
+def _manual(config: StrategyConfig) -> None:
+    precision = config.precision_config
+    if config.wrap_config.manual and (precision.keep_norms_fp32 or precision.mode == "fp8"):
+        what = "keep_norms_fp32" if precision.keep_norms_fp32 else "fp8"
+        raise ConfigError(
+            "wrap",
+            f"manual with precision {what}, which has to come before wrapping",
+            "auto, names or a size",
+            "drop wrap, or do it in configure_model",
+        )
+
+
 def _loading(config: StrategyConfig) -> None:
     if not config.use_orig_params:
         raise ConfigError(
@@ -176,6 +188,7 @@ STRATEGY_RULES: list[Callable[[StrategyConfig], None]] = [
     _whole_models,
     _prefetch,
     _accumulation,
+    _manual,
     _loading,
     _activation,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _SMALL_UNIT = 1.0e4
@@ -32,15 +33,33 @@ def adapt_to_miniature(values: dict[str, Any], replaced: list[str]) -> list[str]
     args = strategy.get("init_args") if isinstance(strategy, dict) else None
     if isinstance(args, dict):
         path = "trainer.strategy.init_args"
-        devices = trainer.get("devices")
-        copies = args.get("replicate_degree")
-        if args.get("sharding") == "hybrid_shard" and isinstance(devices, int) and (not copies or devices % copies):
-            replace(args, path, "replicate_degree", min(2, devices), f"{devices} ranks on one node")
+        devices: Any = trainer.get("devices")
+        if _number(devices):
+            _fit_degrees(args, devices, lambda key, new, why: replace(args, path, key, new, why))
         wrap = args.get("wrap")
-        if isinstance(wrap, dict) and (wrap.get("min_num_params") or 0) > _SMALL_UNIT:
+        if isinstance(wrap, dict) and _number(wrap.get("min_num_params")) > _SMALL_UNIT:
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
     optim = model.get("optim")
     steps = trainer.get("max_steps")
-    if isinstance(optim, dict) and isinstance(steps, int) and (optim.get("warmup_steps") or 0) > steps:
+    if isinstance(optim, dict) and _number(steps) and _number(optim.get("warmup_steps")) > steps:
         replace(optim, "model.optim", "warmup_steps", 1, f"{steps} steps")
     return said
+
+
+def _fit_degrees(args: dict[str, Any], devices: int, replace: Callable[[str, Any, str], None]) -> None:
+    """Degrees that were meant for more ranks, on the few of one node."""
+    copies, shards = _number(args.get("replicate_degree")), _number(args.get("shard_degree"))
+    why = f"{devices} ranks on one node"
+    if args.get("sharding") in ("hybrid_shard", "hybrid_shard_zero2"):
+        if shards > 0 and (devices % shards or (copies > 0 and copies * shards != devices)):
+            replace("shard_degree", -1, why)
+            shards = 0
+        if (copies == 0 and shards == 0) or (copies > 0 and devices % copies):
+            replace("replicate_degree", min(2, devices), why)
+    elif shards > 1 and shards != devices:
+        replace("shard_degree", -1, why)
+
+
+def _number(value: Any) -> Any:
+    """``value`` if it is one; what is none is refused where the recipe is checked."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0

@@ -18,6 +18,8 @@ from lit_fsdp.errors import ConfigError
 
 OWN_SECTIONS = ("model", "data", "checkpoint", "seed_everything", "ckpt_path")
 _CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+", "profiler")
+# The last three: a date that does not exist, an unhashable key, and brackets or aliases without end.
+_NO_YAML = (yaml.YAMLError, ValueError, TypeError, RecursionError)
 _SWITCHES = ("-h", "--help", "--print_config")
 
 
@@ -91,8 +93,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
         raise ConfigError("--config", str(path), f"an existing YAML file: {there}", "check the path")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = _loaded(path.read_text(encoding="utf-8"))
+    except _NO_YAML as error:
         where = " ".join(str(error).split())
         raise ConfigError("--config", f"{path}, which is no YAML ({where})", "YAML", "mend that line") from None
     if not isinstance(content, dict):
@@ -143,9 +145,14 @@ def _is_number(word: str) -> bool:
 
 def _scalar(text: str, key: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return _loaded(text)
+    except _NO_YAML:
         raise ConfigError(key, text, "a YAML value", "quote it") from None
+
+
+def _loaded(text: str) -> Any:
+    """YAML as data of its own; copied because an alias inside itself would go round for ever later on."""
+    return _copied(yaml.safe_load(text))
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -156,7 +163,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _copied(v) for k, v in value.items()}
-    return list(value) if isinstance(value, list) else value
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

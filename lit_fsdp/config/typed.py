@@ -82,7 +82,8 @@ def unknown_key(path: str, given: Any, key: str, names: Iterable[str]) -> Config
     close = close or [n for n in names if n.startswith(key)][:1] or [n for n in names if n == initials]
     parent = path.rpartition(".")[0]
     fix = f"write {parent + '.' if parent else ''}{close[0]}" if close else "remove this key"
-    return ConfigError(path or repr(key), f"{_shown(given)} for a key that does not exist", f"one of {', '.join(names)}", fix)
+    shown = f"{_shown(given)} for a key that does not exist"
+    return ConfigError(path or repr(key), shown, f"one of {', '.join(names)}", fix)
 
 
 @functools.cache

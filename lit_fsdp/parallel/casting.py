@@ -29,13 +29,26 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every floating-point tensor that ``module.forward`` is given, in plain containers."""
+
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast every floating-point tensor that ``module.forward`` returns, in plain containers and model outputs."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, output)
+        return _cast(output, dtype)
 
     module.register_forward_hook(hook)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, values)
 
 
 def output_module(root: nn.Module) -> nn.Module:

@@ -25,8 +25,13 @@ class Choice:
     source: str
 
 
-def find_units(model: nn.Module, path: str) -> Choice:
+def find_units(model: nn.Module, path: str, all_in_root: bool = False) -> Choice:
     """The units a model declares or shows, by the first of three ways that finds any.
+
+    Args:
+        model: Not changed.
+        path: Where the choice stands in the recipe, for errors.
+        all_in_root: Whether a model in which nothing repeats may be one unit.
 
     Raises:
         ConfigError: A model without parameters, or without anything that repeats.
@@ -37,6 +42,8 @@ def find_units(model: nn.Module, path: str) -> Choice:
             return choice
     if sum(p.numel() for p in model.parameters()) == 0:
         raise ConfigError(path, "a model without parameters", "a model with parameters", "build the model first")
+    if all_in_root:
+        return Choice([], embeddings_and_heads(model), "nothing that repeats")
     raise ConfigError(
         path,
         "auto, but the model declares no blocks and has no module lists",

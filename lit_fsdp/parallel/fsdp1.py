@@ -21,6 +21,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
 from lit_fsdp.config.sharding import Sharding
+from lit_fsdp.parallel.activation import is_checkpointed
+from lit_fsdp.parallel.casting import cast_inputs
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.sharded import ShardedStrategy
@@ -73,7 +75,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         if not self.config.wrap_config.manual:
             yield
             return
-        with self._quietly(), enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._unit_kwargs()):
+        with self._quietly(), enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()):
             yield
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -86,6 +88,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         if on_cpu and not is_meta:
             self._broadcast(module)  # sync_module_states refuses CPU tensors
         norms = {plan.modules[unit.name] for unit in plan.units[:-1] if unit.name in self.fp32_units}
+        self._cast_inputs_in_recomputation(plan, norms)
         norm_options = {"mixed_precision": self._norm_precision()}
         options: dict[nn.Module, Any] = {m: norm_options if m in norms else True for m in plan.modules.values()}
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
@@ -95,10 +98,20 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 auto_wrap_policy=policy,
                 param_init_fn=materializer.fill if is_meta else None,
                 sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
-                **self._unit_kwargs(),
+                **self.unit_options(),
             )
 
-    def _unit_kwargs(self) -> dict[str, Any]:
+    def _cast_inputs_in_recomputation(self, plan: UnitPlan, norms: set[nn.Module]) -> None:
+        """For units inside recomputed blocks: FSDP1 casts no inputs once a unit's backward has begun."""
+        recomputed = [block for block in plan.blocks if is_checkpointed(block)]
+        inside = {inner for block in recomputed for inner in block.modules() if inner is not block}
+        row = self.config.precision_config.row
+        for module in plan.modules.values() if row.compute != row.param else ():
+            if module in inside:
+                cast_inputs(module, TORCH_DTYPES["fp32" if module in norms else row.compute])
+
+    def unit_options(self) -> dict[str, Any]:
+        """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
         row, config = self.config.precision_config.row, self.config
         mixed = None
         if row.compute != row.param or row.reduce != row.param:

@@ -57,27 +57,35 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
     def _no_sync(self) -> AbstractContextManager[Any]:
         return _without_gradient_sync(self._root)
 
-    def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
+    def unit_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``fully_shard`` for one unit, for modules that wrap themselves (``wrap: manual``)."""
         row, config = self.config.precision_config.row, self.config
-        reduce = TORCH_DTYPES[row.reduce]
-        policy = norms = MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy()
         if row.compute != row.param or row.reduce != row.param:
-            policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], reduce, cast_forward_inputs=True)
-            norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
-        kwargs: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
+            policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
+        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
-            kwargs["reshard_after_forward"] = False
+            options["reshard_after_forward"] = False
         if config.cpu_offload:
-            kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return options
+
+    def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
+        options = self.unit_options()
+        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
+        norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
         for unit in plan.units[:-1]:
             child = plan.modules[unit.name]
             if isinstance(child, FSDPModule):  # wrap: manual
                 continue
             self._broadcast(child)
-            fully_shard(child, **{**kwargs, "mp_policy": norms if unit.name in self.fp32_units else policy})
+            fully_shard(child, **{**options, "mp_policy": norms} if unit.name in self.fp32_units else options)
         self._broadcast(module)
-        root: nn.Module = _Root(module)
-        fully_shard(root, **kwargs)
+        root: Any = _Root(module)
+        fully_shard(root, **options)
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            # Ranks that use different parameters would reduce different lists of gradients, and mix them up.
+            root.set_reduce_scatter_unused_params(True)
         for child in module.modules():
             materializer.fill(child)
         self._set_prefetch([plan.modules[unit.name] for unit in plan.units[:-1]], module)

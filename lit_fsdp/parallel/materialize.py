@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lit_fsdp.host import return_freed_memory
 from lit_fsdp.parallel.units import tied_names
+
+_TRIM_BYTES = 32 * 2**20
 
 
 class Reader(Protocol):
@@ -37,12 +40,17 @@ class Materializer:
         self.read, self.device = read, device
         self.first_name = tied_names(model)
         self._tied: dict[str, nn.Parameter] = {}
+        self._read_bytes = 0
 
     def fill(self, module: nn.Module) -> None:
         """Replace the module's own meta parameters and buffers (not its children's) by filled ones.
 
-        Sharded parameters (DTensors) get only this rank's rows; the others all of theirs.
+        Sharded parameters (DTensors) get only this rank's rows; the others all of theirs. What was freed since then
+        (copies of rows, and FSDP1's gathered units) goes back to the system every now and then.
         """
+        if self._read_bytes > _TRIM_BYTES:
+            return_freed_memory()
+            self._read_bytes = 0
         name = self.names[module]
         for attribute, param in list(module._parameters.items()):
             if param is None or not param.is_meta:
@@ -64,10 +72,12 @@ class Materializer:
     def _parameter(self, name: str, module: nn.Module, attribute: str, param: nn.Parameter) -> nn.Parameter:
         if not isinstance(param, DTensor):
             data = self.read(name, module, attribute, None).to(self.device, param.dtype)
+            self._read_bytes += data.nbytes
             return nn.Parameter(data.clone() if data.storage_offset() else data, param.requires_grad)
         filled: Any = torch.empty_like(param, device=self.device)
         local = filled.to_local()
         rows = local_rows(param)
+        self._read_bytes += local.nbytes
         if local.numel():
             local.copy_(self.read(name, module, attribute, rows))
         return nn.Parameter(filled, param.requires_grad)

@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.parallel.activation import apply_activation_checkpointing
+from lit_fsdp.parallel.activation import prepare_blocks, resolve_gradient_checkpointing
 from lit_fsdp.parallel.casting import cast_outputs, cast_parameters, norm_modules, output_module
 from lit_fsdp.parallel.float8 import apply_float8
 from lit_fsdp.parallel.precision import TORCH_DTYPES
@@ -36,16 +36,17 @@ def _with_norms(plan: UnitPlan, module: nn.Module) -> UnitPlan:
         if name in modules:
             units = [dataclasses.replace(u, keeps_fp32=True) if u.name == name else u for u in units]
             continue
-        numel = sum(p.numel() for p in norm.parameters())
-        num_bytes = sum(p.numel() * p.element_size() for p in norm.parameters())
+        params = list(norm.parameters())
+        own = {
+            "num_params": sum(p.numel() for p in params),
+            "num_bytes": sum(p.numel() * p.element_size() for p in params),
+            "num_trainable": sum(p.numel() for p in params if p.requires_grad),
+        }
         around = [u for u in units if not u.name or name.startswith(f"{u.name}.")]
         outer = max(around, key=lambda unit: len(unit.name))
         index = units.index(outer)
-        units[index] = dataclasses.replace(
-            outer, num_params=outer.num_params - numel, num_bytes=outer.num_bytes - num_bytes
-        )
-        unit = Unit(name=name, class_name=type(norm).__name__, num_params=numel, num_bytes=num_bytes, keeps_fp32=True)
-        units.insert(index, unit)
+        units[index] = dataclasses.replace(outer, **{key: getattr(outer, key) - n for key, n in own.items()})
+        units.insert(index, Unit(name=name, class_name=type(norm).__name__, keeps_fp32=True, **own))
         modules[name] = norm
     return dataclasses.replace(plan, units=tuple(units), modules=modules, source=f"{plan.source}; norms in fp32")
 
@@ -59,13 +60,16 @@ def prepare(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
         path: Where they stand in the recipe, for errors.
     """
     precision = config.precision_config
-    cast_parameters(module, TORCH_DTYPES[precision.row.param])
+    if not config.wrap_config.manual:  # sharded already: the contract compares what is there
+        cast_parameters(module, TORCH_DTYPES[precision.row.param])
     if precision.mode == "fp8":
         apply_float8(module, precision.fp8_skip, f"{path}.precision")
     if precision.output_dtype is not None:
         cast_outputs(output_module(module), TORCH_DTYPES[precision.output_dtype])
     plan = plan_for(module, config, path)
-    apply_activation_checkpointing(plan.blocks, config.activation_config)
+    where = f"{path}.activation_checkpointing"
+    activation = resolve_gradient_checkpointing(module, config.activation_config, where)
+    prepare_blocks(plan.blocks, activation, config.compile, where)
     if precision.keep_norms_fp32:
         for norm in norm_modules(module):
             cast_outputs(norm, TORCH_DTYPES[precision.row.compute])

@@ -6,7 +6,8 @@ its compute dtype. The engines cast whole units instead, so losses agree to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -61,6 +62,12 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
         """The strategy loads optimizer tensors itself."""
         return False
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded it."""
+
     def _no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync() if isinstance(self._root, DistributedDataParallel) else nullcontext()
 
@@ -74,7 +81,12 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
         if self.config.engine == "single" or not any(p.requires_grad for p in module.parameters()):
             return module
         on_device = None if self.root_device.type == "cpu" else [self.root_device]
-        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, broadcast_buffers=False)
+        # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
+        # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        wrapped = DistributedDataParallel(
+            module, device_ids=on_device, init_sync=False, broadcast_buffers=False, find_unused_parameters=True
+        )
         # not the function itself: DDP compares its annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped

@@ -23,10 +23,12 @@ from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.activation import is_checkpointed
 from lit_fsdp.parallel.casting import cast_buffers
 from lit_fsdp.parallel.devices import check_device
+from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
 from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
 from lit_fsdp.parallel.prepare import prepare
+from lit_fsdp.parallel.refusals import refuse_callbacks
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
 from lit_fsdp.parallel.units import UnitPlan, audit, tied_names
@@ -109,13 +111,16 @@ class ShardedStrategy(ShardedCheckpoints):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any) -> None:
-        if any(hasattr(m, "_fsdp_wrapped_module") or hasattr(m, "_get_fsdp_state") for m in module.modules()):
+        if units_already_wrapped(module) and not self.config.wrap_config.manual:
             raise ConfigError(
                 "wrap",
                 "a model that is already wrapped",
-                "a model without FSDP units; the strategy wraps by itself",
-                "remove wrap() or fully_shard() from the LightningModule",
+                "a model without FSDP units, or wrap: manual",
+                "remove wrap() or fully_shard() from the LightningModule, or set wrap: manual",
             )
+        others = engines_already_there(module) - {self.config.engine}
+        if others:
+            raise ConfigError("wrap", f"manual with units of {', '.join(others)}", self.config.engine, "change engine")
         plan = prepare(module, self.config, _PATH)
         self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
         self._ties = tied_names(module)
@@ -153,8 +158,11 @@ class ShardedStrategy(ShardedCheckpoints):
 
     def _broadcast(self, module: nn.Module) -> None:
         """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
+        inside = set()
+        if self.config.wrap_config.manual:  # FSDP1's parameters there are this rank's shards
+            inside = {inner for unit in read_live_units(module, _PATH).modules.values() for inner in unit.modules()}
         for child in module.modules():
-            for tensors in (child._parameters, child._buffers):
+            for tensors in (child._parameters, child._buffers) if child not in inside else ():
                 for name, tensor in tensors.items():
                     if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
                         continue
@@ -178,6 +186,8 @@ class ShardedStrategy(ShardedCheckpoints):
     def _check_environment(self) -> None:
         mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
         check_device(self.config, self.root_device.type, _PATH)
+        if self.config.is_sharded:
+            refuse_callbacks(self.lightning_module.trainer.callbacks, self.config.engine)
 
     num_processes: int
 

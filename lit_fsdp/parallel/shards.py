@@ -7,7 +7,7 @@ ranks and cuts it into equal parts, wherever that falls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
             one.stored_gradients += chunk * per_row * param.requires_grad
 
 
-def _add_flat(held: list[_Held], params: list[torch.Tensor], itemsize: int) -> None:
+def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) -> None:
     align = _ALIGNMENT_BYTES // itemsize
     starts, end = [], 0
     for param in params:

@@ -153,7 +153,7 @@ def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
         blocks += modules_of_size(model, int(wrap.min_num_params))
         sources.append(f"min_num_params {int(wrap.min_num_params)}")
     if not sources:
-        found = find_units(model, path)
+        found = find_units(model, path, all_in_root=wrap.max_root_share == 1)
         blocks, others, sources = list(found.blocks), list(found.others), [found.source]
     if wrap.experts:
         others += expert_modules(model, f"{path}.experts")

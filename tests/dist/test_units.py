@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.dist.foreign import foreign_rows
 from tests.dist.reference import reference_losses
-from tests.dist.units_jobs import NUM_STEPS, AdapterNet, ExpertNet, is_adapter
+from tests.dist.units_jobs import NUM_STEPS, AdapterNet, ExpertNet, OneExpertBlock, is_adapter
 from tests.dist.workers import Workers
 
 ENGINES = ("fsdp2", "fsdp1")
@@ -166,6 +166,32 @@ def test_experts_of_a_foreign_module_one_by_one(workers: Workers, engine: str) -
     layers = ["layers.0", "layers.1"]
     experts = [f"{layer}.experts.{i}" for layer in layers for i in range(3)]
     assert found[0]["realised"] == sorted(["", *layers, *experts])
+
+
+@engines
+def test_experts_that_only_some_ranks_call_get_their_own_gradients(workers: Workers, engine: str) -> None:
+    """Inside one unit; ranks that reduced different lists of gradients would mix those of different experts."""
+    strategy = {"engine": engine, "precision": "fp32"}
+    found = workers.run("train_expert_net", 2, strategy=strategy, one_per_rank=True)
+    torch.manual_seed(5)
+    net = ExpertNet(OneExpertBlock)
+    optimizer, wanted = net.configure_optimizers(), []
+    for step in range(NUM_STEPS):
+        x, y = foreign_rows(step)
+        losses = []
+        for rank in range(2):
+            for layer in net.layers:
+                layer.called = rank
+            losses.append(nn.functional.mse_loss(net(x[rank * 4 : rank * 4 + 4]), y[rank * 4 : rank * 4 + 4]) / 2)
+            losses[-1].backward()
+        for layer in net.layers:
+            for param in layer.experts[2].parameters():  # sharded beside used ones, it gets zeros and so decays
+                param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(sum(float(loss.detach()) for loss in losses))
+    assert found[0]["losses"] == pytest.approx(wanted, rel=1e-5)
+    assert found[0]["realised"] == ["", "layers.0", "layers.1"]
 
 
 @engines

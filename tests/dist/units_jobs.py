@@ -149,12 +149,24 @@ class ExpertBlock(nn.Module):
         return x + sum(weights[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
-class ExpertNet(LightningModule):
-    """Somebody's mixture of experts."""
+class OneExpertBlock(ExpertBlock):
+    """Of the experts one alone is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ExpertBlock() for _ in range(2))
+        self.called = int(os.environ.get("RANK", "0"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank another expert; the last one is nobody's."""
+        return x + self.experts[self.called](x) * self.router(x).mean()
+
+
+class ExpertNet(LightningModule):
+    """Somebody's mixture of experts."""
+
+    def __init__(self, block: type[nn.Module] = ExpertBlock) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(12, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +179,7 @@ class ExpertNet(LightningModule):
     configure_optimizers = AdapterNet.configure_optimizers
 
 
-def train_expert_net(strategy: dict[str, Any]) -> dict[str, Any]:
+def train_expert_net(strategy: dict[str, Any], one_per_rank: bool = False) -> dict[str, Any]:
     """Losses and live units of somebody's mixture of experts."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(5)
@@ -175,7 +187,7 @@ def train_expert_net(strategy: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_for(strategy, [losses], max_steps=NUM_STEPS)
     size = 8 // ranks
     rows = [tuple(p[rank * size : (rank + 1) * size] for p in foreign_rows(step)) for step in range(NUM_STEPS)]
-    trainer.fit(ExpertNet(), DataLoader(rows, batch_size=None))
+    trainer.fit(ExpertNet(OneExpertBlock if one_per_rank else ExpertBlock), DataLoader(rows, batch_size=None))
     live: Any = trainer.strategy
     return {"losses": losses.values, "realised": sorted(live.realised_units())}
 

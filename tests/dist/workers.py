@@ -1,8 +1,8 @@
 """Worker processes that have paid for their imports once and then run many small distributed jobs.
 
-A job is a function of ``tests.dist.jobs``, ``foreign`` or ``audit_jobs``; every rank calls it with the same
-arguments, in a process group of its own (gloo on this host), and returns something JSON can hold. The pool starts with
-the first test that asks for it.
+A job is a function of ``tests.dist.jobs`` or of one of the other modules imported in ``_serve``; every rank calls it
+with the same arguments, in a process group of its own (gloo on this host), and returns something JSON can hold. The
+pool starts with the first test that asks for it.
 """
 
 from __future__ import annotations
@@ -87,9 +87,29 @@ def _serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.dist import audit_jobs, foreign, jobs, units_jobs
+    from tests.dist import (
+        activation_jobs,
+        audit_jobs,
+        choice_jobs,
+        convert_jobs,
+        foreign,
+        foreign_options,
+        jobs,
+        loading_jobs,
+        units_jobs,
+    )
 
-    places = (audit_jobs, foreign, jobs, units_jobs)
+    places = (
+        activation_jobs,
+        audit_jobs,
+        choice_jobs,
+        foreign_options,
+        foreign,
+        jobs,
+        units_jobs,
+        convert_jobs,
+        loading_jobs,
+    )
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)

@@ -9,7 +9,7 @@ import math
 import random
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union
 
 from lit_fsdp.config.checkpoint import CheckpointConfig
@@ -17,6 +17,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.errors import ConfigError
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
 CANARY = "fuzz_untrusted_canary"
@@ -41,7 +42,21 @@ UNTRUSTED = (
 _ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -2, 3, 8, 10**30, -(10**30), 2**63, 0.5, 1.0, 2.5, -0.0, 1e-400, 1e308),
     *(math.nan, math.inf, -math.inf, "nan", "inf", "1e-4", "1_000", "0x10", "08", "12:30", "yes", "null", "None"),
-    *("", " ", "\n", "\x00", "☃", "ＦＳＤＰ2", "fsdp2 ", "FSDP2", "full", "auto", "a" * 3000, "../../etc/passwd", "${HOME}"),
+    *(
+        "",
+        " ",
+        "\n",
+        "\x00",
+        "☃",
+        "ＦＳＤＰ2",
+        "fsdp2 ",
+        "FSDP2",
+        "full",
+        "auto",
+        "a" * 3000,
+        "../../etc/passwd",
+        "${HOME}",
+    ),
     *([], [None], [[]], [1, "a"], ["☃"], {}, {"": 1}, {"a": {"b": {}}}, {1: 2}, {None: None}, {True: "x"}, (1, 2)),
     *(b"bytes", {"a", "b"}, datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1, 12)),
     *({"class_path": path} for path in UNTRUSTED[:4]),
@@ -75,9 +90,26 @@ _TRAINER: dict[str, tuple[Any, ...]] = {
 def random_recipe(rng: random.Random) -> dict[str, Any]:
     """A recipe that is right in about one of three cases, with zero to three things bent."""
     values = _right_recipe(rng)
-    for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 3))):
+    for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2, 3))):
         _bend(values, rng)
     return values
+
+
+def refusal_of(attempt: Callable[[], Any], what: Any) -> ConfigError | None:
+    """The ConfigError of an attempt, if it raises one; anything else that it raises fails the test with ``what``."""
+    try:
+        attempt()
+    except ConfigError as error:
+        return error
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n{what!r}") from error
+    return None
+
+
+def lacking(error: ConfigError) -> list[str]:
+    """The parts that this error should have and has not."""
+    parts = {"field": error.field, "allowed": error.allowed, "fix": error.fix}
+    return [name for name, part in parts.items() if not str(part).strip()]
 
 
 def leaves(values: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -93,7 +125,9 @@ def is_visible(given: Any, resolved: Any) -> bool:
     if isinstance(given, Mapping):
         if dataclasses.is_dataclass(resolved):
             resolved = {field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)}
-        return isinstance(resolved, Mapping) and all(k in resolved and is_visible(v, resolved[k]) for k, v in given.items())
+        return isinstance(resolved, Mapping) and all(
+            k in resolved and is_visible(v, resolved[k]) for k, v in given.items()
+        )
     if isinstance(given, (list, tuple)):
         same = isinstance(resolved, (list, tuple)) and len(given) == len(resolved)
         return same and all(is_visible(a, b) for a, b in zip(given, resolved, strict=True))
@@ -115,7 +149,7 @@ def _right_recipe(rng: random.Random) -> dict[str, Any]:
             "max_steps": rng.choice((1, 60, 1000)),
             "strategy": {"class_path": FACTORY, "init_args": {key: _value(keys[key], rng) for key in chosen}},
         },
-        "model": {"name": "some/model", **_some(ModelConfig, rng, 2)},
+        "model": {"name": "some/model", **_some(ModelConfig, rng, 2), "miniature": rng.random() < 0.3},
         "data": {
             "train": "rows.jsonl",
             **_some(DataConfig, rng, 2),
@@ -131,7 +165,9 @@ def _right_recipe(rng: random.Random) -> dict[str, Any]:
 
 def _some(cls: type, rng: random.Random, most: int) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    return {name: _value(hints[name], rng) for name in rng.sample(sorted(hints), rng.randint(0, most)) if name != "name"}
+    return {
+        name: _value(hints[name], rng) for name in rng.sample(sorted(hints), rng.randint(0, most)) if name != "name"
+    }
 
 
 def _value(hint: Any, rng: random.Random) -> Any:
@@ -182,7 +218,10 @@ def _bend(values: dict[str, Any], rng: random.Random) -> None:
         name = rng.choice(sorted(_TRAINER))
         values["trainer"][name] = copy.deepcopy(rng.choice(_TRAINER[name]))
     elif kind == 6:
-        values["trainer"] = {**_TRAINER_BASE, "strategy": rng.choice((*UNTRUSTED, {"class_path": rng.choice(UNTRUSTED)}))}
+        values["trainer"] = {
+            **_TRAINER_BASE,
+            "strategy": rng.choice((*UNTRUSTED, {"class_path": rng.choice(UNTRUSTED)})),
+        }
     else:
         name = rng.choice(("trainer", "model", "data", "checkpoint", "seed_everything", "ckpt_path", "optim", "lr"))
         values[name] = copy.deepcopy(rng.choice(_ODD))
@@ -193,4 +232,16 @@ _TRAINER_BASE = {"devices": 2, "max_steps": 4}
 
 def _misspelt(key: str, rng: random.Random) -> str:
     at = rng.randrange(max(1, len(key)))
-    return rng.choice((key[:at] + key[at + 1 :], key[:at] + key[at : at + 1] + key[at:], key.upper(), key.replace("_", "-")))
+    return rng.choice(
+        (key[:at] + key[at + 1 :], key[:at] + key[at : at + 1] + key[at:], key.upper(), key.replace("_", "-"))
+    )
+
+
+def with_classes(values: dict[str, Any], rng: random.Random) -> str:
+    """Let a recipe name a class that it may not name where the Trainer takes one; returns its path."""
+    name = rng.choice(("logger", "callbacks", "plugins", "profiler"))
+    path = rng.choice(UNTRUSTED)
+    given: dict[str, Any] = {"class_path": path, "init_args": rng.choice(({}, {"command": "true"}, {"args": ["true"]}))}
+    # profiler and plugins take words too, which are text until the Trainer looks them up in its own registry
+    values["trainer"][name] = rng.choice((given, [given]) if name in ("profiler", "plugins") else (given, path, [path]))
+    return path

@@ -67,6 +67,7 @@ def test_help_is_a_result(word: str, capsys: pytest.CaptureFixture[str]):
         "validate",
         "test",
         "predict",
+        "convert",
         "audit",
         "export",
         "generate",
@@ -88,7 +89,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("word", "near"), [("fits", "fit"), ("exprot", "export"), ("xyz", "fit"), ("--config", "fit")])
 def test_an_unknown_verb_gets_the_nearest(word: str, near: str):
     error = refused(word)
-    assert error.allowed == "fit, validate, test, predict, audit, export, generate"
+    assert error.allowed == "fit, validate, test, predict, convert, audit, export, generate"
     assert error.fix == f"lit-fsdp {near} ..."
 
 

@@ -1,103 +1,281 @@
-"""Activation checkpointing: one more forward of the blocks, by FLOP count, and the same bits."""
+"""Activation checkpointing: what is computed again, by FLOP count; what is kept; and always the same bits."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_fsdp.config.activation import ActivationConfig
-from lit_fsdp.parallel.activation import apply_activation_checkpointing, is_checkpointed
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.activation import (
+    is_checkpointed,
+    prepare_blocks,
+    recomputes,
+    resolve_gradient_checkpointing,
+)
+from lit_fsdp.parallel.host_copies import HostCopy
+from lit_fsdp.parallel.selective import default_ops, resolve_ops
 
-WIDTH, ROWS, BLOCKS = 16, 4, 3
-FORWARD = 2 * ROWS * WIDTH * WIDTH  # of one linear layer; its backward costs twice that
+WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
+LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # torch counts no FLOPs for it
+ACTIVATION_BYTES = ROWS * TOKENS * WIDTH * 4
+MODES = {
+    "none": {},
+    "full": {"mode": "full"},
+    "every_n": {"mode": "every_n", "n": 2},
+    "selective": {"mode": "selective"},
+    "attention": {"mode": "selective", "ops": ["aten._scaled_dot_product_flash_attention_for_cpu"]},
+    "offload": {"offload_activations": True},
+    "full_offload": {"mode": "full", "offload_activations": True},
+    "selective_offload": {"mode": "selective", "offload_activations": True},
+}
 
 
-class Net(nn.Module):
-    """Blocks of two linear layers and dropout, and a head outside the blocks."""
+class Calls(TorchDispatchMode):
+    """How often an op runs."""
+
+    def __init__(self, op: object) -> None:
+        super().__init__()
+        self.op, self.number = op, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is self.op
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """Attention and one linear layer on each side, with dropout."""
+
+    gradient_checkpointing = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
-            for _ in range(BLOCKS)
-        )
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Residual."""
+        heads = F.gelu(self.first(x)).unsqueeze(1) * scale
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+        return x + self.drop(self.second(mixed))
+
+
+class Net(nn.Module):
+    """Blocks, and a head outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One number."""
+        scale = torch.linspace(0.5, 1.5, WIDTH)
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x, scale=scale)
         return self.head(x).square().mean()
 
 
-def step(mode: str) -> tuple[int, float, list[torch.Tensor]]:
-    """FLOPs, loss and gradients of one step."""
+def step(options: dict) -> tuple[tuple[int, int], float, list[torch.Tensor], Net]:
+    """FLOPs and calls of attention, loss and gradients of one step."""
     torch.manual_seed(0)
     net = Net()
-    apply_activation_checkpointing(net.blocks, ActivationConfig(mode=mode))
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
+    prepare_blocks(net.blocks, ActivationConfig(**options))
+    x = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, Calls(ATTENTION) as calls:
         loss = net(x)
         loss.backward()
-    return counter.get_total_flops(), float(loss.detach()), [p.grad for p in net.parameters()]
+    return (counter.get_total_flops(), calls.number), float(loss.detach()), [p.grad for p in net.parameters()], net
 
 
-def test_full_costs_one_more_forward_of_the_blocks():
-    assert step("none")[0] == 3 * (2 * BLOCKS + 1) * FORWARD
-    assert step("full")[0] - step("none")[0] == 2 * BLOCKS * FORWARD
+@pytest.fixture(scope="module")
+def plain() -> tuple[tuple[int, int], float, list[torch.Tensor], Net]:
+    return step({})
 
 
-def test_loss_and_gradients_are_bit_equal_with_dropout():
-    (_, kept, grads), (_, recomputed, again) = step("none"), step("full")
-    assert recomputed == kept
-    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+def test_flops_of_none_are_as_counted_by_hand(plain):
+    assert plain[0] == (3 * (2 * BLOCKS + 1) * LINEAR, BLOCKS)
 
 
-def test_only_the_inputs_of_the_blocks_are_kept():
-    def saved_elements(mode: str) -> int:
-        net = Net()
-        apply_activation_checkpointing(net.blocks, ActivationConfig(mode=mode))
-        own = {p.untyped_storage().data_ptr() for p in net.parameters()}
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in own:
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = net.train()(torch.randn(ROWS, WIDTH, requires_grad=True))
-        assert loss.requires_grad
-        return sum(sizes.values())
-
-    assert saved_elements("full") == (BLOCKS + 2) * ROWS * WIDTH  # and the head's input and output
-    assert saved_elements("none") >= (4 * BLOCKS + 2) * ROWS * WIDTH  # input, linear, GELU and mask of each block
+@pytest.mark.parametrize(
+    ("name", "linears", "attentions"),
+    [
+        ("full", 2 * BLOCKS, BLOCKS),
+        ("every_n", 2 * 3, 3),  # blocks 0, 2 and 4
+        ("selective", 0, 0),
+        ("attention", 2 * BLOCKS, 0),
+        ("offload", 0, 0),
+        ("full_offload", 2 * BLOCKS, BLOCKS),
+        ("selective_offload", 0, 0),
+    ],
+)
+def test_recomputed_ops_and_equal_bits_with_dropout(plain, name: str, linears: int, attentions: int):
+    (flops, calls), loss, grads, _ = step(MODES[name])
+    assert (flops - plain[0][0], calls - plain[0][1]) == (linears * LINEAR, attentions)
+    assert loss == plain[1]
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain[2], strict=True))
 
 
-def test_evaluation_recomputes_nothing():
+def saved_bytes(options: dict) -> int:
+    """Bytes of distinct storages saved between forward and backward, without parameters."""
     net = Net()
-    apply_activation_checkpointing(net.blocks, ActivationConfig(mode="full"))
-    net.eval()
+    prepare_blocks(net.blocks, ActivationConfig(**options))
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = net.train()(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True))
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_full_keeps_only_the_inputs_of_the_blocks():
+    assert saved_bytes({"mode": "full"}) == (BLOCKS + 2) * ACTIVATION_BYTES  # and the head's input and output
+    assert saved_bytes({}) > (5 * BLOCKS + 2) * ACTIVATION_BYTES
+    assert saved_bytes({"mode": "full"}) < saved_bytes({"mode": "every_n"}) < saved_bytes({})
+
+
+@pytest.mark.parametrize("name", ["full", "selective", "offload"])
+def test_evaluation_recomputes_and_moves_nothing(plain, name: str):
+    net = Net().eval()
+    prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
     with FlopCounterMode(display=False) as counter:
-        net(torch.randn(ROWS, WIDTH, requires_grad=True)).backward()
-    assert counter.get_total_flops() == 3 * (2 * BLOCKS + 1) * FORWARD
+        net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
+    assert counter.get_total_flops() == plain[0][0]
+    assert not any(getattr(block.forward, "num_bytes", 0) for block in net.blocks)
 
 
 def test_names_stay_and_twice_is_once():
     net = Net()
     names = [name for name, _ in net.named_parameters()]
     for _ in range(2):
-        apply_activation_checkpointing(net.blocks, ActivationConfig(mode="full"))
+        prepare_blocks(net.blocks, ActivationConfig(mode="full"))
     assert [name for name, _ in net.named_parameters()] == names
     assert all(is_checkpointed(block) for block in net.blocks)
     assert not hasattr(net.blocks[0].forward.__wrapped__, "__wrapped__")
     assert not is_checkpointed(net.head)
 
 
-@pytest.mark.parametrize("mode", ["none"])
-def test_none_changes_nothing(mode: str):
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("none", ["no"] * 5),
+        ("full", ["full"] * 5),
+        ("every_n", ["full", "no", "full", "no", "full"]),
+        ("selective", ["selective"] * 5),
+        ("offload", ["no, offloaded"] * 5),
+        ("full_offload", ["full, offloaded"] * 5),
+    ],
+)
+def test_what_each_block_says_it_does(name: str, wanted: list[str]):
     net = Net()
-    apply_activation_checkpointing(net.blocks, ActivationConfig(mode=mode))
-    assert not any(is_checkpointed(block) for block in net.blocks)
+    prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
+    assert [recomputes(block) for block in net.blocks] == wanted
+    assert [is_checkpointed(block) for block in net.blocks] == [not word.startswith("no") for word in wanted]
+
+
+@pytest.mark.parametrize(("n", "wanted"), [(1, [0, 1, 2, 3, 4]), (3, [0, 3]), (9, [0])])
+def test_every_n_begins_with_the_first(n: int, wanted: list[int]):
+    net = Net()
+    prepare_blocks(net.blocks, ActivationConfig(mode="every_n", n=n))
+    assert [i for i, block in enumerate(net.blocks) if is_checkpointed(block)] == wanted
+
+
+# -- selective
+
+
+def test_ops_by_name():
+    mm = torch.ops.aten.mm.default
+    assert resolve_ops(["aten.mm", "aten.mm.default"]) == (mm,)
+    assert (
+        {mm, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default} <= set(default_ops()) == set(resolve_ops(None))
+    )
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in default_ops()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("aten.mmm", "aten.mm"), ("mm", "aten.mm"), ("aten.mm.wrong", "aten.mm"), ("aten.add", "aten.add.Tensor")],
+)
+def test_an_unknown_op_names_near_ones(name: str, near: str):
+    with pytest.raises(ConfigError, match="does not know") as caught:
+        prepare_blocks(Net().blocks, ActivationConfig(mode="selective", ops=["aten.bmm", name]), path="here")
+    assert caught.value.field == "here.ops"
+    assert near in caught.value.allowed.partition("near: ")[2].split(", ")
+
+
+def test_a_second_backward_over_moved_results_says_so():
+    net = Net()
+    prepare_blocks(net.blocks, ActivationConfig(**MODES["selective_offload"]))
+    loss = net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
+
+
+# -- offload
+
+
+def test_bytes_moved_and_parameters_left(monkeypatch: pytest.MonkeyPatch):
+    net = step(MODES["full_offload"])[3]
+    assert [block.forward.num_bytes for block in net.blocks] == [ACTIVATION_BYTES] * BLOCKS  # scale is shared
+    moved: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "lit_fsdp.parallel.host_copies.to_host", lambda t: (moved.append(tuple(t.shape)), HostCopy(t))[1]
+    )
+    net = step(MODES["offload"])[3]
+    assert len(moved) >= 5 * BLOCKS
+    assert not any(shape in ((WIDTH, WIDTH), (WIDTH,)) for shape in moved)  # weights, transposed ones, biases, scale
+    assert net.blocks[0].forward.num_bytes >= 5 * ACTIVATION_BYTES
+
+
+# -- transformers' own switch
+
+
+@pytest.mark.parametrize(("ours", "wanted"), [("none", "full"), ("full", "full"), ("selective", "selective")])
+def test_their_switch_becomes_ours_with_one_warning(ours: str, wanted: str):
+    net = Net()
+    for block in net.blocks:
+        block.gradient_checkpointing = True
+    with pytest.warns(UserWarning, match="two places") as caught:
+        resolved = resolve_gradient_checkpointing(net, ActivationConfig(mode=ours), "a.b.activation_checkpointing")
+    assert len(caught) == 1
+    assert "gradient_checkpointing_enable()" in str(caught[0].message)
+    assert "a.b.activation_checkpointing" in str(caught[0].message)
+    assert f"{BLOCKS} modules, first 'blocks.0'" in str(caught[0].message)
+    assert resolved.mode == wanted
+    assert not any(block.gradient_checkpointing for block in net.blocks)
+
+
+def test_without_their_switch_nothing_is_said():
+    config = ActivationConfig(mode="every_n", n=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_gradient_checkpointing(Net(), config) is config
+
+
+def test_a_transformers_model_with_it_enabled():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for it
+        model.gradient_checkpointing_enable()
+    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert switched
+    with pytest.warns(UserWarning, match="two places"):
+        assert resolve_gradient_checkpointing(model, ActivationConfig()).mode == "full"
+    assert not any(m.gradient_checkpointing for m in switched)

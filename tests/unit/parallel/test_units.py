@@ -190,6 +190,12 @@ def test_auto_needs_something_to_go_by(net: nn.Module, given: str):
     assert refused(net, AUTO).given == given
 
 
+def test_a_model_without_blocks_may_be_one_unit_where_the_root_may_hold_all():
+    plan = plan_units(nn.Sequential(nn.Linear(2, 2)), WrapConfig(max_root_share=1.0))
+    assert sizes(plan) == {"": 6}
+    assert plan.source == "nothing that repeats"
+
+
 def test_metrics_inside_do_not_disturb_the_order():
     """A metric compares equal to anything, so that list.index and remove would find the wrong module."""
 

@@ -1,0 +1,183 @@
+"""Jobs of test_choices.py: they look at the live engine, or break a run on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader
+
+from tests.dist.foreign import ForeignNet, foreign_rows
+from tests.dist.jobs import Losses, TinyData, digest, module_for, trainer_for
+
+
+class Manual(ForeignNet):
+    """Wraps its layers itself, as its author learnt to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.is_wrapped = how, False
+
+    def configure_model(self) -> None:
+        """Called before every fit, validate, ..."""
+        if self.is_wrapped or self.how == "nothing":
+            return
+        self.is_wrapped = True
+        strategy: Any = self.trainer.strategy
+        for i, layer in enumerate(self.layers):
+            if self.how == "fully_shard":
+                fully_shard(layer, **strategy.unit_options())
+            else:
+                from torch.distributed.fsdp.wrap import wrap
+
+                self.layers[i] = wrap(layer)
+
+
+def wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
+    """Losses and units of a module that wraps itself, all of it from one seed."""
+    torch.manual_seed(3)
+    module = Manual(how)
+    losses: list[float] = []
+
+    class Collect(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            losses.append(float(trainer.callback_metrics["loss"]))
+
+    trainer = trainer_for(strategy, [Collect()], max_steps=4)
+    ranks, rank = trainer.world_size, trainer.global_rank
+    rows = [tuple(t[rank * 8 // ranks : (rank + 1) * 8 // ranks] for t in foreign_rows(step)) for step in range(4)]
+    trainer.fit(module, DataLoader(rows, batch_size=None))
+    live: Any = trainer.strategy
+    return {"losses": losses, "units": sorted(live.realised_units()), "audit": live.audit}
+
+
+class Poison(Callback):
+    """Writes a value into the gradient of one parameter, on one rank, before some of the optimizer steps."""
+
+    def __init__(self, steps: list[int], rank: int, value: float) -> None:
+        self.steps, self.rank, self.value = steps, rank, value
+        self.digests: list[str] = []
+        self.step = -1
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """After ``on_before_optimizer_step`` of the module's own hook order: the gradients are final but for clipping."""
+        self.step += 1
+        self.digests.append(digest(pl_module, optimizer))
+        if self.step in self.steps and dist.get_rank() == self.rank:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+            next(g for g in local if g.numel()).view(-1)[0] = self.value
+
+
+def poisoned(
+    folder: str, strategy: dict[str, Any], steps: list[int], value: float, rank: int = 1, **options: Any
+) -> dict[str, Any]:
+    """A run of six steps in which one rank finds a bad value among its gradients."""
+    torch.manual_seed(0)
+    poison, losses = Poison(steps, rank, value), Losses()
+    trainer = trainer_for(strategy, [poison, losses], max_steps=6, **options)
+    module = module_for(folder)
+    error = ""
+    try:
+        trainer.fit(module, datamodule=TinyData())
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    live: Any = trainer.strategy
+    optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
+    last = digest(module, getattr(optimizer, "optimizer", optimizer)) if optimizer is not None and not error else ""
+    return {
+        "error": error,
+        "guard": live.guard.state_dict(),
+        "skipped": live.guard.num_skipped_steps,
+        "digests": [*poison.digests, last],
+        "losses": losses.values,
+    }
+
+
+class CountReductions(Callback):
+    """How often the engine reduced gradients in each micro-batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Both engines look the collectives up at call time."""
+        self.originals = {
+            name: getattr(dist, name)
+            for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
+            if hasattr(dist, name)
+        }
+        for name, original in self.originals.items():
+            setattr(dist, name, self._counting(original))
+
+    def _counting(self, original: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.now += int(tensor.numel() > 8)  # not the totals of the loss
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    now = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Count anew."""
+        self.now = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Keep the count."""
+        self.counts.append(self.now)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave no trace for the next job."""
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+
+def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
+    """What the live engine is set to, and which dtypes and devices were found."""
+    torch.manual_seed(0)
+    losses, counts = Losses(), CountReductions()
+    trainer = trainer_for(strategy, [losses, counts], max_steps=steps, **options)
+    module = module_for(folder)
+    logits: list[str] = []
+
+    def note(_module: Any, _args: Any, output: Any) -> None:
+        logits.append(str(output.logits.dtype))
+
+    module.build()
+    assert module.model is not None
+    trainer.fit(module, datamodule=TinyData())
+    module.model.register_forward_hook(note)
+    live: Any = trainer.strategy
+    with torch.no_grad():
+        live._root.train(False)
+        batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+        module.forward = lambda: module.model(**batch) and None
+        live._root()
+    units = list(live._root.modules())
+    fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
+    fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
+    states = [m._get_fsdp_state() for m in fsdp2]
+    return {
+        "losses": losses.values,
+        "reductions": counts.counts,
+        "dtypes": live.contract.report()["realised"],
+        "logits": logits[-1],
+        "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),
+        "devices": sorted({p.device.type for p in module.parameters()}),
+        "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
+        "backward_prefetch": sorted({str(m.backward_prefetch) for m in fsdp1}),
+        "forward_prefetch": sorted({m.forward_prefetch for m in fsdp1}),
+        "limit_all_gathers": sorted({m.limit_all_gathers for m in fsdp1}),
+        "forward_depths": [len(s._states_to_forward_prefetch) for s in states],
+        "backward_depths": [len(s._states_to_backward_prefetch) for s in states],
+        "reshards": sorted({str(g.post_forward_mesh_info is not None) for s in states for g in s._fsdp_param_groups}),
+        "guard": live.guard.state_dict(),
+        "backend": dist.get_backend(),
+        "audit": live.audit,
+    }

@@ -1,0 +1,57 @@
+"""An Accelerate configuration trained by Accelerate, and its converted recipe by ours: units, dtypes and losses.
+
+Accelerate needs a GPU for version 1 of FSDP; tests/unit/convert compares its plugin field by field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_fsdp.convert.convert import convert_file
+from tests.dist.workers import Workers
+
+STEPS = 4
+# fp32 sums in another order; under bf16 Accelerate adds autocast to FSDP's own casts.
+TOLERANCE = {"no": 1e-5, "bf16": 2e-2}
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_converted_recipe_trains_as_accelerate_does(
+    workers: Workers, tiny_model: Path, tmp_path: Path, mixed_precision: str, reshard: bool
+) -> None:
+    pytest.importorskip("accelerate")
+    config: dict[str, Any] = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+    file = tmp_path / "accelerate.yaml"
+    whole = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "mixed_precision": mixed_precision}
+    file.write_text(yaml.safe_dump({**whole, "fsdp_config": config}))
+    found = convert_file("accelerate", file)
+    assert not found.differs
+    assert found.recipe["trainer"]["accelerator"] == "cpu"
+
+    env = {name.upper(): str(value) for name, value in config.items()}
+    env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = env.pop("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
+    env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+    theirs = workers.run(
+        "train_with_accelerate", 2, folder=str(tiny_model), env=env, mixed_precision=mixed_precision, steps=STEPS
+    )[0]
+    strategy = found.recipe["trainer"]["strategy"]["init_args"]
+    ours = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=STEPS)[0]
+
+    assert (theirs["type"], theirs["sharded"], theirs["dtypes"]) == ("FSDP", True, ["torch.float32"])
+    blocks = [f"model.layers.{index}" for index in range(3)]
+    assert [name for name in theirs["units"] if ".layers." in name] == blocks
+    units = [unit["name"] for unit in ours["audit"]["units"] if "layers." in unit["name"]]
+    assert [f"model.{name[name.index('layers.') :]}" for name in units] == blocks
+    assert set(ours["dtypes"]["realised"]["parameters after set-up"]) == {"fp32"}
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE[mixed_precision])

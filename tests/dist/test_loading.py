@@ -1,0 +1,87 @@
+"""A model loaded shard by shard is the unsharded one, bit for bit, and no rank ever holds much more than its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.weights import open_weights
+from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
+from tests.dist.loading_jobs import fingerprint
+from tests.dist.reference import TINY
+from tests.dist.workers import Workers
+
+SEED = 11
+UNTIED = {**TINY.to_dict(), "tie_word_embeddings": False}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama_tied": TINY,
+    "llama_untied": LlamaConfig(**{k: v for k, v in UNTIED.items() if k != "model_type"}),
+    "gpt2": GPT2Config(n_embd=36, n_layer=3, n_head=4, n_positions=64, vocab_size=512),  # 36 rows: not equal shards
+}
+
+
+def fingerprints(model: torch.nn.Module) -> dict[str, str]:
+    """Of every parameter under its first name, and every buffer."""
+    return {name: fingerprint(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def check(found: list[dict[str, str]], wanted: dict[str, str]) -> None:
+    """Every rank has gathered exactly this; a tied weight may be there under its other name too."""
+    for rank in found:
+        assert {name: rank.get(name) for name in wanted} == wanted
+        assert set(rank) - set(wanted) <= {"lm_head.weight"}
+        if "lm_head.weight" in set(rank) - set(wanted):
+            assert rank["lm_head.weight"] in wanted.values()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_files_are_loaded_bit_for_bit(workers: Workers, tiny_model: Path, engine: str, ranks: int) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    wanted = fingerprints(whole)
+    assert any(name.endswith("inv_freq") for name in wanted)
+    check(workers.run("load_and_fingerprint", ranks, model=str(tiny_model), engine=engine), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_random_weights_equal_those_of_one_process(
+    workers: Workers, tmp_path: Path, engine: str, ranks: int, name: str
+) -> None:
+    """The reference is built on meta and initialised module by module, in this process, with the same seed."""
+    config = CONFIGS[name]
+    config.save_pretrained(tmp_path)
+    model = build_on_meta(config)
+    weights = open_weights(ModelSource(config, None, None, name), model, SEED)
+    names = {id(module): path for path, module in model.named_modules()}
+    model.to_empty(device="cpu").tie_weights()
+    for module in model.modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                tensor.data.copy_(weights.read(names[id(module)], module, attribute))
+    wanted = fingerprints(model)
+    assert len(set(wanted.values())) > 10
+    check(
+        workers.run("load_and_fingerprint", ranks, model=str(tmp_path / "config.json"), engine=engine, seed=SEED),
+        wanted,
+    )
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_peak_memory_of_a_rank(tmp_path: Path, engine: str) -> None:
+    """A 137M model, 547 MB in fp32: each of two ranks stays under its shard, the largest unit and 120 MB."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10, "vocab_size": 8192}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True}
+    result = measure(engine, write_random_llama(tmp_path, {**shape, **heads}), 2)
+    assert "error" not in result, result.get("error")
+    records = result["ranks_measured"]
+    assert sum(record["held_bytes"] for record in records) == pytest.approx(4 * records[0]["num_params"], rel=0.01)
+    for record in records:
+        assert bound(record, 120 * MB) < 4 * record["num_params"]  # or a whole copy on every rank would pass
+        assert above_imports(record) <= bound(record, 120 * MB)
