@@ -13,8 +13,7 @@ from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_architecture
-from lit_fsdp.parallel.activation import is_checkpointed
-from lit_fsdp.parallel.prepare import prepare
+from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
 from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import audit
 from lit_fsdp.report.tables import ranks_table, units_table, wide_console
@@ -51,10 +50,9 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     hf_config = resolve_architecture(model_config)
     module = CausalLMModule(build_on_meta(hf_config, model_config.attn_implementation, model_config.trust_remote_code))
     plan = prepare(module, _without_fp8_layers(strategy), STRATEGY)
-    names = {unit.name for unit in plan.units[:-1] if is_checkpointed(plan.modules[unit.name])}
     state = state_per_rank(module, plan, strategy, shards)
     return {
-        **audit(plan, shards, names),
+        **audit(plan, shards, recompute_by_unit(plan)),
         "num_params_on_this_rank": state[0]["num_params"],
         "engine": strategy.engine,
         "sharding": strategy.sharding,

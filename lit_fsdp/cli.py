@@ -36,6 +36,7 @@ from lit_fsdp.host import is_first_process, is_launched_by_lightning
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.prepare import plan_for
+from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
@@ -205,6 +206,7 @@ class RecipeCLI(LightningCLI):
         mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
         check_device(strategy.config, strategy.root_device.type, STRATEGY)
         plan_for(self.model.build(), strategy.config, STRATEGY)
+        resolve_ops(strategy.config.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
         if self.verb == "fit":
             accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
 

@@ -150,6 +150,18 @@ def _manual(config: StrategyConfig) -> None:
         )
 
 
+def _compiled(config: StrategyConfig) -> None:
+    """Units inside a compiled block break its graph, and it would run as it is without a word."""
+    what = "wrap experts" if config.wrap_config.experts else "precision keep_norms_fp32"
+    if config.compile and (config.wrap_config.experts or config.precision_config.keep_norms_fp32):
+        raise ConfigError(
+            "compile",
+            f"true with {what}, which makes FSDP units inside blocks",
+            "blocks without units inside",
+            "drop compile, or the units inside",
+        )
+
+
 def _loading(config: StrategyConfig) -> None:
     if not config.use_orig_params:
         raise ConfigError(
@@ -189,6 +201,7 @@ STRATEGY_RULES: list[Callable[[StrategyConfig], None]] = [
     _prefetch,
     _accumulation,
     _manual,
+    _compiled,
     _loading,
     _activation,
 ]

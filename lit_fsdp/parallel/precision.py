@@ -97,6 +97,15 @@ class DtypeContract:
                 self._handles.append(module.register_forward_pre_hook(self._gathered_hook(name, inner, dtype)))
                 self._handles.append(module.register_forward_hook(self._output_hook(name), prepend=True))
 
+    def watch_autocast(self, model: nn.Module) -> None:
+        """Compare, in the next forward passes, what linear layers return under autocast with the compute dtype."""
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self._compare("linear layers under autocast", {type(module).__name__: output.dtype}, self.row.compute)
+
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self._handles.extend(module.register_forward_hook(hook, prepend=True) for module in linears)
+
     @contextlib.contextmanager
     def watch_reductions(self) -> Iterator[None]:
         """Record the dtype of every floating-point reduction the engine issues inside this context.

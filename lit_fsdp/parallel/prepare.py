@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
 from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.parallel.activation import prepare_blocks, resolve_gradient_checkpointing
+from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.casting import cast_outputs, cast_parameters, norm_modules, output_module
 from lit_fsdp.parallel.float8 import apply_float8
 from lit_fsdp.parallel.precision import TORCH_DTYPES
@@ -27,6 +28,11 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     return _with_norms(plan, module) if config.precision_config.keep_norms_fp32 else plan
 
 
+def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
+    """What each unit does again in the backward pass, by name: ``no``, ``full``, ``selective``, ..."""
+    return {name: recomputes(module) for name, module in plan.modules.items()}
+
+
 def _with_norms(plan: UnitPlan, module: nn.Module) -> UnitPlan:
     """The plan with every normalisation layer as a unit of its own, taken out of the unit around it."""
     names = {child: name for name, child in module.named_modules()}
@@ -37,7 +43,7 @@ def _with_norms(plan: UnitPlan, module: nn.Module) -> UnitPlan:
             units = [dataclasses.replace(u, keeps_fp32=True) if u.name == name else u for u in units]
             continue
         params = list(norm.parameters())
-        own = {
+        own: dict[str, Any] = {
             "num_params": sum(p.numel() for p in params),
             "num_bytes": sum(p.numel() * p.element_size() for p in params),
             "num_trainable": sum(p.numel() for p in params if p.requires_grad),

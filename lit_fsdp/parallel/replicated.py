@@ -74,6 +74,7 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         row = self.config.precision_config.row
         if row.compute != row.param:
+            self.contract.watch_autocast(module)
             self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
         self._broadcast(module)  # what is there; each rank reads the rest itself
         for child in module.modules():

@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
-from lit_fsdp.parallel.activation import is_checkpointed
 from lit_fsdp.parallel.casting import cast_buffers
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
 from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
-from lit_fsdp.parallel.prepare import prepare
+from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
 from lit_fsdp.parallel.refusals import refuse_callbacks
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
@@ -125,7 +124,7 @@ class ShardedStrategy(ShardedCheckpoints):
         self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
         self._ties = tied_names(module)
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(torch.initial_seed())
-        checkpointed = {unit.name for unit in plan.units[:-1] if is_checkpointed(plan.modules[unit.name])}
+        recompute = recompute_by_unit(plan)
         materializer = Materializer(module, reader, self._rest_device())
         if not self.config.cpu_ram_efficient_loading:
             for child in list(module.modules()):
@@ -136,7 +135,14 @@ class ShardedStrategy(ShardedCheckpoints):
         if self.config.precision_config.buffer_dtype is not None:
             cast_buffers(module, TORCH_DTYPES[self.config.precision_config.buffer_dtype])
         self.plan, self._owner = plan, module
-        self.audit = audit(plan, self.mesh.size(self.mesh.ndim - 1), checkpointed)
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        self.audit = {
+            **audit(plan, shards, recompute),
+            "engine": self.config.engine,
+            "sharding": self.config.sharding,
+            "replicate_degree": self.world_size // shards,
+            "replaced": self.config.replaced,
+        }
         self._check_units()
         if self.contract.watching:
             self.contract.watch(plan.modules, self.fp32_units)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,7 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
     return plan
 
 
-def audit(plan: UnitPlan, shard_degree: int, checkpointed: set[str]) -> dict[str, Any]:
+def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> dict[str, Any]:
     """The plan as plain data for ``audit.json`` and the table: one row per unit and the totals."""
     rows = [
         {
@@ -114,7 +114,7 @@ def audit(plan: UnitPlan, shard_degree: int, checkpointed: set[str]) -> dict[str
             "num_bytes": unit.num_bytes,
             "share": unit.num_params / max(1, plan.num_params),
             "tied": list(unit.tied),
-            "activation_checkpointing": unit.name in checkpointed,
+            "recompute": recompute.get(unit.name, "no"),
         }
         for unit in plan.units
     ]

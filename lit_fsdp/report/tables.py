@@ -30,7 +30,7 @@ def units_table(record: dict[str, Any]) -> Table:
             f"{first['num_bytes'] / GIB:.3f}",
             f"{first['share'] * count:.1%}",
             ", ".join(first["tied"]) or "-",
-            "yes" if first["activation_checkpointing"] else "no",
+            first["recompute"],
         )
     return table
 

@@ -65,7 +65,7 @@ class Poison(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """After ``on_before_optimizer_step`` of the module's own hook order: the gradients are final but for clipping."""
+        """Before the module's own hook and before clipping."""
         self.step += 1
         self.digests.append(digest(pl_module, optimizer))
         if self.step in self.steps and dist.get_rank() == self.rank:
@@ -116,9 +116,10 @@ class CountReductions(Callback):
             setattr(dist, name, self._counting(original))
 
     def _counting(self, original: Any) -> Any:
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = [*args, *kwargs.values()][0]
             self.now += int(tensor.numel() > 8)  # not the totals of the loss
-            return original(tensor, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 

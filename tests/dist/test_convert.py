@@ -16,7 +16,7 @@ from tests.dist.workers import Workers
 
 STEPS = 4
 # fp32 sums in another order; under bf16 Accelerate adds autocast to FSDP's own casts.
-TOLERANCE = {"no": 1e-5, "bf16": 2e-2}
+TOLERANCE = {"no": 1e-5, "bf16": 1e-3}
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])

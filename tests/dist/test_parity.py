@@ -90,7 +90,7 @@ def test_one_rank_and_recomputed_activations(
     kept = workers.run("train", 2, folder=str(tiny_model), strategy={**strategy, "activation_checkpointing": "none"})
     recomputed = workers.run("train", 2, folder=str(tiny_model), strategy=strategy)
     assert recomputed[0]["losses"] == kept[0]["losses"]  # bit-equal
-    blocks = [unit for unit in recomputed[0]["audit"]["units"] if unit["activation_checkpointing"]]
+    blocks = [unit for unit in recomputed[0]["audit"]["units"] if unit["recompute"] == "full"]
     assert [unit["class"] for unit in blocks] == ["LlamaDecoderLayer"] * 3
 
 

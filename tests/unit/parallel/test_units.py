@@ -220,7 +220,7 @@ def test_the_model_is_not_changed():
 
 def test_the_audit_is_the_plan_as_plain_data():
     plan = plan_units(llama(tied=True), AUTO)
-    found = audit(plan, shard_degree=4, checkpointed={"model.model.layers.1"})
+    found = audit(plan, shard_degree=4, recompute={"model.model.layers.1": "full"})
     assert {key: value for key, value in found.items() if key != "units"} == {
         "wrapped_by": LLAMA_SOURCE,
         "kept_together_by_tied_weights": ["model.model.embed_tokens", "model.lm_head"],
@@ -229,7 +229,7 @@ def test_the_audit_is_the_plan_as_plain_data():
         "root_share": 88 / (2 * LAYER + 88),
         "shard_degree": 4,
     }
-    assert [row["activation_checkpointing"] for row in found["units"]] == [False, True, False]
+    assert [row["recompute"] for row in found["units"]] == ["no", "full", "no"]
     assert found["units"][-1] == {
         "name": "(root)",
         "class": "Holder",
