@@ -67,6 +67,8 @@ def print_audit(record: dict[str, Any]) -> None:
         f"{record['num_params_on_this_rank']:,} on rank 0; peak host memory per rank while loading: "
         f"{', '.join(memory)} GiB"
     )
+    for name, text in record["replaced"].items():
+        console.print(f"replaced: {name}: {text}", highlight=False, markup=False)
 
 
 def print_dtypes(report: dict[str, Any]) -> None:

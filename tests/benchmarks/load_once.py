@@ -3,9 +3,10 @@
     RANK=0 WORLD_SIZE=2 ... python load_once.py SIDE MODEL_FOLDER OUT.json
 
 SIDE is ``fsdp2`` or ``fsdp1`` (our strategy, up to the first training step), ``transformers`` (``from_pretrained`` on
-every rank) or ``accelerate`` (its FSDP2 with ``cpu_ram_efficient_loading``: rank 0 reads, the others receive). Weights
-are fp32 at rest on all sides. What is counted is the resident set, mapped pages of files included, above the one after
-the imports.
+every rank) or ``accelerate`` (``init_empty_weights`` and ``load_checkpoint_in_model``, then ``fully_shard``). Its FSDP
+with ``cpu_ram_efficient_loading`` cannot be measured here: with ``cpu=True`` an Accelerator 1.15 that is given an FSDP
+plugin becomes ``MULTI_CPU``, which replicates. Weights are fp32 at rest on all sides. What is counted is the resident
+set, mapped pages of files included, above the one after the imports.
 """
 
 from __future__ import annotations
@@ -71,25 +72,22 @@ def load_ours(engine: str, folder: str, out: Path) -> None:
 
 
 def load_with_accelerate(folder: str, out: Path) -> None:
-    """Accelerate's FSDP2: meta everywhere but on rank 0, which sends the shards; the record says if it sharded."""
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """Accelerate's own reader into a model made by its ``init_empty_weights``, then ``fully_shard`` by hand."""
+    from accelerate import init_empty_weights, load_checkpoint_in_model
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=True,
-        reshard_after_forward=True,
-    )
     imported = start()
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model, _ = accelerator.prepare(model, optimizer)
-    sharded = any(hasattr(param, "to_local") for param in model.parameters())
-    finish(out, imported, model, distributed_type=str(accelerator.distributed_type), model_is_sharded=sharded)
+    dist.init_process_group("gloo")
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.tie_weights()
+    load_checkpoint_in_model(model, folder, device_map={"": "cpu"}, dtype=torch.float32)
+    model.tie_weights()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    finish(out, imported, model)
 
 
 def start() -> int:

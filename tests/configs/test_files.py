@@ -58,7 +58,7 @@ def test_the_recipes_and_fragments_that_are_promised_are_there():
         "mistral-7b_full_fsdp2_8x80gb",
     }
     folders = {path.parent.name for path in FRAGMENTS}
-    assert folders >= {"activation", "data", "debug", "hardware", "precision", "sharding"}
+    assert folders >= {"activation", "data", "debug", "engine", "hardware", "network", "precision", "sharding"}
 
 
 @pytest.mark.parametrize("file", RECIPES + FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -127,7 +127,7 @@ def test_a_fragment_changes_only_its_own_keys(fragment: Path):
     assert after["trainer"]["strategy"]["class_path"] == FACTORY
 
 
-@pytest.mark.parametrize("word", ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("word", ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
 def test_sharding_fragments_replace_each_other(word: str):
     flags = ("--trainer.strategy.init_args.replicate_degree", "4")
     hybrid = ROOT / "configs" / "sharding" / "hybrid_shard.yaml"
@@ -139,13 +139,18 @@ def test_sharding_fragments_replace_each_other(word: str):
     assert (run.strategy.sharding, run.strategy.replicate_degree) == (word, None)
 
 
-@pytest.mark.parametrize("kind", ["precision", "activation"])
+@pytest.mark.parametrize("kind", ["precision", "activation", "engine"])
 def test_each_word_has_its_fragment(kind: str):
-    key = {"precision": "precision", "activation": "activation_checkpointing"}[kind]
-    words = {"precision": ["mixed", "low_precision", "fp32"], "activation": ["none", "full"]}[kind]
+    key = {"activation": "activation_checkpointing"}.get(kind, kind)
+    words = {
+        "precision": ["mixed", "low_precision", "fp32", "fp16_mixed", "fp8"],
+        "activation": ["none", "full", "every_n", "selective"],
+        "engine": ["fsdp2", "fsdp1", "ddp", "single"],
+    }[kind]
     for word in words:
         run = _checked(_merged(RECIPES[0], ROOT / "configs" / kind / f"{word}.yaml"))
-        assert getattr(run.strategy, key) == word
+        found = getattr(run.strategy, key)
+        assert getattr(found, "mode", found) == word
 
 
 def test_data_fragments_show_a_row_of_their_format():
@@ -216,7 +221,7 @@ def test_the_arithmetic_at_the_head_of_a_recipe_is_right(recipe: Path):
 def test_the_model_of_a_recipe_passes_the_audit(recipe: Path):
     run, model = _checked(_merged(recipe)), _meta_model(recipe)
     plan = plan_units(_Module(model), run.strategy.wrap_config)
-    table = audit(plan, run.world_size or 1, set())
+    table = audit(plan, run.world_size or 1, {})
     tied = model.config.tie_word_embeddings
     embedding = model.get_input_embeddings().weight.numel()
     assert sum(unit["num_params"] for unit in table["units"]) == num_parameters(model) == table["num_params"]

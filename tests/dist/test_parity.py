@@ -139,6 +139,7 @@ def test_realised_dtypes(
             "parameters after set-up": {param},
             "gathered parameters in the forward": {compute},
             "activations": {compute},
+            "buffers": {"fp32"},
             "reductions": {reduce},
             "parameters after the first step": {param},
             "gradients": {param},

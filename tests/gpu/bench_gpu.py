@@ -49,7 +49,7 @@ def main() -> int:
     place.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", "-m", "tests.gpu.bench_gpu", *sys.argv[1:]])
     results = []
-    for engine in ("fsdp2", "fsdp1"):
+    for engine in ("single", "fsdp2", "fsdp1"):  # single is the plain module: the engines' overhead at one rank
         for recompute in ("none", "full"):
             results.append(in_a_process(engine, recompute))
             print(summary(results[-1]), file=sys.stderr, flush=True)

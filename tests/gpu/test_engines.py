@@ -32,6 +32,7 @@ def test_dtypes_and_losses(tiny_model: Path, accelerator: str, device: str, mode
             "parameters after set-up": {param},
             "gathered parameters in the forward": {compute},
             "activations": {compute},
+            "buffers": {"fp32"},
             "parameters after the first step": {param},
             "gradients": {param},
             "optimizer state after the first step": {param},
