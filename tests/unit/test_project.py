@@ -25,6 +25,7 @@ _BROUGHT_BY = {
     "huggingface_hub": "transformers",
     "packaging": "transformers",
     "gguf": "the extra of that name",
+    "torchao": "the extra fp8",
 }
 _MODULE_OF = {"pyyaml": "yaml"}
 
