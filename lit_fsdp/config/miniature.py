@@ -36,7 +36,10 @@ def adapt_to_miniature(values: dict[str, Any], replaced: list[str]) -> list[str]
         devices: Any = trainer.get("devices")
         if _number(devices):
             _fit_degrees(args, devices, lambda key, new, why: replace(args, path, key, new, why))
-        _fit_device(args, trainer, lambda section, key, new, why: replace(section, path, key, new, why))
+        if args.get("engine") == "single" and devices != 1:
+            replace(trainer, "trainer", "devices", 1, "engine single")
+        if trainer.get("accelerator") == "cpu":
+            _fit_cpu(args, lambda key, new, why: replace(args, path, key, new, why))
         wrap = args.get("wrap")
         if isinstance(wrap, dict) and _number(wrap.get("min_num_params")) > _SMALL_UNIT:
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
@@ -61,23 +64,18 @@ def _fit_degrees(args: dict[str, Any], devices: int, replace: Callable[[str, Any
         replace("shard_degree", -1, why)
 
 
-def _fit_device(args: dict[str, Any], trainer: dict[str, Any], replace: Callable[..., None]) -> None:
-    """What needs a GPU, or (``single``) has no use for two ranks."""
-    if trainer.get("accelerator") != "cpu":
-        return
+def _fit_cpu(args: dict[str, Any], replace: Callable[[str, Any, str], None]) -> None:
+    """What needs a GPU, replaced by what a CPU has."""
     if args.get("engine") == "fsdp1" and args.get("cpu_offload") is True:
-        replace(args, "cpu_offload", False, "engine fsdp1 offloads from GPUs only")
+        replace("cpu_offload", False, "engine fsdp1 offloads from GPUs only")
     if "nccl" in str(args.get("process_group_backend")):
-        replace(args, "process_group_backend", None, "the CPU has gloo")
-    if args.get("engine") == "single" and trainer.get("devices") != 1:
-        trainer["devices"] = 1
-        replace(args, "engine", "single", "trainer.devices: 1")
+        replace("process_group_backend", None, "the CPU has gloo")
     precision = args.get("precision")
     if precision == "fp8":
-        replace(args, "precision", "mixed", "fp8 needs a Hopper GPU")
+        replace("precision", "mixed", "fp8 needs a Hopper GPU")
     elif isinstance(precision, dict) and precision.get("mode") == "fp8":
         kept = {key: value for key, value in precision.items() if key != "fp8_skip"}
-        replace(args, "precision", {**kept, "mode": "mixed"}, "fp8 needs a Hopper GPU")
+        replace("precision", {**kept, "mode": "mixed"}, "fp8 needs a Hopper GPU")
 
 
 def _number(value: Any) -> Any:
