@@ -28,6 +28,7 @@ class Regression(LightningModule):
 
 seed_everything(0)
 data = DataLoader(TensorDataset(*torch.rand(2, 512, 64)), batch_size=16)
-trainer = Trainer(accelerator="cpu", devices=2, max_epochs=2, logger=False, strategy=fsdp_strategy())
+options = {"max_epochs": 2, "logger": False, "default_root_dir": "runs/foreign_module"}
+trainer = Trainer(accelerator="cpu", devices=2, strategy=fsdp_strategy(), **options)
 trainer.fit(Regression(), data)
 trainer.print(f"{trainer.global_step} steps, loss {trainer.callback_metrics['loss']:.4f}")

@@ -36,7 +36,7 @@ class Manual(ForeignNet):
                 self.layers[i] = wrap(layer)
 
 
-def wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
+def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     """Losses and units of a module that wraps itself, all of it from one seed."""
     torch.manual_seed(3)
     module = Manual(how)

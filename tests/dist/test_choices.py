@@ -150,9 +150,9 @@ def test_an_fp16_overflow_is_skipped_and_counted(workers: Workers, tiny_model: P
 
 @pytest.mark.parametrize(("engine", "how"), [("fsdp2", "fully_shard"), ("fsdp1", "wrap")])
 def test_a_module_that_wraps_itself(workers: Workers, engine: str, how: str) -> None:
-    (alone,) = workers.run("wrapped_by_hand", 1, strategy={"engine": "single", "precision": "fp32"}, how="nothing")
+    (alone,) = workers.run("train_wrapped_by_hand", 1, strategy={"engine": "single", "precision": "fp32"}, how="nothing")
     strategy = {"engine": engine, "precision": "fp32", "wrap": "manual"}
-    for result in workers.run("wrapped_by_hand", 2, strategy=strategy, how=how):
+    for result in workers.run("train_wrapped_by_hand", 2, strategy=strategy, how=how):
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert result["units"] == ["", "layers.0", "layers.1", "layers.2"]
         assert result["audit"]["num_params"] == 3 * (12 * 12 + 12) + 13 + 5
@@ -161,12 +161,12 @@ def test_a_module_that_wraps_itself(workers: Workers, engine: str, how: str) -> 
 
 def test_manual_without_anything_wrapped_is_refused(workers: Workers) -> None:
     with pytest.raises(RankError, match="nothing in the model is wrapped"):
-        workers.run("wrapped_by_hand", 2, strategy={"wrap": "manual"}, how="nothing")
+        workers.run("train_wrapped_by_hand", 2, strategy={"wrap": "manual"}, how="nothing")
 
 
-def test_wrapped_by_hand_without_saying_so_is_refused(workers: Workers) -> None:
+def test_train_wrapped_by_hand_without_saying_so_is_refused(workers: Workers) -> None:
     with pytest.raises(RankError, match="or wrap: manual"):
-        workers.run("wrapped_by_hand", 2, strategy={}, how="fully_shard")
+        workers.run("train_wrapped_by_hand", 2, strategy={}, how="fully_shard")
 
 
 def test_what_the_cpu_cannot_do_is_refused(workers: Workers, tiny_model: Path) -> None:

@@ -38,7 +38,7 @@ def test_other_ranks_write_nothing(tmp_path: Path):
 
 def unit(name: str, cls: str = "Block", **changes: Any) -> dict[str, Any]:
     row = {"name": name, "class": cls, "num_params": 10, "num_bytes": 2**30, "share": 0.25, "tied": []}
-    return {**row, "activation_checkpointing": True, **changes}
+    return {**row, "recompute": "full", **changes}
 
 
 def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixture[str]):
@@ -47,6 +47,7 @@ def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixtur
         "wrapped_by": "classes Block",
         "num_params": 40,
         "num_units": 4,
+        "replaced": {"sharding": "full_shard → no_shard"},
         "num_params_on_this_rank": 20,
         "units": units,
         "peak_host_memory_per_rank": [{"before_bytes": 2**30, "after_bytes": 2**31}],

@@ -238,7 +238,7 @@ def test_the_audit_is_the_plan_as_plain_data():
         "num_bytes": 352,
         "share": 88 / plan.num_params,
         "tied": ["model.lm_head.weight"],
-        "activation_checkpointing": False,
+        "recompute": "no",
     }
     assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
 
