@@ -113,6 +113,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)
+        before = dict(os.environ)
         os.environ.update({name: str(value) for name, value in task["env"].items()})
         try:
             place = next(place for place in places if hasattr(place, task["job"]))
@@ -122,6 +123,8 @@ def _serve() -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            os.environ.clear()  # a recipe's seed stays in PL_GLOBAL_SEED, and Lightning seeds the next job with it
+            os.environ.update(before)
         print(_MARK + json.dumps(answer), flush=True)
 
 
