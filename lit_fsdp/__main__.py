@@ -9,14 +9,21 @@ from collections.abc import Sequence
 from lit_fsdp.commands import run
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError, NonFiniteGradientError
 from lit_fsdp.host import is_first_process
+from lit_fsdp.redaction import guarded_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 done; 1 the run failed or a check found something; 2 the recipe or the command line is wrong; 75 saved and
-    stopped on SIGTERM or SIGUSR1; 130 on Ctrl-C. What a user can mend is said without a traceback.
+    stopped on SIGTERM or SIGUSR1; 130 on Ctrl-C. What a user can mend is said without a traceback, and secrets of the
+    environment and of the recipe are said nowhere.
     """
+    with guarded_streams():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:

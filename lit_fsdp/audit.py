@@ -11,12 +11,12 @@ from torch import nn
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_architecture
+from lit_fsdp.models.trainable import build_trainable
 from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
 from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import audit
-from lit_fsdp.report.tables import ranks_table, units_table, wide_console
+from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
 
 
 class CausalLMModule(nn.Module):
@@ -48,7 +48,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     config, model_config = strategy.precision_config, run.model
     hf_config = resolve_architecture(model_config)
-    module = CausalLMModule(build_on_meta(hf_config, model_config.attn_implementation, model_config.trust_remote_code))
+    module = CausalLMModule(build_trainable(hf_config, model_config)[0])
     plan = prepare(module, _without_fp8_layers(strategy), STRATEGY)
     state = state_per_rank(module, plan, strategy, shards)
     return {
@@ -80,7 +80,7 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
     sharding = record["sharding"] if not record["replaced"] else "no_shard"
     lines = [
-        f"{record['num_params']:,} parameters in {record['num_units']} units",
+        f"{parameter_counts(record)} in {record['num_units']} units",
         f"{record['engine']} {sharding} on {record['ranks']} ranks: {record['replicate_degree']} "
         f"{'copy' if record['replicate_degree'] == 1 else 'copies'} of the model, each over "
         f"{record['shard_degree']} {'rank' if record['shard_degree'] == 1 else 'ranks'}",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import logging
+import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +26,16 @@ from lit_fsdp.callbacks.csv_log import RunCSVLogger
 from lit_fsdp.callbacks.predictions import PredictionWriter
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.run_record import RunRecord
-from lit_fsdp.callbacks.stop import SignalFlags, StopOnSignal, StopRequested
+from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
+from lit_fsdp.checkpoint.disk import naming
+from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.redacted import printed_without_secrets, without_secrets
+from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY, STRATEGY
 from lit_fsdp.config.typed import field_docs, unknown_key
 from lit_fsdp.datamodule import CausalLMDataModule
@@ -38,6 +46,7 @@ from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.prepare import plan_for
 from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.signals import SignalFlags
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 _TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -52,25 +61,31 @@ _FIXED_ARGUMENTS = {
     *("model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"),
     *("weights_only", "verbose", "return_predictions"),
 }
-_SECTIONS = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
+_SECTIONS = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "resume": ResumeConfig}
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
+def run_verb(
+    verb: str,
+    values: dict[str, Any],
+    flags: list[str],
+    others: Sequence[Path] = (),
+    signals: SignalFlags | None = None,
+) -> int:
     """Run ``fit``, ``validate``, ``test`` or ``predict`` and return the exit code.
 
     Args:
         verb: Which of them.
         values: The merged and checked recipe.
         flags: Further flags for Lightning's parser.
+        others: Checkpoints that may take the place of ``ckpt_path`` if it turns out to be damaged, in this order.
+        signals: Set by this process's signal handlers; default: none are installed.
 
     Raises:
         ConfigError: A key or value that only Lightning knows to be wrong.
     """
     _check_trainer_keys(values, flags)
-    signals = SignalFlags()
-    if not any(flag.split("=")[0] in ("-h", "--help", "--print_config") for flag in flags):
-        signals.install()
+    signals = signals or SignalFlags()
     _speak()
     shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
     jsonargparse.set_parsing_settings(
@@ -79,14 +94,14 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
     cli: RecipeCLI | None = None
     try:
         cli = RecipeCLI(verb, [verb, "--config", yaml.safe_dump(values, sort_keys=False), *flags], signals)
-        signals.before_exit = cli.end_children
-        cli.run_trainer()
+        signals.before_exit = lambda: cli.end_children(grace_seconds=0) if cli is not None else None
+        cli.run_trainer(others)
     except argparse.ArgumentError as error:
         raise ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above") from None
     except StopRequested as stop:
         assert cli is not None
         if cli.trainer.is_global_zero:
-            print(f"{stop}; resume with --ckpt_path last", file=sys.stderr)
+            print(stop, file=sys.stderr)
         # Lightning's launcher takes any other exit code of a child for a failure and kills the rest.
         return 0 if is_launched_by_lightning() else stop.exit_code
     except BaseException:
@@ -134,8 +149,9 @@ class RecipeCLI(LightningCLI):
         parser.add_lightning_class_args(CausalLMDataModule, "data")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The ``checkpoint`` section, and the sentence of each field as its help."""
+        """The ``checkpoint`` and ``resume`` sections, and the sentence of each field as its help."""
         parser.add_class_arguments(CheckpointConfig, "checkpoint")
+        parser.add_class_arguments(ResumeConfig, "resume")
         for action in parser._actions:
             section, _, field = action.dest.partition(".")
             if section in _SECTIONS and field in field_docs(_SECTIONS[section]):
@@ -150,7 +166,8 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse what :func:`run_verb` made of the command line."""
-        self.config = parser.parse_args(args)
+        with printed_without_secrets(args):
+            self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: hyper-parameters come from the recipe, never out of a checkpoint."""
@@ -181,17 +198,21 @@ class RecipeCLI(LightningCLI):
             text = " ".join(str(error).split())
             raise ConfigError("trainer", text, "what Lightning's Trainer accepts", "see lit-fsdp fit --help") from error
 
-    def run_trainer(self) -> None:
+    def run_trainer(self, others: Sequence[Path] = ()) -> None:
         """Prepare the data before any process group exists, then run the verb."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
+        folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
         self._check_ranks_and_units()
         self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"))
         self.datamodule.prepare(_STAGES[self.verb])
-        folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
         if self.trainer.is_global_zero and self.verb == "fit":
+            RunLock(folder)  # until this process ends
             self._write_recipe(folder / "recipe.yaml")
+        strategy: Any = self.trainer.strategy
+        strategy.verify_on_load = self._get(self.config_init, "resume").verify
+        strategy.fallback_checkpoints = tuple(others)
+        self.signals.has_peers = self.signals.has_peers or self.trainer.world_size > 1
         if self.verb == "fit":
-            strategy: Any = self.trainer.strategy
             strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
             self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
         elif self.verb == "predict":
@@ -211,19 +232,27 @@ class RecipeCLI(LightningCLI):
             accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
 
     def _write_recipe(self, path: Path) -> None:
-        """The resolved recipe, every default spelled out."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """The resolved recipe, every default spelled out, secrets as ``***``."""
         parser = self._parser(self.subcommand)
         config = self.config[self.verb].clone()
-        path.write_text(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
+        text = without_secrets(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
+        with naming(path):
+            path.write_text(text)
 
-    def end_children(self) -> None:
-        """Do not leave ranks waiting for one that failed."""
+    def end_children(self, grace_seconds: float = 5.0) -> None:
+        """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
         launcher = getattr(self, "trainer", None) and self.trainer.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            for child in launcher.procs:
-                if child.poll() is None:
-                    child.terminate()
+        if not isinstance(launcher, _SubprocessScriptLauncher):
+            return
+        children = list(launcher.procs)
+        launcher.procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
+        deadline = time.monotonic() + grace_seconds
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            if child.poll() is None:
+                child.kill()
 
 
 def _speak() -> None:
@@ -255,6 +284,7 @@ def _check_trainer_keys(values: dict[str, Any], flags: list[str]) -> None:
                 "model",
                 "data",
                 "checkpoint",
+                "resume",
                 "seed_everything",
                 "ckpt_path",
                 "config",

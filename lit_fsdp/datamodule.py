@@ -20,6 +20,7 @@ from lit_fsdp.data.cache import TokenisedRows, prepare_rows
 from lit_fsdp.data.collate import collate
 from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.templates import ChatTemplate
+from lit_fsdp.data.workers import obey_parent_only, signals_held
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process
 
@@ -114,6 +115,13 @@ class CausalLMDataModule(LightningDataModule):
                 epoch, first = epoch + 1, 0
 
         return self._loader(rows, indices, num_micro_batches(order, micro, ranks))
+
+    def position_at(self, step: int) -> tuple[int, int, int]:
+        """Where optimizer step ``step`` (>= 1) ends: epoch (from 0), micro-batches done in it, micro-batches it has."""
+        trainer, order = self._trainer(), self._order()
+        epoch, index = divmod(step - 1, order.batches_per_epoch)
+        length = num_micro_batches(order, self.config.micro_batch_size, trainer.world_size)
+        return epoch, min((index + 1) * trainer.accumulate_grad_batches, length), length
 
     def state_dict(self) -> dict[str, Any]:
         """What the global order depends on, for the checkpoint; the position in it is the Trainer's step."""
@@ -253,8 +261,11 @@ class BatchLoader:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
+            worker_init_fn=obey_parent_only,
         )
-        yield from loader
+        with signals_held():
+            batches = iter(loader)
+        yield from batches
 
 
 class _Lazy:

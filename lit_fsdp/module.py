@@ -8,9 +8,7 @@ token counts together and the gradients are scaled once.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,13 @@ from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.typed import accepts, build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.description import model_entry, model_files
+from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import TokenLoss, causal_lm_forward, per_sample_loss
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer
+from lit_fsdp.models.trainable import build_trainable
 from lit_fsdp.models.weights import Weights, open_weights
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.sharded import ShardedStrategy
@@ -61,7 +62,8 @@ class CausalLMModule(LightningModule):
                 "model.name", "null", "a hub name, folder, GGUF file or config", "name the model to start from"
             )
         self.model = None
-        self._weights: Weights | None = None
+        self._weights: Weights | LoraWeights | None = None
+        self._adapter_config: dict[str, Any] | None = None
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
@@ -88,7 +90,7 @@ class CausalLMModule(LightningModule):
     def build(self) -> CausalLMModule:
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
-            model = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
+            model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.hub_name)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             self.model = model
         return self
@@ -98,7 +100,12 @@ class CausalLMModule(LightningModule):
         if self._weights is not None:
             return
         model: Any = self.build().model
-        self._weights = open_weights(self.source, model, self.trainer.strategy.broadcast(torch.initial_seed()))
+        seed = self.trainer.strategy.broadcast(torch.initial_seed())
+        if self._adapter_config is None:
+            self._weights = open_weights(self.source, model, seed)
+        else:
+            bare = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
+            self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed)
         if not isinstance(self.trainer.strategy, ShardedStrategy):
             materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
             for module in self.modules():
@@ -237,27 +244,11 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        strip = lambda name: name.removeprefix("model.")  # noqa: E731
-        return {"model": {"prefix": "model.", "tied": {strip(a): strip(b) for a, b in ties.items()}}}
+        return {"model": model_entry(self.source, ties, self._adapter_config)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.source.hf_config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            generation = self._generation_config()
-            if generation is not None:
-                generation.save_pretrained(folder)
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
-
-    def _generation_config(self) -> Any:
-        from transformers import GenerationConfig
-
-        folder = self.source.weights_folder
-        if folder is not None and (folder / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(folder)
-        return getattr(self.model, "generation_config", None)
+        return model_files(self.source, self.tokenizer, self.model)
 
 
 class _EvalMetrics(nn.Module):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from lightning.pytorch.strategies import Strategy
 
-from lit_fsdp.checkpoint import retention, store
+from lit_fsdp.checkpoint import background, retention, sound, store
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
 from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
@@ -91,6 +91,8 @@ def fsdp_strategy(
     config = strategy_config(dict(locals()), "trainer.strategy.init_args")
     storage = SimpleNamespace(
         save=store.save_checkpoint,
+        background=background.BackgroundSaver,
+        sound=sound.sound_checkpoint,
         load_tensors=store.load_tensors,
         load_state=store.load_state,
         load_rank_state=store.load_rank_state,

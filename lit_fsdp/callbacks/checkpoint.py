@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_fsdp.callbacks.background import announce, open_background
+from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
+from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
+from lit_fsdp.callbacks.imported import fill_in_loops, is_imported, set_learning_rates
+from lit_fsdp.callbacks.resume import make_room
 from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.find import best, checkpoints
+from lit_fsdp.checkpoint.find import FOLDER, best, checkpoints, resolve_ckpt_path, survey
 from lit_fsdp.checkpoint.manifest import record_metrics
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.typed import build
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.redaction import redact_values
 
+_log = logging.getLogger(__name__)
 _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 
 
@@ -22,8 +32,12 @@ class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
-    all before. Kept are the last k and the best. The run folder is the Trainer's ``default_root_dir``. The metrics of a
-    validation go into the manifest of its step's checkpoint afterwards, so that saving never waits for a validation.
+    all before. Kept are the last k, the best k and every n-th. The run folder is the Trainer's ``default_root_dir``; no
+    other job can train in it meanwhile. The metrics of a validation go into the manifest of its step's checkpoint
+    afterwards, so that saving never waits for a validation.
+
+    With ``async_save`` a checkpoint is written while training goes on. That it stands, or has failed, is known on all
+    ranks at the same later step; only then are its metrics recorded and old ones removed.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.checkpoint.CheckpointConfig`.
@@ -40,6 +54,13 @@ class Checkpoint(ModelCheckpoint):
         self._saved_step = -1
         self._seen_step = 0
         self._best_value: float | None = None
+        self._goes_on_from_import = False
+        self._background: Any = None
+        self._pending: Path | None = None
+        self._late_metrics: dict[str, float] = {}
+        self._space = DiskSpace(self.config)
+        self._lock: RunLock | None = None
+        self._agreed = True
 
     @property
     def state_key(self) -> str:
@@ -47,16 +68,33 @@ class Checkpoint(ModelCheckpoint):
         return "lit_fsdp.Checkpoint"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Fix the folder."""
+        """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
         self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+        if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise_alike(lambda: self._take(Path(trainer.default_root_dir)), "locking the run folder")
+            self._agreed = True
+            self._background = open_background(trainer, self.config.async_save)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
+        if self._goes_on_from_import:
+            set_learning_rates(trainer)
         if trainer.global_step == 0:
             refuse_used_run_folder(Path(trainer.default_root_dir))
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            make_room(trainer)
         self._seen_step = self._saved_step = trainer.global_step
         top = best(checkpoints(Path(trainer.default_root_dir)), self.config.monitor, self.config.mode)
         self._best_value = top.metrics[self.config.monitor] if top else None
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._space.check_run(trainer, pl_module)
+            announce(trainer, self._background, self._space.contents)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let other jobs use the run folder; after an exception they have to wait until this process ends."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -66,6 +104,7 @@ class Checkpoint(ModelCheckpoint):
         if step == self._seen_step:  # in the middle of an accumulation
             return
         self._seen_step = step
+        self._settle(trainer, wait=False)
         every = self.config.every_steps
         if (every and step % every == 0) or _is_last_step(trainer):
             self.save(trainer)
@@ -75,45 +114,77 @@ class Checkpoint(ModelCheckpoint):
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self._is_better(metrics.get(self.config.monitor)):
+        if self.config.keep_best and self._is_better(metrics.get(self.config.monitor)):
             self._best_value = metrics[self.config.monitor]
             self.save(trainer)
         folder = self._folder(trainer.global_step)
         if self._saved_step != trainer.global_step or self.config.monitor not in metrics:
             return
-        if trainer.is_global_zero and folder.is_dir():  # a run that resumed here may have lost it since
-            record_metrics(folder, metrics)
-        self._retain(trainer)
+        if self._pending is not None:
+            self._late_metrics.update(metrics)
+            self._settle(trainer, wait=False)
+            return
+        self._tidy(trainer, folder, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a run that something else ended, unless its last step is saved already."""
+        """Save a run that something else ended, unless its last step is saved already; wait for the last save."""
         if trainer.global_step > max(self._saved_step, 0):
             self.save(trainer)
+        self.finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Nothing: after an exception the ranks may not agree on a step."""
+        """Let the save that is being written end, no more: after an exception the ranks may not agree on a step."""
+        self._agreed = False
+        try:
+            self.finish(trainer)
+        except CheckpointError as error:
+            _log.error("the checkpoint that was being written is not complete: %s", error)
 
     def save(self, trainer: Trainer) -> Path:
-        """Write the current step's checkpoint on all ranks, once, and apply retention; returns its folder."""
+        """Save the current step on all ranks, once; returns its folder, which may be written for a while yet.
+
+        Raises:
+            CheckpointError: On every rank: this save could not begin, or the one before it has failed.
+        """
         folder = self._folder(trainer.global_step)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
             return folder
-        if self._saved_step != trainer.global_step:
+        self.finish(trainer)
+        self._space.check_save(trainer.global_step)
+        if self._background is None:
             trainer.save_checkpoint(folder, weights_only=False)
             self._saved_step = trainer.global_step
-            self.last_model_path = str(folder)
-            self._retain(trainer)
+            self._complete(trainer, folder)
+        else:
+            strategy: Any = trainer.strategy
+            with strategy.saving_in_background():
+                trainer.save_checkpoint(folder, weights_only=False)
+            self._saved_step, self._pending = trainer.global_step, folder
         return folder
 
+    def finish(self, trainer: Trainer) -> None:
+        """Wait until the last save stands, then record its metrics and apply retention.
+
+        Raises:
+            CheckpointError: It has failed, on whichever rank.
+        """
+        self._settle(trainer, wait=True)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note what Lightning's counters of micro-batches count in."""
+        """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
         checkpoint[_ACCUMULATION] = trainer.accumulate_grad_batches
+        for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+            if key in checkpoint:
+                checkpoint[key] = redact_values(checkpoint[key])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
+        self._goes_on_from_import = is_imported(checkpoint)
+        if self._goes_on_from_import:
+            fill_in_loops(trainer, checkpoint)
         loop = checkpoint["loops"]["fit_loop"]
         batches = loop["epoch_loop.batch_progress"]
         close_epoch(loop["epoch_progress"], batches)
@@ -139,61 +210,56 @@ class Checkpoint(ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """For Lightning's own ``ckpt_path="last"``."""
-        found = checkpoints(Path(trainer.default_root_dir))
-        return {str(found[-1].path)} if found else set()
+        run_folder = Path(trainer.default_root_dir)
+        if not survey(run_folder / FOLDER):
+            return set()
+        return {str(resolve_ckpt_path("last", run_folder, self.config.monitor, self.config.mode))}
 
     def _folder(self, step: int) -> Path:
         assert self.dirpath is not None
         return Path(self.dirpath) / f"step-{step:08d}"
 
-    def _retain(self, trainer: Trainer) -> None:
-        found = checkpoints(Path(trainer.default_root_dir))
-        top = best(found, self.config.monitor, self.config.mode)
-        self.best_model_path = str(top.path) if top else ""
-        if trainer.is_global_zero:
-            for old in retention.to_remove(found, self.config.keep_last, self.config.monitor, self.config.mode):
-                retention.remove(old.path)
+    def _settle(self, trainer: Trainer, wait: bool) -> None:
+        """Do what waited for the last save, if it has ended; without ``wait`` all ranks have to be at the same step."""
+        if self._pending is None:
+            return
+        try:
+            ended = self._background.wait() if wait else self._background.poll()
+        except CheckpointError:
+            self._pending = None
+            raise
+        if ended:
+            folder, self._pending = self._pending, None
+            self._complete(trainer, folder)
 
+    def _complete(self, trainer: Trainer, folder: Path) -> None:
+        """What waits until a checkpoint stands."""
+        self.last_model_path = str(folder)
+        metrics, self._late_metrics = self._late_metrics, {}
+        self._tidy(trainer, folder, metrics)
 
-def close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
-    """Counters saved after the end of an epoch, so that the next one starts at its first micro-batch, in place.
+    def _tidy(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
+        """Put metrics into the manifest and remove old checkpoints, on rank 0; all ranks learn if that fails.
 
-    Lightning goes on counting from the last one, and would step too early where that accumulation was a short one.
-    """
-    ended = batches["is_last_batch"] and batches["current"]["completed"] == batches["current"]["ready"]
-    if ended and epochs["current"]["completed"] == epochs["current"]["ready"]:
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        batches["is_last_batch"] = False
+        That is collective; after an exception only the metrics are recorded.
+        """
 
+        def tidy() -> Path | None:
+            if metrics and folder.is_dir():  # a run that resumed here may have lost it since
+                record_metrics(folder, metrics)
+            return retention.retain(Path(trainer.default_root_dir), self.config, self._saved_step) if agreed else None
 
-def begin_window_again(batches: dict[str, Any], accumulate: int) -> None:
-    """Counters saved at a validation inside an accumulation, set back to the optimizer step before, in place.
+        agreed = self._agreed
+        if agreed:
+            self.best_model_path = str(Ranks().first(f"recording and removing in {self.dirpath}", tidy) or "")
+        elif trainer.is_global_zero:
+            tidy()
 
-    The data begin that global batch again; without this, later steps would end in the middle of global batches.
-
-    Args:
-        batches: ``total`` and ``current`` counters of micro-batches.
-        accumulate: Micro-batches per optimizer step when they were saved.
-    """
-    taken = 0 if batches["is_last_batch"] else batches["current"]["ready"] % accumulate
-    for counters in (batches["total"], batches["current"]):
-        for name in counters:
-            counters[name] -= taken
-
-
-def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
-    """Lightning's micro-batch counters, saved at an optimizer step, for another accumulation, in place.
-
-    Args:
-        progress: ``total`` and ``current`` counters.
-        before: Micro-batches per optimizer step when they were saved.
-        now: Micro-batches per optimizer step from here on.
-    """
-    for counters in (progress["total"], progress["current"]):
-        ready = -(-counters["ready"] // before) * now
-        for name in ("completed", "started", "processed"):
-            counters[name] = ready - (counters["ready"] - counters[name])
-        counters["ready"] = ready
+    def _take(self, run_folder: Path) -> None:
+        """Lock the run folder and clear away what killed jobs have left there; on rank 0."""
+        if self._lock is None:
+            self._lock = RunLock(run_folder)
+        retention.sweep(run_folder / FOLDER)
 
 
 def refuse_used_run_folder(run_folder: Path) -> None:

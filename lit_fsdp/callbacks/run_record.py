@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.report.tables import dtypes_table, units_table, wide_console
+from lit_fsdp.redaction import redact_values
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table, wide_console
 
 
 class RunRecord(Callback):
@@ -63,7 +64,7 @@ def print_audit(record: dict[str, Any]) -> None:
         f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]
     ]
     console.print(
-        f"{record['num_params']:,} parameters in {record['num_units']} units, "
+        f"{parameter_counts(record)} in {record['num_units']} units, "
         f"{record['num_params_on_this_rank']:,} on rank 0; peak host memory per rank while loading: "
         f"{', '.join(memory)} GiB"
     )
@@ -80,8 +81,8 @@ def print_dtypes(report: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write through a temporary file, so that a reader never sees half of it."""
+    """Write through a temporary file, so that a reader never sees half of it; secrets as ``***``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.write_text(json.dumps(redact_values(content), indent=1) + "\n")
     os.replace(temporary, path)

@@ -1,16 +1,13 @@
-"""Signals: a flag in the handler, a vote of all ranks at the step boundary, one checkpoint, then the end.
+"""Signals in a Trainer: a vote of all ranks at the step boundary, one checkpoint, then the end.
 
-Nothing is saved inside a handler: ranks would be interrupted at different places and wait for each other for good
-(https://github.com/Lightning-AI/pytorch-lightning/issues/21406). Lightning's own handlers are not installed.
+When which signal does what stands in :mod:`lit_fsdp.signals`. Lightning's own handlers (SIGTERM, and SIGUSR1 under
+SLURM) are not installed: they save or communicate inside a handler. Somebody's own Trainer keeps them unless it is
+given ``flags = SignalFlags()``, ``flags.install()`` and ``callbacks=[StopOnSignal(flags), Checkpoint(...)]``: Lightning
+then broadcasts inside its SIGTERM handler, which can wait for good when one rank alone is told, and saves nothing.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,62 +15,23 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
-from lit_fsdp.host import is_first_process
-
-EXIT_STOPPED, EXIT_INTERRUPTED = 75, 130
+from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED, SignalFlags
 
 
 class StopRequested(Exception):
-    """Training ended at a step boundary because of a signal; the checkpoint of that step is complete.
+    """Training ended at a step boundary because of a signal; nothing of it is lost.
 
     Args:
         exit_code: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1.
-        step: The step that was saved.
+        step: The step that training has reached.
+        is_saved: Whether this run has taken a step, so that there is a checkpoint of it.
     """
 
-    def __init__(self, exit_code: int, step: int) -> None:
-        super().__init__(f"stopped by a signal after step {step}; the checkpoint is complete")
-        self.exit_code, self.step = exit_code, step
-
-
-class SignalFlags:
-    """Remembers signals from :meth:`install` until the process ends.
-
-    Until training begins Ctrl-C ends the process at once; while it runs, the first one waits for the step boundary and
-    a second one ends the process. A thread listens, because Python's handlers wait for a call into C++ to return, and
-    a rank may be waiting for its peers there.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = self.terminated = self.training = False
-        self.before_exit: Callable[[], None] = lambda: None
-
-    def install(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGUSR1 from now on (main thread only)."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: None)
-
-    def _listen(self, reader: int) -> None:
-        while True:
-            for number in os.read(reader, 16):
-                self.receive(signal.Signals(number))
-
-    def receive(self, number: signal.Signals) -> None:
-        """Take note of a signal, or end the process on the Ctrl-C that asks for it."""
-        if number in (signal.SIGTERM, signal.SIGUSR1):
-            self.terminated = True
-        elif number == signal.SIGINT and self.training and not self.interrupted:
-            self.interrupted = True
-        elif number == signal.SIGINT:
-            if is_first_process():
-                sys.stderr.write("interrupted\n")
-                sys.stderr.flush()
-            self.before_exit()
-            os._exit(EXIT_INTERRUPTED)
+    def __init__(self, exit_code: int, step: int, is_saved: bool = True) -> None:
+        there = f"after step {step}; the checkpoint is complete; resume with --ckpt_path last"
+        nothing = f"before step {step + 1}, before anything was there to save; start it again with the same words"
+        super().__init__(f"stopped by a signal {there if is_saved else nothing}")
+        self.exit_code, self.step, self.is_saved = exit_code, step, is_saved
 
 
 class StopOnSignal(Callback):
@@ -81,6 +39,9 @@ class StopOnSignal(Callback):
 
     Args:
         flags: Set by the handlers of this process.
+
+    Raises:
+        StopRequested: On every rank, out of ``Trainer.fit``, when any rank got a signal.
     """
 
     def __init__(self, flags: SignalFlags) -> None:
@@ -94,9 +55,13 @@ class StopOnSignal(Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on Ctrl-C waits for the step boundary."""
+        """From here on Ctrl-C waits for the step boundary; signals that came during set-up are heard now."""
         self._seen_step = trainer.global_step
         self.flags.training = True
+        interrupted, terminated = self._vote_now(trainer).tolist()
+        if interrupted or terminated:
+            code = EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
+            raise StopRequested(code, trainer.global_step, is_saved=False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Cast this rank's votes; our module sends them along with its token counts."""
@@ -115,19 +80,22 @@ class StopOnSignal(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, Checkpoint):
                 callback.save(trainer)
+                callback.finish(trainer)
         raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step)
+
+    def _vote_now(self, trainer: Trainer) -> torch.Tensor:
+        votes = torch.tensor(self._votes(), device=trainer.strategy.root_device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(votes)
+        return votes
 
     def _votes(self) -> list[float]:
         return [float(self.flags.interrupted), float(self.flags.terminated)]
 
     def _agreed(self, trainer: Trainer, pl_module: LightningModule) -> tuple[bool, bool]:
         totals = getattr(pl_module, "step_totals", None)
-        if totals is None:  # somebody else's module: one small all-reduce of our own
-            votes = torch.tensor(self._votes(), device=trainer.strategy.root_device)
-            if dist.is_available() and dist.is_initialized():
-                dist.all_reduce(votes)
-        else:
-            votes = totals[-2:]
+        # somebody else's module: one small all-reduce of our own
+        votes = self._vote_now(trainer) if totals is None else totals[-2:]
         if votes.is_cuda:
             return self._lagged(votes)
         interrupted, terminated = votes.tolist()

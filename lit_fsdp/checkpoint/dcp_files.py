@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pathlib
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ _CLASSES = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+_PATH_MODULES = ("pathlib", "pathlib._local")  # the second in Python 3.13
 
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, FileEntry]:
@@ -95,11 +97,8 @@ def read_description(manifest: Manifest) -> dcp_metadata.Metadata:
             differs from the manifest in names, dtypes, shapes or files.
     """
     path = manifest.file(METADATA)
+    description = unpickle_description(path)
     try:
-        with path.open("rb") as file:
-            description = _RestrictedUnpickler(file).load()
-        if not isinstance(description, dcp_metadata.Metadata):
-            raise CheckpointError(f"{path}: not the description of a checkpoint")
         _check_entries(description, manifest)
         _check_places(description, manifest)
     except CheckpointError:
@@ -109,13 +108,40 @@ def read_description(manifest: Manifest) -> dcp_metadata.Metadata:
     return description
 
 
+def unpickle_description(path: Path, of_others: bool = False) -> dcp_metadata.Metadata:
+    """A ``.metadata`` file, read by a restricted unpickler and compared with nothing.
+
+    Args:
+        path: The file.
+        of_others: It may name the folder it was written to, as DCP's own writer does; a path does nothing by itself.
+
+    Raises:
+        CheckpointError: It names anything but DCP's description classes, is something else, or is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            description = _RestrictedUnpickler(file, of_others).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path}: damaged ({error!r}); use another checkpoint") from error
+    if not isinstance(description, dcp_metadata.Metadata):
+        raise CheckpointError(f"{path}: not the description of a checkpoint")
+    return description
+
+
 def read_tensor(manifest: Manifest, description: dcp_metadata.Metadata, name: str) -> torch.Tensor:
     """One whole tensor on the CPU, put together from its shards; not collective."""
+    return assemble(manifest.folder / FOLDER, description, name)
+
+
+def assemble(folder: Path, description: dcp_metadata.Metadata, name: str) -> torch.Tensor:
+    """One whole tensor on the CPU from the shards in ``folder``, whose places have been checked; not collective."""
     entry = cast(dcp_metadata.TensorStorageMetadata, description.state_dict_metadata[name])
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk in entry.chunks:
         place = description.storage_data[dcp_metadata.MetadataIndex(name, chunk.offsets)]
-        with (manifest.folder / FOLDER / place.relative_path).open("rb") as file:
+        with (folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             content = io.BytesIO(file.read(place.length))
         shard = torch.load(content, map_location="cpu", weights_only=True)
@@ -169,11 +195,13 @@ class _CheckedReader(dcp.FileSystemReader):
 class _RestrictedUnpickler(pickle.Unpickler):
     """Unpickles DCP's description classes and refuses every other name before it is imported."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, of_others: bool = False) -> None:
         super().__init__(file)
-        self._name = file.name
+        self._name, self._of_others = file.name, of_others
 
     def find_class(self, module: str, name: str) -> Any:
+        if self._of_others and module in _PATH_MODULES and name in ("PosixPath", "WindowsPath"):
+            return pathlib.PurePath
         if name not in _CLASSES.get(module, ()):
             raise CheckpointError(
                 f"{self._name}: refused: it names {module}.{name}, which no checkpoint description needs; "
@@ -211,7 +239,13 @@ def _failures(error: CheckpointException, group: dist.ProcessGroup | None) -> Ba
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning that a single process is meant, which is no surprise here."""
+    """Without DCP's warning that a single process is meant, which is no surprise here.
+
+    With a process group there is no such warning, and filters must be left alone: threads share them.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield

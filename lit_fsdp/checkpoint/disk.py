@@ -49,6 +49,7 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entry: FileEntry | None = None
+        self._failure: CheckpointError | None = None
         self._hash = hashlib.sha256()
         self._num_bytes = self._since_writeback = 0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
@@ -110,9 +111,21 @@ class HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close() if error is None else self.abandon()
+        if error is None:
+            self.close()
+            return
+        self.abandon()
+        if self._failure is not None and error is not self._failure:  # torch's zip writer raises one of its own
+            raise self._failure from error
 
     def _append(self, view: memoryview) -> None:
+        try:
+            self._append_now(view)
+        except CheckpointError as error:
+            self._failure = self._failure or error
+            raise
+
+    def _append_now(self, view: memoryview) -> None:
         with naming(self.path):
             self._file.write(view)
             self._num_bytes += view.nbytes

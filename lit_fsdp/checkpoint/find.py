@@ -18,6 +18,7 @@ from lit_fsdp.errors import CheckpointError
 
 FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"step-(\d+)")
+_ASIDE_NAME = re.compile(r"(damaged|superseded)-.+")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,22 @@ class Damaged:
     """Its folder."""
     reason: str
     """What is wrong with it."""
+    step: int
+    """Optimizer steps done, by its manifest or else by its name; -1 if neither says."""
+    metrics: dict[str, float] | None
+    """Logged values, if its manifest can be read."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a word or a path means, as far as manifests and sizes of files tell."""
+
+    path: Path
+    """Its folder."""
+    others: tuple[Path, ...] = ()
+    """What the word means next, should this one turn out to be damaged; nothing for a path."""
+    damaged: tuple[Damaged, ...] = ()
+    """What would have come first, or may have, but is visibly damaged."""
 
 
 def step_folder(run_folder: Path | str, step: int) -> Path:
@@ -53,84 +70,121 @@ def step_folder(run_folder: Path | str, step: int) -> Path:
 
 def checkpoints(run_folder: Path | str) -> list[Found]:
     """The complete checkpoints of a run, oldest step first: their manifest is sound and no file is missing or cut."""
-    return [entry for entry in _survey(Path(run_folder)) if isinstance(entry, Found)]
+    return [entry for entry in survey(Path(run_folder) / FOLDER) if isinstance(entry, Found)]
 
 
 def damaged(run_folder: Path | str) -> list[Damaged]:
     """The visible folders among a run's checkpoints that are not complete ones, with the reason."""
-    return [entry for entry in _survey(Path(run_folder)) if isinstance(entry, Damaged)]
+    return [entry for entry in survey(Path(run_folder) / FOLDER) if isinstance(entry, Damaged)]
+
+
+def ranked(found: Sequence[Found], monitor: str, mode: Literal["min", "max"]) -> list[Found]:
+    """The checkpoints with a finite value of ``monitor``, the best first; the newer one first of equals."""
+    scored = [entry for entry in found if math.isfinite(entry.metrics.get(monitor, math.nan))]
+    sign = -1 if mode == "min" else 1
+    return sorted(scored, key=lambda entry: (sign * entry.metrics[monitor], entry.step), reverse=True)
 
 
 def best(found: Sequence[Found], monitor: str, mode: Literal["min", "max"]) -> Found | None:
     """The checkpoint with the best finite value of ``monitor``; the newest of equals; None if none has one."""
-    scored = [entry for entry in found if math.isfinite(entry.metrics.get(monitor, math.nan))]
-    sign = -1 if mode == "min" else 1
-    return max(scored, key=lambda entry: (sign * entry.metrics[monitor], entry.step), default=None)
+    return next(iter(ranked(found, monitor, mode)), None)
 
 
-def resolve_ckpt_path(
-    word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Literal["min", "max"]
-) -> Path:
-    """The checkpoint folder meant by ``last``, ``best`` or a path.
+def choose(
+    word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Literal["min", "max"], fallback: bool = False
+) -> Choice:
+    """The checkpoint folder meant by ``last``, ``best`` or a path, and what may take its place.
 
     Args:
         word_or_path: ``last`` is the newest complete step, ``best`` has the best value of ``monitor``.
         run_folder: Whose checkpoints the words speak of.
         monitor: Metric that decides what is best.
         mode: Whether a smaller (min) or a larger (max) value is better.
+        fallback: Whether a word may pass over what is visibly damaged; a path never is.
 
     Raises:
-        CheckpointError: There is none (what is there is listed), the path is no checkpoint, or a step newer than the
-            newest complete one is damaged: that is never passed over in silence.
+        CheckpointError: There is none (what is there is listed), the path is no checkpoint, or without ``fallback``
+            a damaged one would come first, or may: that is never passed over in silence.
     """
-    if str(word_or_path) not in ("last", "best"):
-        path = Path(word_or_path)
-        read_manifest(path)
-        return path
-    found = checkpoints(run_folder)
-    broken = damaged(run_folder)
+    word = str(word_or_path)
+    if word not in ("last", "best"):
+        read_manifest(word_or_path)
+        return Choice(Path(word_or_path))
+    found, broken = checkpoints(run_folder), damaged(run_folder)
     if not found:
-        raise CheckpointError(_nothing_there(Path(run_folder), str(word_or_path), broken))
-    if word_or_path == "best":
-        choice = best(found, monitor, mode)
-        if choice is None:
-            there = sorted({name for entry in found for name in entry.metrics})
-            raise CheckpointError(
-                f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
-                f"{monitor}; metrics there: {', '.join(there) or 'none'}; give last or a path"
-            )
-        return choice.path
-    newest = found[-1]
-    newer = [entry for entry in broken if _step_of(entry.path) > newest.step]
-    if newer:
+        raise CheckpointError(_nothing_there(Path(run_folder), word, broken))
+    order = found[::-1] if word == "last" else ranked(found, monitor, mode)
+    if not order:
+        there = sorted({name for entry in found for name in entry.metrics})
         raise CheckpointError(
-            f"ckpt_path last: {newer[-1].path} is damaged: {newer[-1].reason}\n"
-            f"  the newest complete one is {newest.path}; to go on from there, give it as --ckpt_path"
+            f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
+            f"{monitor}; metrics there: {', '.join(there) or 'none'}; give last or a path"
         )
-    return newest.path
+    passed = [entry for entry in broken if _comes_first(entry, order[0], monitor if word == "best" else None, mode)]
+    choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
+    if passed and not fallback:
+        which = "the newest complete one" if word == "last" else "the best complete one"
+        lines = "\n".join(f"  {entry.path} is damaged: {entry.reason}" for entry in choice.damaged)
+        raise CheckpointError(
+            f"ckpt_path {word}: a damaged checkpoint would come first{' or may' if word == 'best' else ''}\n{lines}\n"
+            f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
+        )
+    return choice
 
 
-def _survey(run_folder: Path) -> list[Found | Damaged]:
-    parent = run_folder / FOLDER
-    if not parent.is_dir():
+def resolve_ckpt_path(
+    word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Literal["min", "max"]
+) -> Path:
+    """The folder of :func:`choose` without fallback."""
+    return choose(word_or_path, run_folder, monitor, mode).path
+
+
+def folder_of_checkpoints(path: Path) -> Path:
+    """Where a run folder has its checkpoints; ``path`` itself if it is that folder."""
+    inner = path / FOLDER
+    return inner if inner.is_dir() or not path.is_dir() or not survey(path) else path
+
+
+def survey(folder: Path) -> list[Found | Damaged]:
+    """The checkpoints in ``folder``, complete or not, oldest step first; what was set aside is left out."""
+    if not folder.is_dir():
         return []
-    entries: list[Found | Damaged] = []
-    for path in sorted(parent.iterdir()):
-        if path.name.startswith(".") or not (os.path.lexists(path / MANIFEST) or _STEP_NAME.fullmatch(path.name)):
-            continue
-        try:
-            manifest = read_manifest(path)
-            for name in manifest.files:
-                manifest.file(name)
-        except (CheckpointError, OSError) as error:  # OSError: removed by another rank meanwhile
-            entries.append(Damaged(path, str(error)))
-        else:
-            entries.append(_found(manifest))
-    return sorted(entries, key=lambda e: (e.step if isinstance(e, Found) else _step_of(e.path), e.path.name))
+    entries = [_entry(path) for path in sorted(folder.iterdir()) if looks_like_one(path)]
+    return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
-def _found(manifest: Manifest) -> Found:
-    return Found(manifest.global_step, manifest.folder, dict(manifest.metrics), manifest.created, manifest.num_bytes)
+def moved_aside(folder: Path) -> list[Path]:
+    """What resumed runs have moved out of the way there; see :mod:`lit_fsdp.checkpoint.aside`."""
+    return [path for path in sorted(folder.iterdir()) if _ASIDE_NAME.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def looks_like_one(path: Path) -> bool:
+    """Whether the folder ``path`` is in the place of a checkpoint, complete or not, and not hidden or moved aside."""
+    if path.name.startswith(".") or _ASIDE_NAME.fullmatch(path.name):
+        return False
+    return os.path.lexists(path / MANIFEST) or _STEP_NAME.fullmatch(path.name) is not None
+
+
+def _entry(path: Path) -> Found | Damaged:
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(path)
+        for name in manifest.files:
+            manifest.file(name)
+    except (CheckpointError, OSError) as error:  # OSError: removed by another rank meanwhile
+        step = _step_of(path) if manifest is None else manifest.global_step
+        return Damaged(path, str(error), step, None if manifest is None else dict(manifest.metrics))
+    return Found(manifest.global_step, path, dict(manifest.metrics), manifest.created, manifest.num_bytes)
+
+
+def _comes_first(entry: Damaged, chosen: Found, monitor: str | None, mode: Literal["min", "max"]) -> bool:
+    """Whether a damaged one is newer than ``chosen``, or better by ``monitor``; unreadable metrics may be better."""
+    if monitor is None:
+        return entry.step > chosen.step
+    if entry.metrics is None:
+        return True
+    as_found = Found(entry.step, entry.path, entry.metrics, "", 0)
+    return best([chosen, as_found], monitor, mode) is as_found
 
 
 def _step_of(path: Path) -> int:

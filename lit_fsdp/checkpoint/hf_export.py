@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder, on one CPU process and with one tensor in memory at a time.
+"""A checkpoint as a Hugging Face folder, on one CPU process and with one piece of a tensor in memory at a time.
 
 The checkpoint brings everything along: tensors under the module's names, and the config, tokenizer and chat
-template in its ``hf/`` folder. Nothing is downloaded and no model is built.
+template in its ``hf/`` folder. Nothing is downloaded and, unless the result is to be verified, no model is built.
 """
 
 from __future__ import annotations
@@ -9,25 +9,48 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from lit_fsdp.checkpoint import dcp_files, disk, staging
-from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
-from lit_fsdp.checkpoint.safetensors_file import num_bytes, opened, write_tensors
+from lit_fsdp.checkpoint import disk, staging
+from lit_fsdp.checkpoint.export_card import model_card
+from lit_fsdp.checkpoint.export_plan import DTYPES, GIB, ExportPlan, Form, plan_export
+from lit_fsdp.checkpoint.lora_merge import merged
+from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
+from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
+from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes
 from lit_fsdp.checkpoint.store import verify_files
-from lit_fsdp.checkpoint.write import FULL_FILE
 from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.host import return_freed_memory
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _EXTRAS = "hf/"
-_MODEL = "model/"
-_GIB = 2**30
+_OF_A_MODEL = ("config.json", "generation_config.json")
+Check = Callable[[Path, Manifest, ExportPlan], list[str]]
+"""Compares a written folder with its checkpoint and says in what they differ; see ``export_verify``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to write, and how."""
+
+    dtype: str | None = None
+    """``bf16``, ``fp16`` or ``fp32`` for the floating-point tensors; None keeps what was trained."""
+    max_shard_gib: float = 5.0
+    """Largest weight file in GiB (one tensor larger than that gets its own)."""
+    lora: Literal["adapter", "merge"] | None = None
+    """Of a checkpoint with adapters: the adapter alone, or a whole model; None is the adapter."""
+    check: Check | None = None
+    """Called before the folder is published; what it finds is refused."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, " | ".join(DTYPES), "leave it out to keep the dtype trained")
+        if not self.max_shard_gib > 0:
+            raise ConfigError("max_shard_gib", self.max_shard_gib, "> 0", "write max_shard_gib: 5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +59,8 @@ class ExportReport:
 
     folder: Path
     """Where the model is."""
+    form: Form
+    """A whole model, an adapter, or a model with its adapter merged."""
     dtype: str
     """Dtype of its floating-point tensors, as in config.json."""
     num_tensors: int
@@ -50,60 +75,38 @@ class ExportReport:
     """Names that are not stored because the model shares them, and the name each is shared with."""
     left_out: list[str]
     """Tensors of the training module that are not part of the transformers model."""
+    is_verified: bool
+    """Whether it was loaded again and compared before it was published."""
 
     def __str__(self) -> str:
+        what = {"model": "", "adapter": ", adapter only", "merge": ", adapter merged"}[self.form]
         shared = f", {len(self.tied)} tied name(s) stored once" if self.tied else ""
-        size = f"{self.num_params / 1e6:.1f}M parameters, {self.num_bytes / _GIB:.2f} GiB"
-        return f"{self.folder}: {self.num_tensors} tensors in {self.dtype}, {size}{shared}"
+        size = f"{self.num_params / 1e6:.1f}M parameters, {self.num_bytes / GIB:.2f} GiB"
+        checked = "; verified: loaded again, keys, tensors and logits are equal" if self.is_verified else ""
+        return f"{self.folder}: {self.num_tensors} tensors in {self.dtype}, {size}{what}{shared}{checked}"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which tensors go into which file."""
+def export(ckpt: Path, out: Path, options: ExportOptions | None = None) -> ExportReport:
+    """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
 
-    sources: dict[str, str]
-    specs: dict[str, TensorSpec]
-    shards: list[list[str]]
-    tied: dict[str, str]
-    left_out: list[str]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype most floating-point elements have."""
-        votes: Counter[str] = Counter()
-        for spec in self.specs.values():
-            if getattr(torch, spec.dtype).is_floating_point:
-                votes[spec.dtype] += max(1, num_bytes(spec))
-        return votes.most_common(1)[0][0] if votes else "float32"
-
-    def files(self) -> dict[str, list[str]]:
-        """Tensor names by file name, in the order transformers numbers them."""
-        if len(self.shards) == 1:
-            return {"model.safetensors": self.shards[0]}
-        count = len(self.shards)
-        return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(self.shards, 1)}
-
-
-def export(
-    ckpt: Path, out: Path, dtype: Literal["bf16", "fp32"] | None = None, max_shard_gib: float = 5.0
-) -> ExportReport:
-    """Write the model of a checkpoint as a folder that plain transformers loads.
+    The process needs, beyond its imports, what one rank saved of the largest tensor or 64 MiB, and three times the
+    largest weight while adapters are merged; ``options.check`` needs as much as it says.
 
     Args:
         ckpt: A checkpoint in either layout, verified first.
-        out: The folder to make; missing or empty. It appears only when it is complete.
-        dtype: Of the floating-point tensors; None keeps what was trained.
-        max_shard_gib: Largest weight file in GiB (one tensor larger than that gets its own).
+        out: The folder to make; missing or empty. It appears only when it is complete, and checked if that is asked.
+        options: Dtype, file sizes, adapters, check.
 
     Raises:
-        CheckpointError: ``ckpt`` is no sound checkpoint, or its module left no description of a transformers model.
-        ConfigError: ``out`` is not empty, or an argument is out of range.
+        CheckpointError: ``ckpt`` is no sound checkpoint, its module left no description of a transformers model, or
+            the check found something; nothing is published then.
+        ConfigError: ``out`` is not empty, or an option does not fit the checkpoint.
     """
-    ckpt, out = Path(ckpt), Path(out)
-    _check_arguments(out, dtype, max_shard_gib)
+    ckpt, out, options = Path(ckpt), Path(out), options or ExportOptions()
+    _check_place(out)
     manifest = read_manifest(ckpt)
-    plan = _plan_export(manifest, None if dtype is None else _DTYPES[dtype], max_shard_gib)
-    config = _config(manifest, plan.dtype)
+    plan = plan_export(manifest, options.dtype, options.max_shard_gib, options.lora)
+    texts = _texts(manifest, plan)
     verify_files(ckpt)
     with contextlib.ExitStack() as held:
         with disk.naming(out.parent):
@@ -112,7 +115,11 @@ def export(
             out.rmdir()
         place = staging.stage(out, held)
         try:
-            _write(place, manifest, plan, config)
+            _write(place, manifest, plan, texts)
+            differences = options.check(place, manifest, plan) if options.check else []
+            if differences:
+                lines = "\n".join(f"  {line}" for line in differences[:20])
+                raise CheckpointError(f"{out}: not published, it differs from {ckpt}:\n{lines}")
             files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
             staging.publish(place, out)
         except BaseException:
@@ -120,6 +127,7 @@ def export(
             raise
     return ExportReport(
         folder=out,
+        form=plan.form,
         dtype=plan.dtype,
         num_tensors=len(plan.specs),
         num_params=sum(torch.Size(spec.shape).numel() for spec in plan.specs.values()),
@@ -127,65 +135,22 @@ def export(
         files=files,
         tied=plan.tied,
         left_out=plan.left_out,
+        is_verified=options.check is not None,
     )
 
 
-def _check_arguments(out: Path, dtype: str | None, max_shard_gib: float) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise ConfigError("dtype", dtype, " | ".join(_DTYPES), "leave it out to keep the dtype of the checkpoint")
-    if not max_shard_gib > 0:
-        raise ConfigError("max_shard_gib", max_shard_gib, "> 0", "write max_shard_gib: 5")
+def _check_place(out: Path) -> None:
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         kind = "a folder that is not empty" if out.is_dir() else "something that is no folder"
         raise ConfigError("out", f"{out}, {kind}", "a new or empty folder", f"name another one, or remove {out}")
 
 
-def _plan_export(manifest: Manifest, dtype: str | None, max_shard_gib: float) -> _Plan:
-    """Names, dtypes and files of the export; pure.
+def model_config(manifest: Manifest, dtype: str) -> bytes:
+    """config.json of the checkpoint with the dtype of the exported weights.
 
     Raises:
-        CheckpointError: The manifest does not describe a transformers model, or there is no tensor of it.
+        CheckpointError: It is missing, or no config.
     """
-    model = manifest.extra.get("model")
-    if not isinstance(model, Mapping) or not isinstance(model.get("prefix"), str):
-        raise CheckpointError(
-            f"{manifest.folder}: its manifest has no `model` entry, so the module that wrote it is not lit_fsdp's "
-            "CausalLMModule; only such checkpoints can be exported"
-        )
-    prefix = _MODEL + model["prefix"]
-    tied = {str(alias): str(name) for alias, name in (model.get("tied") or {}).items()}
-    found = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
-    sources = {name: source for name, source in found.items() if name not in tied}
-    for alias, name in tied.items():  # the one copy that was saved may stand under either name
-        if name not in sources and alias in found:
-            sources[name] = found[alias]
-    if not sources:
-        raise CheckpointError(f"{manifest.folder}: no tensor begins with {prefix}; this checkpoint holds no model")
-    specs = {}
-    for name, source in sorted(sources.items()):
-        spec = manifest.tensors[source]
-        is_float = getattr(torch, spec.dtype).is_floating_point
-        specs[name] = TensorSpec(dtype, spec.shape) if dtype is not None and is_float else spec
-    left_out = sorted(n for n in manifest.tensors if n.startswith(_MODEL) and not n.startswith(prefix))
-    return _Plan(sources, specs, _shards(specs, max_shard_gib * _GIB), tied, left_out)
-
-
-def _shards(specs: Mapping[str, TensorSpec], max_bytes: float) -> list[list[str]]:
-    """Names in order, cut where the next tensor would make a file larger than ``max_bytes``."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, spec in specs.items():
-        size = num_bytes(spec)
-        if shards[-1] and used + size > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
-
-
-def _config(manifest: Manifest, dtype: str) -> bytes:
-    """config.json of the checkpoint with the dtype of the exported weights."""
     path = manifest.file(f"{_EXTRAS}config.json")
     try:
         config = json.loads(path.read_bytes())
@@ -195,7 +160,7 @@ def _config(manifest: Manifest, dtype: str) -> bytes:
         config["architectures"] = config.get("architectures") or _architectures(str(config.get("model_type")))
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: not the config of a model: {error}") from error
-    return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    return _json(config)
 
 
 def _architectures(model_type: str) -> list[str]:
@@ -206,31 +171,48 @@ def _architectures(model_type: str) -> list[str]:
     return [name] if isinstance(name, str) else list(name or ())
 
 
-def _write(place: Path, manifest: Manifest, plan: _Plan, config: bytes) -> None:
-    disk.write_bytes(place / "config.json", config)
-    for name in manifest.files:
-        if name.startswith(_EXTRAS) and name != f"{_EXTRAS}config.json":
-            disk.copy_file(manifest.file(name), place / name.removeprefix(_EXTRAS))
-    with _reader(manifest) as read:
-
-        def tensor_of(name: str) -> torch.Tensor:
-            return read(plan.sources[name]).to(getattr(torch, plan.specs[name].dtype))
-
-        for file, names in plan.files().items():
-            write_tensors(place / file, {name: plan.specs[name] for name in names}, tensor_of)
+def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
+    """The files that are made here, by name: the configuration, the index of the weight files, the model card."""
+    config = model_config(manifest, plan.dtype)
+    texts = {"README.md": model_card(manifest, plan).encode()}
+    if plan.form == "adapter":
+        return {**texts, "adapter_config.json": _json(plan.entry["adapter"])}
+    texts["config.json"] = config
     if len(plan.shards) > 1:
         weight_map = {name: file for file, names in plan.files().items() for name in names}
         total = {"total_size": sum(num_bytes(spec) for spec in plan.specs.values())}
-        index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
-        disk.write_bytes(place / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
+        texts["model.safetensors.index.json"] = _json({"metadata": total, "weight_map": weight_map})
+    return texts
 
 
-@contextlib.contextmanager
-def _reader(manifest: Manifest) -> Iterator[Callable[[str], torch.Tensor]]:
-    """A function that reads one whole tensor of the checkpoint by name."""
-    if manifest.layout == "sharded":
-        description: Any = dcp_files.read_description(manifest)
-        yield lambda name: dcp_files.read_tensor(manifest, description, name)
-        return
-    with opened(manifest.file(FULL_FILE)) as file:
-        yield file.get_tensor
+def _json(content: object) -> bytes:
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _write(place: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, bytes]) -> None:
+    for name, text in texts.items():
+        disk.write_bytes(place / name, text)
+    for name in manifest.files:
+        inner = name.removeprefix(_EXTRAS)
+        if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
+            disk.copy_file(manifest.file(name), place / inner)
+    pieces = open_pieces(manifest)
+    for file, names in plan.files().items():
+        _write_file(place / file, plan, names, pieces)
+        return_freed_memory()
+
+
+def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) -> None:
+    specs = {name: plan.specs[name] for name in names}
+    file = TensorFile(path, specs)
+    try:
+        for name in file_order(specs):
+            source, delta = plan.sources[name], plan.deltas.get(name)
+            if delta is None:
+                file.append_pieces(name, pieces(source))
+            else:
+                file.append_pieces(name, [merged(pieces, source, delta)])
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise

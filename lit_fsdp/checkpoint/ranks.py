@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lit_fsdp.errors import CheckpointError
@@ -77,6 +78,21 @@ class Ranks:
         results = self.run(what, lambda: step() if self.is_first else None)
         return results[0]  # type: ignore[return-value]
 
+    def add(self, values: list[float], what: str) -> list[float]:
+        """Sums over all ranks, through the CPU; ``what`` begins the error when another rank is lost."""
+        if not self.together:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        try:
+            dist.all_reduce(total, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointError(f"{what}: {self._lost(error)}") from error
+        return total.tolist()
+
+    def _lost(self, error: RuntimeError) -> str:
+        text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
+        return f"rank {self.rank} lost contact with another rank: {text}"
+
     def _exchange(self, mine: tuple[dict[int, str], Any], what: str) -> list[tuple[dict[int, str], Any]]:
         if not self.together:
             return [mine]
@@ -84,9 +100,10 @@ class Ranks:
         try:
             dist.all_gather_object(everyone, mine, group=self.group)
         except RuntimeError as error:
-            text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
+            lost = self._lost(error)
+            text = lost.partition("another rank: ")[2]
             own = "".join(f"\n  rank {rank}: {reason}" for rank, reason in mine[0].items() if text not in reason)
-            raise CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}{own}") from error
+            raise CheckpointError(f"{what}: {lost}{own}") from error
         return everyone
 
 

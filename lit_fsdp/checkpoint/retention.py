@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
+from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.disk import naming, sync_folder
-from lit_fsdp.checkpoint.find import Found, best
+from lit_fsdp.checkpoint.find import Found, checkpoints, ranked
 from lit_fsdp.checkpoint.manifest import MANIFEST, not_a_checkpoint
-from lit_fsdp.checkpoint.staging import hidden_name
+from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
 
-def to_remove(found: Sequence[Found], keep_last: int, monitor: str, mode: Literal["min", "max"]) -> list[Found]:
-    """The checkpoints that are neither among the ``keep_last`` newest nor the best, oldest first.
+
+def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None = None) -> list[Found]:
+    """The checkpoints that nothing keeps, oldest first.
+
+    Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, and every step that
+    ``keep_every`` divides.
 
     Args:
         found: The complete checkpoints of a run.
-        keep_last: >= 1, or -1 for all.
-        monitor: Metric that decides which one is the best.
-        mode: Whether a smaller (min) or a larger (max) value is better.
+        config: The ``checkpoint`` section.
+        current: The step just saved; it stays even where a run that was resumed from an older checkpoint finds newer
+            ones beside it.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
-    kept = ordered if keep_last == -1 else ordered[-keep_last:]
-    top = best(ordered, monitor, mode)
-    return [entry for entry in ordered if entry not in kept and entry is not top]
+    newest = ordered if config.keep_last == -1 else ordered[-config.keep_last :]
+    top = ranked(ordered, config.monitor, config.mode)[: config.keep_best]
+    every = config.keep_every
+    kept = {entry.path for entry in (*newest, *top)}
+    kept |= {entry.path for entry in ordered if entry.step == current or (every and entry.step % every == 0)}
+    return [entry for entry in ordered if entry.path not in kept]
+
+
+def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> Path | None:
+    """Remove the checkpoints of a run that nothing keeps, on one rank, once the new one stands.
+
+    Args:
+        run_folder: Its ``checkpoints`` are looked at.
+        config: The ``checkpoint`` section.
+        current: See :func:`to_remove`.
+
+    Returns:
+        The best checkpoint that is there, if any has a value of the metric.
+
+    Raises:
+        CheckpointError: One cannot be removed; names it.
+    """
+    found = checkpoints(run_folder)
+    gone = to_remove(found, config, current)
+    for old in gone:
+        remove(old.path)
+    left = [entry for entry in found if entry not in gone]
+    return next((entry.path for entry in ranked(left, config.monitor, config.mode)), None)
 
 
 def remove(folder: Path) -> None:
@@ -40,9 +71,26 @@ def remove(folder: Path) -> None:
     if folder.is_symlink() or not (folder / MANIFEST).is_file():
         what = f"{folder}: a symbolic link" if folder.is_symlink() else not_a_checkpoint(folder)
         raise CheckpointError(f"not removed: {what}")
-    hidden = hidden_name(folder, "removed")
+    hidden = staging.hidden_name(folder, "removed")
     with naming(folder):
         os.rename(folder, hidden)
     sync_folder(folder.parent)
-    with naming(hidden):
+    try:
         shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the old checkpoint cannot be deleted: {error.filename or hidden}: {error.strerror or error}; "
+            f"what is left of it is in {hidden}"
+        ) from error
+
+
+def sweep(parent: Path) -> None:
+    """Delete what killed saves and removals have left in a folder of checkpoints; says what it found.
+
+    A leftover that cannot be deleted is named in a warning: it takes space, but is no checkpoint.
+    """
+    for path in staging.sweep(parent):
+        if os.path.lexists(path):
+            _log.warning("%s: left by a killed save or removal, and cannot be deleted; delete it by hand", path)
+        else:
+            _log.info("%s: removed; a killed save or removal had left it", path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ _CODES = {
     "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+DTYPES_BY_CODE = {code: name for name, code in _CODES.items()}
+"""Dtype names (``float32``) by safetensors' codes (``F32``)."""
 _HEADER_ALIGNMENT = 8
+_CONVERTED_AT_ONCE = 1 << 22
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -77,6 +80,18 @@ class TensorFile:
         assert (name, spec_of(tensor)) == (expected, self._specs[expected]), (name, spec_of(tensor), expected)
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         self._file.write(flat.view(torch.uint8).numpy())
+
+    def append_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write the data of the next tensor from pieces of whole rows in order, converted to its dtype bit by bit."""
+        expected = self._left.pop(0)
+        assert name == expected, (name, expected)
+        dtype, left = getattr(torch, self._specs[name].dtype), math.prod(self._specs[name].shape)
+        for piece in pieces:
+            for part in piece.detach().contiguous().reshape(-1).split(_CONVERTED_AT_ONCE):
+                self._file.write(part.to(dtype).view(torch.uint8).numpy())
+            left -= piece.numel()
+            del piece, part  # before the next one is read
+        assert left == 0, f"{name}: {left} elements too few"
 
     def close(self) -> FileEntry:
         """Sync and close; all tensors must have been written."""

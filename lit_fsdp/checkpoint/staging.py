@@ -12,13 +12,26 @@ import os
 import re
 import secrets
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lit_fsdp.checkpoint.disk import naming, sync_folder, sync_tree
 from lit_fsdp.errors import CheckpointError
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(tmp|removed)-[0-9a-f]{16}")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|removed)-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A hidden folder: a save or a removal that is going on, or what a dead one has left."""
+
+    path: Path
+    """Its folder."""
+    kind: Literal["tmp", "removed"]
+    """Being written (``tmp``) or being deleted (``removed``)."""
+    is_live: bool
+    """Whether the process that makes it lives, as far as its lock tells; removals are not locked."""
 
 
 def hidden_name(folder: Path, kind: Literal["tmp", "removed"]) -> Path:
@@ -78,6 +91,16 @@ def sweep(parent: Path) -> list[Path]:
             discard(path)
             removed.append(path)
     return removed
+
+
+def unfinished(parent: Path) -> list[Unfinished]:
+    """The hidden folders in ``parent``; the next save there removes those of the dead."""
+    found = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        match = _HIDDEN.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append(Unfinished(path, "tmp" if match["kind"] == "tmp" else "removed", _is_held(path)))
+    return found
 
 
 def _is_held(folder: Path) -> bool:

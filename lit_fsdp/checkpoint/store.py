@@ -6,7 +6,7 @@ A load reads the manifest first and trusts nothing that disagrees with it. How a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from lit_fsdp.checkpoint import dcp_files, disk, state_json
 from lit_fsdp.checkpoint.manifest import Layout, Manifest, read_manifest, record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.safetensors_file import fill, opened, read_tensors, spec_of
-from lit_fsdp.checkpoint.write import FULL_FILE, STATE, Snapshot, write_snapshot
+from lit_fsdp.checkpoint.snapshot import FULL_FILE, STATE, Snapshot
+from lit_fsdp.checkpoint.sound import differences_on_all, shared_differences
+from lit_fsdp.checkpoint.verify import Difference, describe
+from lit_fsdp.checkpoint.write import write_snapshot
 from lit_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -92,7 +95,7 @@ def load_tensors(
     manifest, source = prepared[0]
     if verify:
         names = [name for name in manifest.files if name == FULL_FILE or name.startswith(f"{dcp_files.FOLDER}/")]
-        _verify(manifest, names, ranks)
+        _refuse(folder, shared_differences(manifest, names, ranks))
 
     def read() -> None:
         if manifest.layout == "sharded":
@@ -129,8 +132,7 @@ def verify_files(folder: Path) -> None:
     Raises:
         CheckpointError: On every rank; names each file that is missing or differs.
     """
-    manifest = read_manifest(folder)
-    _verify(manifest, manifest.files, Ranks())
+    _refuse(Path(folder), differences_on_all(Path(folder), Ranks()))
 
 
 def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: set[str]) -> None:
@@ -147,27 +149,9 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _verify(manifest: Manifest, names: Iterable[str], ranks: Ranks) -> None:
-    """Hash the files, the largest first to the rank with the least to do."""
-    load = [0] * ranks.size
-    mine = []
-    for name in sorted(names, key=lambda n: (-manifest.files[n].num_bytes, n)):
-        rank = load.index(min(load))
-        load[rank] += manifest.files[name].num_bytes
-        if rank == ranks.rank:
-            mine.append(name)
-
-    def check() -> None:
-        problems = []
-        for name in mine:
-            try:
-                _verified(manifest, name)
-            except CheckpointError as error:
-                problems.append(str(error))
-        if problems:
-            raise CheckpointError("\n".join(problems))
-
-    ranks.run(f"verifying {manifest.folder}", check)
+def _refuse(folder: Path, differences: Sequence[Difference]) -> None:
+    if differences:
+        raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
 
 
 def _verified(manifest: Manifest, name: str) -> Path:

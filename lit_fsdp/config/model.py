@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_fsdp.config.lora import LoraConfig
 from lit_fsdp.config.optim import OptimConfig
 from lit_fsdp.errors import ConfigError
 
@@ -19,6 +20,12 @@ class ModelConfig:
     """Folder or hub name of the tokenizer; default: beside the model."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning-rate schedule."""
+    lora: LoraConfig | None = None
+    """Train adapters beside the frozen model instead of the model; {} for all defaults."""
+    freeze: list[str] | None = None
+    """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
+    train_only: list[str] | None = None
+    """Patterns of the only parameters that are trained."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention backend of transformers."""
     trust_remote_code: bool = False
@@ -29,3 +36,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.name is not None and not self.name:
             raise ConfigError("name", repr(self.name), "a hub name, folder, GGUF file or config", "name a model")
+        for field in ("freeze", "train_only"):
+            if getattr(self, field) == []:
+                raise ConfigError(field, "[]", "at least one pattern, or null", f"drop {field}")
+        if self.lora is not None and self.train_only is not None:
+            fix = "drop train_only, or name whole modules in lora.modules_to_save"
+            raise ConfigError("train_only", self.train_only, "nothing beside lora, which freezes the base", fix)

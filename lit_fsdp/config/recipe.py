@@ -15,8 +15,9 @@ import yaml
 
 from lit_fsdp.config.typed import unknown_key
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
 
-OWN_SECTIONS = ("model", "data", "checkpoint", "seed_everything", "ckpt_path")
+OWN_SECTIONS = ("model", "data", "checkpoint", "resume", "seed_everything", "ckpt_path")
 _CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+", "profiler")
 # The last three: a date that does not exist, an unhashable key, and brackets or aliases without end.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, RecursionError)
@@ -45,15 +46,18 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     """Files (``--config``, merged in their order) and flags (last, wherever they stand).
 
     Raises:
-        ConfigError: A file that is missing or no YAML mapping, a flag without value, or a word that is no flag.
+        ConfigError: A file that is missing or no YAML mapping, a flag without value, a word that is no flag, or a
+            secret that was hidden when the recipe was written.
     """
     values: dict[str, Any] = {}
     recipe = Recipe(values, [])
     flags: list[tuple[str, str]] = []
     for name, value in _tokens(argv):
+        remember(value, name)
         if name in ("--config", "-c"):
             path = Path(value or "")
             content = read_yaml(path)
+            remember(content)
             before = _leaves(values)
             merge(values, content)
             after = _leaves(content)
@@ -78,6 +82,8 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
             merge(values, _nested(key, _scalar(value, key)))
         else:
             recipe.flags.append(f"{name}={value}")
+    if not recipe.only_shows:
+        _refuse_hidden(values, recipe.flags)
     return recipe
 
 
@@ -95,6 +101,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = _loaded(path.read_text(encoding="utf-8"))
     except _NO_YAML as error:
+        remember_lines(path.read_text(encoding="utf-8", errors="replace"))  # the error quotes the file
         where = " ".join(str(error).split())
         raise ConfigError("--config", f"{path}, which is no YAML ({where})", "YAML", "mend that line") from None
     if not isinstance(content, dict):
@@ -116,6 +123,18 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             merge(old, value)
         else:
             into[key] = _copied(value)
+
+
+def _refuse_hidden(values: Mapping[str, Any], flags: Sequence[str]) -> None:
+    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    for key in hidden_keys(values):
+        if key not in given:
+            raise ConfigError(
+                key,
+                f"{HIDDEN}, which stands for a secret that was not written down",
+                "the value itself",
+                f"give it again: --{key} VALUE, or one more --config file that holds it",
+            )
 
 
 def _is_plain(key: str) -> bool:

@@ -11,13 +11,14 @@ from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.config.typed import build, unknown_key
 from lit_fsdp.errors import ConfigError
 
 FACTORY = "lit_fsdp.fsdp_strategy"
 STRATEGY = "trainer.strategy.init_args"
-_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "ckpt_path")
+_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "resume", "ckpt_path")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    resume: ResumeConfig
     trainer: dict[str, Any]
     verb: str
 
@@ -68,6 +70,7 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
         model=build(ModelConfig, values.get("model"), "model"),
         data=build(DataConfig, values.get("data"), "data"),
         checkpoint=build(CheckpointConfig, values.get("checkpoint"), "checkpoint"),
+        resume=build(ResumeConfig, values.get("resume"), "resume"),
         trainer=trainer,
         verb=verb,
     )

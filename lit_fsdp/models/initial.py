@@ -66,7 +66,7 @@ class InitialValues:
             k: None if p is None else nn.Parameter(_blank(p), requires_grad=False) for k, p in real._parameters.items()
         }
         real._buffers = {k: None if b is None else _blank(b) for k, b in real._buffers.items()}
-        with _seeded(self._seed, name):
+        with seeded(self._seed, name):
             module = real
             while True:
                 self._owner(name)._init_weights(module)
@@ -115,7 +115,7 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
+def seeded(seed: int, name: str) -> Iterator[None]:
     """Seed the CPU generator from (seed, name) and put its state back; accelerators are left alone."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=6).digest()
     state = torch.get_rng_state()

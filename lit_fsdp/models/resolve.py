@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import logging
@@ -60,6 +61,7 @@ def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
         if path.exists() or _is_path(config.name):
             raise _no_such_path(config.name)
         folder = fetch_model(config.name, config.trust_remote_code)
+        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name)
     return _from_folder(folder, config)
 
 

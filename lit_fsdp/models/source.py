@@ -20,3 +20,5 @@ class ModelSource:
     """Folder or hub name of the tokenizer; None with a miniature means the generated one."""
     label: str
     """Short name for logs and reports."""
+    hub_name: str | None = None
+    """Name of the repository on the hub, where it is one: what exports name as their base model."""

@@ -5,8 +5,11 @@ The storage functions are handed in by the factory; this floor does not know the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +22,24 @@ from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.parallel.precision import DtypeContract
 from lit_fsdp.parallel.rng import restore_rng, rng_state
 
+_log = logging.getLogger(__name__)
+
+
+class BackgroundSaver(Protocol):
+    """:class:`lit_fsdp.checkpoint.background.BackgroundSaver`."""
+
+    save: Callable[..., None]
+    poll: Callable[[], bool]
+    wait: Callable[[], bool]
+    close: Callable[[], None]
+
 
 class Storage(Protocol):
     """The functions of ``lit_fsdp.checkpoint`` that a strategy needs."""
 
     save: Callable[..., None]
+    background: Callable[[torch.device, float], BackgroundSaver]
+    sound: Callable[..., Any]
     load_tensors: Callable[..., None]
     load_state: Callable[..., dict[str, Any]]
     load_rank_state: Callable[..., dict[str, Any] | None]
@@ -41,11 +57,40 @@ class ShardedCheckpoints:
     lightning_module: Any
     optimizers: list[Any]
     checkpoint_files: dict[str, Path]
+    verify_on_load = True
+    """Whether every file's hash is compared before a checkpoint is loaded; sizes always are."""
+    fallback_checkpoints: Sequence[Path] = ()
+    """What the next load may take, in this order, where the checkpoint it is given is damaged."""
+    damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})
+    """What the last load passed over, with the reason."""
+    background: BackgroundSaver | None = None
+    _in_background = False
     _storage: Storage
     _root: nn.Module | None
     _ties: dict[str, str]
     _rng_after_load: dict[str, Any] | None
     _rng_before_window: dict[str, Any] | None
+
+    def open_background(self) -> BackgroundSaver:
+        """What saves in the background from now on, made at the first call; collective."""
+        if self.background is None:
+            self.background = self._storage.background(self.root_device, self.config.timeout_seconds)
+        return self.background
+
+    @contextlib.contextmanager
+    def saving_in_background(self) -> Iterator[None]:
+        """Inside, :meth:`save_checkpoint` returns once everything is copied; elsewhere, once the folder is there."""
+        self._in_background = True
+        try:
+            yield
+        finally:
+            self._in_background = False
+
+    def teardown(self) -> None:
+        """Let a save in the background end before anything it needs goes away."""
+        if self.background is not None:
+            self.background.close()
+        super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once."""
@@ -57,9 +102,16 @@ class ShardedCheckpoints:
         return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten."""
+        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten.
+
+        A save that is still going on in the background is finished first.
+        """
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
+        save = self._storage.save
+        if self.background is not None:
+            self.background.wait()
+            save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
         checkpoint = dict(checkpoint)
         tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
@@ -82,14 +134,15 @@ class ShardedCheckpoints:
         extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
         state = {**checkpoint, "optimizer_states": groups}
         rng = self._rng_before_window or rng_state(self.root_device)
-        self._storage.save(path, tensors, state, manifest, self.config.state_dict, files=extra, rank_state=rng)
+        layout = self.config.state_dict
+        save(path, tensors=tensors, state=state, manifest=manifest, layout=layout, files=extra, rank_state=rng)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
 
         Nothing is unpickled, whatever ``weights_only`` says.
         """
-        path = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        path = self._sound(checkpoint_path)
         state = self._storage.load_state(path)
         saved = self._storage.tensor_names(path)
         owner = self._state_owner()
@@ -102,17 +155,29 @@ class ShardedCheckpoints:
             optimizers.append((optimizer, found))
             templates.update(_flat_optimizer(found, index))
         skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
-        self._storage.load_tensors(path, templates, skip)
+        self._storage.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         dcp_state.set_model_state_dict(owner, model, options=strict)
         for (optimizer, found), groups in zip(optimizers, state.get("optimizer_states", []), strict=False):
             if found["state"]:
-                found["param_groups"] = groups["param_groups"]
+                # an imported checkpoint brings none: what the recipe says holds
+                found["param_groups"] = groups["param_groups"] or found["param_groups"]
                 dcp_state.set_optimizer_state_dict(owner, optimizer, found)
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
+
+    def _sound(self, checkpoint_path: Any) -> Path:
+        """The checkpoint to load: the one given, or the first sound one among those that may take its place."""
+        asked = (str(checkpoint_path), [str(path) for path in self.fallback_checkpoints], self.verify_on_load)
+        first, others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
+        found = self._storage.sound(Path(first), [Path(path) for path in others], verify)
+        self.fallback_checkpoints, self.damaged_checkpoints = (), found.damaged
+        if found.damaged and dist.get_rank() == 0:
+            _log.error("%s", "\n".join(found.damaged.values()))
+            _log.warning("going on from %s instead of %s (resume.fallback)", found.path, first)
+        return found.path
 
     def _check_after_load(self) -> None:
         named = list(self.lightning_module.named_parameters())

@@ -22,6 +22,7 @@ from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.casting import cast_buffers
 from lit_fsdp.parallel.devices import check_device
+from lit_fsdp.parallel.last_words import explain_failure
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
@@ -224,6 +225,12 @@ class ShardedStrategy(ShardedCheckpoints):
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         raise AssertionError("each engine has its own")  # pragma: no cover
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the rank that ended the run, unless somebody asked for the end."""
+        if isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
+            explain_failure(exception)
+        super().on_exception(exception)  # type: ignore[misc]
 
     # -- the contract in the first step
 

@@ -53,11 +53,12 @@ class StepGuard:
         self.policy, self.max_in_a_row, self.loss_scale = policy, max_in_a_row, loss_scale
         self.num_skipped_steps = self.num_overflow_steps = self.in_a_row = 0
 
-    def allows(self, grad_norm: float) -> bool:
+    def allows(self, grad_norm: float, ranks: Callable[[], list[int]] = list) -> bool:
         """Whether to take the step.
 
         Args:
             grad_norm: Of the unscaled gradients over all shards; not finite on one rank means on all.
+            ranks: Those whose own loss was not finite, asked for only if ``grad_norm`` is not; collective.
 
         Raises:
             NonFiniteGradientError: Policy ``error``, or too many skipped steps in a row.
@@ -75,16 +76,19 @@ class StepGuard:
             assert scale is not None
             _log.info("fp16 overflow: step skipped, loss scale now %g", scale.value)
             return False
+        culprits = ", ".join(map(str, ranks()))
+        where = f"the loss of rank {culprits} was not finite" if culprits else "the loss was finite on every rank"
         if self.policy == "error":
             raise NonFiniteGradientError(
-                f"the gradients hold inf or nan (norm {grad_norm}); parameters and optimizer are as before this step\n"
+                f"the gradients hold inf or nan (norm {grad_norm}; {where}); parameters and optimizer are as before "
+                "this step\n"
                 "  allowed: finite gradients (nonfinite_gradients: error)\n"
                 "  fix:     lower the learning rate, clip (trainer.gradient_clip_val: 1.0), look at the rows of this "
                 "step, or set nonfinite_gradients: skip"
             )
         self.num_skipped_steps += 1
         self.in_a_row += 1
-        _log.warning("gradients hold inf or nan: step skipped (%d so far)", self.num_skipped_steps)
+        _log.warning("gradients hold inf or nan, %s: step skipped (%d so far)", where, self.num_skipped_steps)
         if self.in_a_row >= self.max_in_a_row:
             raise NonFiniteGradientError(
                 f"{self.in_a_row} optimizer steps in a row were skipped for inf or nan in the gradients\n"
@@ -128,10 +132,12 @@ class GuardedSteps:
     has_copies: bool = False
     comm_device: torch.device = torch.device("cpu")
     last_grad_norm: torch.Tensor | None = None
+    _own_loss: torch.Tensor | float = 0.0
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """The loss that is differentiated: times the loss scale of fp16."""
         tensor = super().pre_backward(tensor, module)  # type: ignore[misc]
+        self._own_loss = self._own_loss + tensor.detach()  # read only when something went wrong
         return tensor if self.guard.loss_scale is None else tensor * self.guard.loss_scale.value
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -151,7 +157,9 @@ class GuardedSteps:
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if self.last_grad_norm is None:
             self._measure(optimizer)
-        if not self.guard.allows(self._agreed_norm()):
+        allowed = self.guard.allows(self._agreed_norm(), self._ranks_without_finite_loss)
+        self._own_loss = 0.0
+        if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
         optimizer.step(**kwargs)
@@ -176,6 +184,14 @@ class GuardedSteps:
 
     def _measure(self, optimizer: Any) -> None:
         self.last_grad_norm = total_norm(_grads(optimizer), self.shard_group, self.comm_device)
+
+    def _ranks_without_finite_loss(self) -> list[int]:
+        is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
+        if not (dist.is_available() and dist.is_initialized()):
+            return [] if is_finite else [0]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, is_finite)
+        return [rank for rank, fine in enumerate(everyone) if not fine]
 
     def _agreed_norm(self) -> float:
         assert self.last_grad_norm is not None

@@ -121,6 +121,7 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
     return {
         "wrapped_by": plan.source,
         "num_params": plan.num_params,
+        "num_trainable": sum(unit.num_trainable for unit in plan.units),
         "num_units": len(rows),
         "root_share": plan.root_share,
         "kept_together_by_tied_weights": list(plan.kept_together),

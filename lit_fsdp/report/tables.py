@@ -35,6 +35,13 @@ def units_table(record: dict[str, Any]) -> Table:
     return table
 
 
+def parameter_counts(record: dict[str, Any]) -> str:
+    """The number of parameters of an audit, and how many of them are trained where some are frozen."""
+    total, trained = record["num_params"], record["num_trainable"]
+    text = f"{total:,} parameters"
+    return text if trained == total else f"{text} ({trained:,} trained, {total - trained:,} frozen)"
+
+
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
     """What each rank of one copy of the model keeps between steps, in GiB; equal neighbours share a line."""
     title = "kept on each rank between steps, in GiB"

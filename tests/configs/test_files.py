@@ -19,6 +19,7 @@ from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.recipe import read_recipe, read_yaml
+from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY, RunConfig, check_recipe
 from lit_fsdp.config.typed import build
 from lit_fsdp.models.build import build_on_meta, num_parameters
@@ -31,7 +32,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FRAGMENTS = sorted((ROOT / "configs").rglob("*.yaml"))
 SMOKE = ROOT / "configs" / "debug" / "smoke.yaml"
 TRAINER_KEYS = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-SECTIONS = {"seed_everything", "trainer", "model", "data", "checkpoint"}
+SECTIONS = {"seed_everything", "trainer", "model", "data", "checkpoint", "resume"}
 
 recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 fragments = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -73,7 +74,12 @@ def test_every_key_exists_and_every_section_builds(file: Path):
     given = strategy.get("init_args", {})
     built = strategy_config(given, "trainer.strategy.init_args")
     assert is_visible(given, built)
-    for name, config in (("model", ModelConfig), ("data", DataConfig), ("checkpoint", CheckpointConfig)):
+    for name, config in (
+        ("model", ModelConfig),
+        ("data", DataConfig),
+        ("checkpoint", CheckpointConfig),
+        ("resume", ResumeConfig),
+    ):
         section = build(config, values.get(name), name)
         plain = {key: value for key, value in values.get(name, {}).items() if not isinstance(value, dict)}
         assert {key: getattr(section, key) for key in plain} == plain

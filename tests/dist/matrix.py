@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +57,25 @@ def cells() -> list[Cell]:
     covered: set[Any] = set()
     chosen: list[Cell] = []
     for candidates in ([c for c in possible if not needs_gpu(c)], [c for c in possible if needs_gpu(c)]):
-        missing = set().union(*(_pairs(cell) for cell in candidates)) - covered
-        while missing:
-            best = max(candidates, key=lambda cell: len(_pairs(cell) & missing))
-            missing -= _pairs(best)
-            covered |= _pairs(best)
-            chosen.append(best)
+        chosen += cover(candidates, _pairs, covered)
     whole = [
         dict(zip(names, (engine, "no_shard", "auto", "full", precision, "no"), strict=True))
         for engine in ("ddp", "single")
         for precision in TOLERANCE
     ]
     return sorted(chosen, key=lambda cell: (needs_gpu(cell), cell["engine"] != "fsdp2")) + whole
+
+
+def cover(candidates: list[Any], pairs: Callable[[Any], set[Any]], covered: set[Any]) -> list[Any]:
+    """Few candidates that together have every pair that any of them has, beside those in ``covered``, which grows."""
+    chosen = []
+    missing = set().union(*(pairs(candidate) for candidate in candidates)) - covered
+    while missing:
+        best = max(candidates, key=lambda candidate: len(pairs(candidate) & missing))
+        missing -= pairs(best)
+        covered |= pairs(best)
+        chosen.append(best)
+    return chosen
 
 
 def needs_gpu(cell: Cell) -> bool:

@@ -1,18 +1,7 @@
-"""The server behind test_store.py: reads ``[scenario, ranks, folder, seed]`` lines, answers one JSON line each.
-
-It pays for the imports once and forks the ranks of every scenario, so they can also be killed at any moment.
-"""
+"""What test_store.py runs on ranks that tests.dist.forks forks, so that they can also be killed at any moment."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,54 +146,11 @@ def save_for_ever(rank: int, size: int, folder: Path) -> Any:
 SCENARIOS = {f.__name__: f for f in (save_all, load_all, fail_everywhere, load_damaged, save_for_ever)}
 
 
-def run(scenario: str, size: int, folder: Path, seed: int | None) -> list[Any]:
-    """The answers of forked ranks; with a seed, of five rounds in which one or all are killed at random moments."""
-    step = SCENARIOS[scenario]
-    if seed is None:
-        return _finish(_start(step, size, folder))
-    rng = random.Random(seed)
-    log = []
-    for round_ in range(5):
-        before = _newest(folder)
-        ranks = _start(step, size, folder)
-        while _newest(folder) == before:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.15))
-        for pid, _ in ranks if round_ % 2 == 0 else [ranks[round_ // 2]]:
-            os.kill(pid, signal.SIGKILL)
-        log.append(_finish(ranks))
-    return log
+def scenario(name: str, folder: str) -> Any:
+    """One of the functions above, in a process group; the group is left to the end of the process."""
+    dist.init_process_group("gloo")
+    return SCENARIOS[name](dist.get_rank(), dist.get_world_size(), Path(folder))
 
 
 def _newest(folder: Path) -> int:
     return max((found.step for found in checkpoints(folder)), default=0)
-
-
-def _start(step: Callable[..., Any], size: int, folder: Path) -> list[tuple[int, Path]]:
-    meeting = Path(tempfile.mkdtemp(dir=folder, prefix="meeting-"))
-    ranks = []
-    for rank in range(size):
-        answer = meeting / f"answer-{rank}"
-        pid = os.fork()
-        if pid == 0:
-            try:
-                dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
-                answer.write_text(json.dumps(step(rank, size, folder)))
-            except BaseException as error:
-                answer.write_text(json.dumps(repr(error)))
-            os._exit(0)
-        ranks.append((pid, answer))
-    return ranks
-
-
-def _finish(ranks: list[tuple[int, Path]]) -> list[Any]:
-    for pid, _ in ranks:
-        os.waitpid(pid, 0)
-    return [json.loads(answer.read_text()) if answer.exists() else "killed" for _, answer in ranks]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
-    for line in sys.stdin:
-        name, num_ranks, place, random_seed = json.loads(line)
-        print(json.dumps(run(name, num_ranks, Path(place), random_seed)), flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.reference import TINY
 from tests.dist.workers import Workers
@@ -49,7 +49,7 @@ def test_logits_of_the_live_model(
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     for dtype in ("fp32", "bf16", None):
         out = tmp_path / f"out-{dtype}"
-        export(checkpoint, out, dtype)
+        export(checkpoint, out, ExportOptions(dtype=dtype))
         kept = torch.bfloat16 if dtype == "bf16" or ("precision" in strategy and dtype is None) else torch.float32
         loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert loaded.dtype == kept
@@ -88,3 +88,30 @@ def test_an_export_never_overwrites_and_the_answer_goes_through_the_template(
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
     assert "<|im_start|>" not in done.stdout
+
+
+def test_verified_on_the_command_line_and_refused_when_it_differs(
+    workers: Workers, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
+    workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
+    words = ["export", "--ckpt", "checkpoints/step-00000003", "--dtype", "fp16", "--max_shard_gib", "1e-4", "--verify"]
+    (done,) = workers.run("command", 1, words=[*words, "--out", "good"], cwd=str(tmp_path))
+    assert (done["code"], done["err"]) == (0, "")
+    assert done["out"].endswith("verified: loaded again, keys, tensors and logits are equal\n")
+    files = {path.relative_to(tmp_path / "good").as_posix() for path in (tmp_path / "good").rglob("*")}
+    shards = {name for name in files if name.endswith(".safetensors")}
+    assert len(shards) > 1
+    assert files - shards >= {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+    assert not [name for name in files if name.startswith(".")]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    (done,) = workers.run("tampered_export", 1, words=[*words, "--out", "bad"], cwd=str(tmp_path))
+    assert (done["code"], done["out"]) == (1, "")
+    assert "bad: not published, it differs from checkpoints/step-00000003:\n  tensor model." in done["err"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    (done,) = workers.run("command", 1, words=[*words, "--out", "bad", "--merge"], cwd=str(tmp_path))
+    assert (done["code"], done["out"]) == (2, "")
+    assert "--merge: got a checkpoint without adapters" in done["err"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,6 @@ import pytest
 from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
 from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.workers import RankError, Workers
-
-
-@pytest.fixture(scope="module")
-def dropout_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with dropout in its attention, so that the random state matters."""
-    folder = tmp_path_factory.mktemp("dropout") / "model"
-    folder.mkdir()
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    config["attention_dropout"] = 0.2
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -18,28 +18,9 @@ from tests.dist.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
-# Slows a save down when all is written and only the rename is left, so that a signal can fall into it; a file, as
-# rank 1 is started with the same words.
-SLOW_SAVE = """
-import sys, time
-from pathlib import Path
-from lit_fsdp.checkpoint import staging
-fast = staging.publish
-def slow(place, folder):
-    Path("saving").touch()
-    time.sleep(1.5)
-    fast(place, folder)
-staging.publish = slow
-from lit_fsdp.__main__ import main
-sys.exit(main())
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "slow_save.py"
-    path.write_text(SLOW_SAVE)
-    return path
+# One phase of the run made slow, so that a signal can fall into it; a script, as rank 1 is started with the same words.
+PHASES = str(ROOT / "tests/dist/slow_phases.py")
+FEW_STEPS = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "2", "--trainer.val_check_interval", "4"]
 
 
 @pytest.fixture
@@ -52,20 +33,26 @@ def running(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def start(tmp_path: Path, entry: list[str], every: int) -> subprocess.Popen[str]:
-    """An endless miniature run on two processes in a session of its own; returns once it takes steps."""
-    words = ["fit", "--config", SMOKE[0], "--config", SMOKE[1], "--trainer.default_root_dir", "run"]
-    words += ["--trainer.max_steps", "1000000", "--trainer.max_epochs", "-1", "--trainer.limit_val_batches", "0"]
-    words += ["--checkpoint.every_steps", str(every)]
-    process = subprocess.Popen(
+def begin(tmp_path: Path, entry: list[str], words: list[str], **env: str) -> subprocess.Popen[str]:
+    """A miniature run on two processes in a session of its own."""
+    verb, *more = words
+    words = [verb, "--config", SMOKE[0], "--config", SMOKE[1], "--trainer.default_root_dir", "run", *more]
+    return subprocess.Popen(
         [sys.executable, *entry, *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def start(tmp_path: Path, every: int, *more: str, phase: str | None = None) -> subprocess.Popen[str]:
+    """An endless run; returns once it takes steps."""
+    words = ["fit", "--trainer.max_steps", "1000000", "--trainer.max_epochs", "-1", "--trainer.limit_val_batches", "0"]
+    words += ["--checkpoint.every_steps", str(every), *more]
+    process = begin(tmp_path, [PHASES] if phase else ["-m", "lit_fsdp"], words, SLOW_PHASE=phase or "")
     wait_for(tmp_path / "run" / "metrics.csv", process)
     return process
 
@@ -129,12 +116,9 @@ def test_saved_stopped_and_resumed(
     whom: str,
     code: int,
 ) -> None:
-    process = start(tmp_path, ["-m", "lit_fsdp"], every=1_000_000)
+    process = start(tmp_path, 1_000_000)
     running.append(process)
-    if whom == "all":
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid if whom == "first" else children(process.pid)[0], number)
+    send(process, number, whom)
     output = finish(process)
     assert process.returncode == code, output
     assert "Traceback" not in output
@@ -146,22 +130,34 @@ def test_saved_stopped_and_resumed(
     assert check_nothing_half_written(tmp_path / "run") == [step, step + 1]
 
 
-def test_ctrl_c_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
-    """That save is completed, and so is the one at the end of the step after it."""
-    process = start(tmp_path, [str(script)], every=3)
+def send(process: subprocess.Popen[str], number: signal.Signals, whom: str) -> None:
+    """To all processes of the run, or to one."""
+    if whom == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if whom == "first" else children(process.pid)[0], number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_with_loaders_in_a_save(
+    tmp_path: Path, running: list[subprocess.Popen[str]], number: signal.Signals, code: int
+) -> None:
+    """That save is completed, and so is the one at the end of the step after it; the loaders live as long."""
+    process = start(tmp_path, 3, "--data.num_workers", "2", phase="save")
     running.append(process)
-    wait_for(tmp_path / "saving", process)
-    os.killpg(process.pid, signal.SIGINT)
+    wait_for(tmp_path / "save-0", process)
+    send(process, number, "all")
     output = finish(process)
-    assert process.returncode == 130, output
+    assert process.returncode == code, output
     assert check_nothing_half_written(tmp_path / "run") == [3, 4]
+    assert "Traceback" not in output
 
 
-def test_ctrl_c_twice_in_a_save(tmp_path: Path, script: Path, running: list[subprocess.Popen[str]]) -> None:
+def test_ctrl_c_twice_in_a_save(tmp_path: Path, running: list[subprocess.Popen[str]]) -> None:
     """The process ends at once; what was being written stays hidden."""
-    process = start(tmp_path, [str(script)], every=3)
+    process = start(tmp_path, 3, phase="save")
     running.append(process)
-    wait_for(tmp_path / "saving", process)
+    wait_for(tmp_path / "save-0", process)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
@@ -172,3 +168,44 @@ def test_ctrl_c_twice_in_a_save(tmp_path: Path, script: Path, running: list[subp
     assert check_nothing_half_written(tmp_path / "run") == []
     (hidden,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert hidden.name.startswith(".step-00000003.tmp-")
+
+
+@pytest.mark.parametrize(
+    ("phase", "verb", "number", "whom", "code", "steps"),
+    [
+        ("imports", "fit", signal.SIGTERM, "first", 75, []),
+        ("rows", "fit", signal.SIGUSR1, "first", 75, []),
+        ("setup", "fit", signal.SIGTERM, "child", 75, []),  # after the first collective
+        ("setup", "fit", signal.SIGINT, "child", 130, []),
+        ("setup", "fit", signal.SIGINT, "first", 130, []),
+        ("validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
+        ("exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
+        ("test", "test", signal.SIGTERM, "first", 75, []),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_in_every_phase(
+    tmp_path: Path,
+    running: list[subprocess.Popen[str]],
+    phase: str,
+    verb: str,
+    number: signal.Signals,
+    whom: str,
+    code: int,
+    steps: list[int],
+) -> None:
+    """Neither half of a run nor a hang: what lit_fsdp/signals.py says, for every phase."""
+    words = [verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000"]
+    process = begin(tmp_path, [PHASES], words, SLOW_PHASE=phase)
+    running.append(process)
+    wait_for(tmp_path / f"{phase}-{1 if whom == 'child' else 0}", process)
+    for again in (number, *[signal.SIGTERM, signal.SIGUSR1] * (number != signal.SIGINT), *[signal.SIGINT] * (not code)):
+        if process.poll() is None:
+            send(process, again, whom)
+        time.sleep(0.1)
+    output = finish(process)
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
+    found = check_nothing_half_written(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
+    assert found == steps

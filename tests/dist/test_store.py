@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
+import random
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,42 +16,35 @@ from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import spec_of
 from lit_fsdp.errors import CheckpointError
+from tests.dist.forks import ForkServer, Job
 from tests.dist.store_worker import whole_tensors
 
 
-class Server:
-    """One process with the imports done; see store_worker.py."""
+class Scenarios:
+    """Runs the scenarios of store_worker.py on forked ranks."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.store_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        )
+        self.forks = ForkServer("tests.dist.store_worker")
 
-    def __call__(self, scenario: str, size: int, folder: Path, seed: int | None = None) -> list:
+    def start(self, scenario: str, size: int, folder: Path) -> Job:
+        """Ranks at work."""
+        return self.forks.start("scenario", size, name=scenario, folder=str(folder))
+
+    def __call__(self, scenario: str, size: int, folder: Path) -> list:
         """The answer of each rank."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps([scenario, size, str(folder), seed]), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        return self.forks.run("scenario", size, name=scenario, folder=str(folder))
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Server]:
+def run() -> Iterator[Scenarios]:
     """Runs a scenario on forked ranks."""
-    server = Server()
-    yield server
-    server.process.communicate()
-    assert server.process.returncode == 0
+    scenarios = Scenarios()
+    yield scenarios
+    scenarios.forks.close()
 
 
 @pytest.fixture(scope="module")
-def saved(run: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(run: Scenarios, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with step 1 sharded and step 2 full, written by two ranks."""
     folder = tmp_path_factory.mktemp("run")
     assert run("save_all", 2, folder) == [2, 2]
@@ -128,14 +120,23 @@ def test_a_flipped_bit_is_an_error_on_all(run, saved, tmp_path):
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     for text in run("load_damaged", 2, tmp_path):
-        assert f"{shard}: sha256 differs from the manifest" in text
+        assert f"{folder} is damaged:\n  tensors/__1_0.distcp: sha256 differs from the manifest\n" in text
 
 
 def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(run, tmp_path):
-    log = run("save_for_ever", 2, tmp_path, 7)
-    assert [round_.count("killed") for round_ in log] == [2, 1, 2, 1, 2]
-    survivors = [text for round_ in log for text in round_ if text != "killed"]
-    assert all("lost contact" in text or "failed" in text for text in survivors), survivors
+    rng = random.Random(7)
+    for round_ in range(5):
+        before = len(checkpoints(tmp_path))
+        job = run.start("save_for_ever", 2, tmp_path)
+        while len(checkpoints(tmp_path)) == before:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.15))
+        killed = [0, 1] if round_ % 2 == 0 else [round_ // 2]
+        job.kill(killed)
+        outcomes = job.wait()
+        assert [rank for rank in (0, 1) if outcomes[rank].code == -9] == killed
+        for text in (outcome.answer for outcome in outcomes if outcome.code == 0):
+            assert "lost contact" in text or "failed" in text
     assert damaged(tmp_path) == []
     found = checkpoints(tmp_path)
     assert len(found) >= 5

@@ -1,12 +1,13 @@
 """Worker processes that have paid for their imports once and then run many small distributed jobs.
 
-A job is a function of ``tests.dist.jobs`` or of one of the other modules imported in ``_serve``; every rank calls it
+A job is a function of ``tests.dist.jobs`` or of one of the other modules in ``_JOBS``; every rank calls it
 with the same arguments, in a process group of its own (gloo on this host), and returns something JSON can hold. The
 pool starts with the first test that asks for it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -16,6 +17,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_JOBS = (
+    "activation_jobs",
+    "async_jobs",
+    "audit_jobs",
+    "choice_jobs",
+    "foreign_options",
+    "foreign",
+    "jobs",
+    "units_jobs",
+    "convert_jobs",
+    "loading_jobs",
+    "elastic_jobs",
+    "import_jobs",
+    "lora_jobs",
+    "retention_jobs",
+)
 _MARK = "\x1eRESULT "
 
 
@@ -87,29 +104,7 @@ def _serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.dist import (
-        activation_jobs,
-        audit_jobs,
-        choice_jobs,
-        convert_jobs,
-        foreign,
-        foreign_options,
-        jobs,
-        loading_jobs,
-        units_jobs,
-    )
-
-    places = (
-        activation_jobs,
-        audit_jobs,
-        choice_jobs,
-        foreign_options,
-        foreign,
-        jobs,
-        units_jobs,
-        convert_jobs,
-        loading_jobs,
-    )
+    places = [importlib.import_module(f"tests.dist.{name}") for name in _JOBS]
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)

@@ -15,11 +15,15 @@ from typing import Any, Literal, Union
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError
 
-SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
+SECTIONS: dict[str, type] = {
+    **{"model": ModelConfig, "data": DataConfig},
+    **{"checkpoint": CheckpointConfig, "resume": ResumeConfig},
+}
 CANARY = "fuzz_untrusted_canary"
 UNTRUSTED = (
     f"{CANARY}.Logger",
@@ -157,6 +161,7 @@ def _right_recipe(rng: random.Random) -> dict[str, Any]:
             "global_batch_size": micro * ranks * nodes * rng.choice((1, 2, 3)),
         },
         "checkpoint": _some(CheckpointConfig, rng, 2),
+        "resume": _some(ResumeConfig, rng, 2),
     }
     if rng.random() < 0.2:
         values["seed_everything"] = rng.choice((0, 1234, True))
@@ -223,7 +228,7 @@ def _bend(values: dict[str, Any], rng: random.Random) -> None:
             "strategy": rng.choice((*UNTRUSTED, {"class_path": rng.choice(UNTRUSTED)})),
         }
     else:
-        name = rng.choice(("trainer", "model", "data", "checkpoint", "seed_everything", "ckpt_path", "optim", "lr"))
+        name = rng.choice(("trainer", "model", "data", "checkpoint", "resume", "seed_everything", "ckpt_path", "lr"))
         values[name] = copy.deepcopy(rng.choice(_ODD))
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lit_fsdp import cli
-from lit_fsdp.callbacks.stop import SignalFlags
+from lit_fsdp.signals import SignalFlags
 from lit_fsdp.config.run import FACTORY, check_recipe
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -58,9 +58,12 @@ def test_a_printed_recipe_is_whole_and_comes_back_the_same(capsys: pytest.Captur
     assert first["checkpoint"] == {
         "every_steps": 2,
         "keep_last": 2,
+        "keep_best": 1,
+        "keep_every": None,
         "monitor": "val_loss",
         "mode": "min",
-        "async_save": False,
+        "async_save": None,
+        "max_total_gib": None,
     }
     check_recipe(first, "fit")
     assert shown(first, capsys) == first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ model: {name: some-model}
 data: {train: rows.jsonl, val: rows.jsonl, global_batch_size: 4}
 """
 Calls = list[tuple[str, dict[str, Any], list[str]]]
+substitutes: list[Path] = []  # the checkpoints handed over with the last call
 
 
 @pytest.fixture
@@ -33,8 +34,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What would have been handed to Lightning's command line."""
     found: Calls = []
 
-    def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
+    def run_verb(verb: str, values: dict[str, Any], flags: list[str], others: Sequence[Path], *signals: Any) -> int:
         found.append((verb, values, flags))
+        substitutes[:] = others
         return 0
 
     monkeypatch.setattr(cli, "run_verb", run_verb)
@@ -69,6 +71,7 @@ def test_help_is_a_result(word: str, capsys: pytest.CaptureFixture[str]):
         "predict",
         "convert",
         "audit",
+        "ckpt",
         "export",
         "generate",
     ]
@@ -89,7 +92,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("word", "near"), [("fits", "fit"), ("exprot", "export"), ("xyz", "fit"), ("--config", "fit")])
 def test_an_unknown_verb_gets_the_nearest(word: str, near: str):
     error = refused(word)
-    assert error.allowed == "fit, validate, test, predict, convert, audit, export, generate"
+    assert error.allowed == "fit, validate, test, predict, convert, audit, ckpt, export, generate"
     assert error.fix == f"lit-fsdp {near} ..."
 
 
@@ -125,6 +128,42 @@ def test_words_for_checkpoints_become_paths(recipe: list[str], calls: Calls, che
     words = ["--checkpoint.monitor", "val_loss", "--checkpoint.mode", "max"]
     assert commands.run(["fit", *recipe, "--ckpt_path", "best", *words]) == 0
     assert Path(calls[-1][1]["ckpt_path"]).resolve() == last
+
+
+def test_substitutes_only_where_they_are_allowed(recipe: list[str], calls: Calls, checkpoint: Callable[..., Path]):
+    one, two, three = (checkpoint(step, val_loss=loss) for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3)))
+    wanted = {
+        ("last", "true"): [two, one],
+        ("best", "true"): [one, three],
+        (str(two), "true"): [],
+        ("last", "false"): [],
+    }
+    for (word, allowed), others in wanted.items():
+        assert commands.run(["fit", *recipe, "--ckpt_path", word, "--resume.fallback", allowed]) == 0
+        assert [path.resolve() for path in substitutes] == others
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_visible_damage_is_an_error_or_passed_over_loudly(
+    word: str, recipe: list[str], calls: Calls, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    checkpoint(1, val_loss=0.2)
+    (checkpoint(2, val_loss=0.1) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: .*state.json(.|\n)*--resume.fallback true"):
+        commands.run(["fit", *recipe, "--ckpt_path", word])
+    assert (calls, capsys.readouterr().err) == ([], "")
+    assert commands.run(["fit", *recipe, "--ckpt_path", word, "--resume.fallback", "true"]) == 0
+    assert calls[0][1]["ckpt_path"] == "runs/small/checkpoints/step-00000001"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("runs/small/checkpoints/step-00000002 is damaged: ")
+    assert second == f"going on from runs/small/checkpoints/step-00000001 as {word} (resume.fallback)"
+
+
+def test_a_run_folder_with_nothing_but_damage_is_used_too(
+    recipe: list[str], calls: Calls, checkpoint: Callable[..., Path]
+):
+    (checkpoint(2) / "manifest.json").unlink()
+    assert "holds 1 checkpoint(s)" in refused("fit", *recipe).given
 
 
 @pytest.mark.parametrize("word", ["last", "best", "elsewhere"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp import cli
-from lit_fsdp.callbacks.stop import SignalFlags
+from lit_fsdp.signals import SignalFlags
 from lit_fsdp.config.run import check_recipe
 from tests.unit.fuzz_recipes import CANARY, SECTIONS, is_visible, lacking, random_recipe, refusal_of, with_classes
 

@@ -46,6 +46,7 @@ def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixtur
     record = {
         "wrapped_by": "classes Block",
         "num_params": 40,
+        "num_trainable": 30,
         "num_units": 4,
         "replaced": {"sharding": "full_shard → no_shard"},
         "num_params_on_this_rank": 20,
@@ -58,10 +59,11 @@ def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixtur
     assert "FSDP units by classes Block" in err
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in err.splitlines() if line.startswith("│")]
     assert lines == [
-        ["layers.0 … layers.2", "3 × Block", "10", "1.000", "75.0%", "-", "yes"],
-        ["(root)", "Net", "10", "1.000", "25.0%", "head.weight", "yes"],
+        ["layers.0 … layers.2", "3 × Block", "10", "1.000", "75.0%", "-", "full"],
+        ["(root)", "Net", "10", "1.000", "25.0%", "head.weight", "full"],
     ]
-    assert "40 parameters in 4 units, 20 on rank 0; peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
+    assert "40 parameters (30 trained, 10 frozen) in 4 units, 20 on rank 0" in err
+    assert "peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
 
 
 def test_dtypes_declared_and_found(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ class Run:
     def __init__(self, folder: Path, max_steps: int = -1, **options: Any) -> None:
         self.default_root_dir, self.max_steps, self.global_step = str(folder), max_steps, 0
         self.sanity_checking = self.fast_dev_run = False
+        self.strategy = SimpleNamespace()  # somebody else's: it cannot save in the background
         self.is_global_zero, self.current_epoch = True, 0
         self.state = SimpleNamespace(fn="fit")
         progress = SimpleNamespace(is_last_batch=False)
@@ -125,12 +127,6 @@ def test_other_validations_save_nothing(tmp_path: Path, change: dict[str, Any]):
     assert run.validate(1.0).saved == []
 
 
-def test_only_one_rank_removes(tmp_path: Path):
-    run = Run(tmp_path, every_steps=1, keep_last=1)
-    run.is_global_zero = False
-    assert run.steps(3).there == [1, 2, 3]
-
-
 def test_a_used_run_folder_is_refused_before_the_first_step(tmp_path: Path):
     Run(tmp_path, every_steps=1).steps(2)
     with pytest.raises(CheckpointError, match=r"already holds 2 checkpoint\(s\), the newest of step 2"):
@@ -146,3 +142,24 @@ def test_lightnings_last_is_the_newest(tmp_path: Path):
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match=r"checkpoint\.every_n_steps"):
         Checkpoint(every_n_steps=5)
+
+
+def test_hyperparameters_are_saved_without_secrets(tmp_path: Path):
+    run = Run(tmp_path)
+    run.accumulate_grad_batches = 2
+    checkpoint = {"hyper_parameters": {"lr": 0.1, "api_key": "canary", "layers": (1, 2)}}
+    run.callback.on_save_checkpoint(run, None, checkpoint)
+    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "api_key": "***", "layers": (1, 2)}
+
+
+def test_without_keep_best_nothing_is_saved_for_being_the_best(tmp_path: Path):
+    run = Run(tmp_path, keep_best=0, every_steps=2, keep_last=1).steps(1).validate(0.1)
+    assert run.saved == []
+    assert run.steps(1).validate(0.5).steps(2).there == [4]
+
+
+def test_the_lock_is_held_for_the_length_of_a_fit(tmp_path: Path):
+    run = Run(tmp_path)
+    assert f"pid: {os.getpid()}\n" in (tmp_path / "run.lock").read_text()
+    run.callback.teardown(run, None, "fit")
+    assert (tmp_path / "run.lock").read_text() == ""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lit_fsdp.checkpoint.disk import FileEntry
-from lit_fsdp.checkpoint.find import best, checkpoints, damaged, resolve_ckpt_path, step_folder
+from lit_fsdp.checkpoint.find import checkpoints, damaged, resolve_ckpt_path, step_folder
 from lit_fsdp.checkpoint.manifest import Manifest
-from lit_fsdp.checkpoint.retention import remove, to_remove
+from lit_fsdp.checkpoint.retention import remove
 from lit_fsdp.errors import CheckpointError
 
 
@@ -100,19 +100,6 @@ def test_an_empty_place_says_what_is_there(tmp_path):
     folder = make(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match="is a checkpoint, not a run folder"):
         resolve_ckpt_path("last", folder, "val_loss", "min")
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "mode", "gone"),
-    [(1, "min", [1, 3, 4]), (2, "min", [1, 3]), (1, "max", [2, 3, 4]), (-1, "min", []), (9, "min", [])],
-)
-def test_the_newest_and_the_best_stay(tmp_path, keep_last, mode, gone):
-    for step, loss in {1: 0.9, 2: 0.1, 3: 0.5, 4: float("nan"), 5: 0.5}.items():
-        make(tmp_path, step, val_loss=loss)
-    found = checkpoints(tmp_path)
-    assert steps(to_remove(list(reversed(found)), keep_last, "val_loss", mode)) == gone
-    assert steps(to_remove(found, 2, "absent", "min")) == [1, 2, 3]
-    assert best([], "val_loss", "min") is None
 
 
 def test_removing_hides_first(tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lit_fsdp.checkpoint import hf_export, safetensors_file
+from lit_fsdp.checkpoint import hf_export, pieces
 from lit_fsdp.checkpoint.find import step_folder
-from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -74,7 +74,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 @pytest.mark.parametrize(("dtype", "max_shard_gib"), [(None, 5.0), ("fp32", 3e-6), ("bf16", 5.0)])
 def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, layout, dtype, max_shard_gib):
-    report = export(checkpoint(layout), tmp_path / "out", dtype, max_shard_gib)
+    report = export(checkpoint(layout), tmp_path / "out", ExportOptions(dtype=dtype, max_shard_gib=max_shard_gib))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     name = "bfloat16" if dtype == "bf16" else "float32"
     assert (config["dtype"], config["architectures"], report.dtype) == (name, ["LlamaForCausalLM"], name)
@@ -104,7 +104,7 @@ def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_pat
     assert tokenizer("hello world").input_ids == [1, 2]
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert rendered == "<user>hi"
-    assert set(report.files) == {name.removeprefix("hf/") for name in hf_files} | {"model.safetensors"}
+    assert set(report.files) == {name.removeprefix("hf/") for name in hf_files} | {"model.safetensors", "README.md"}
     for name, content in hf_files.items():
         assert name == "hf/config.json" or (tmp_path / "out" / name.removeprefix("hf/")).read_bytes() == content
 
@@ -115,19 +115,22 @@ def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
-def test_one_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monkeypatch):
+def test_one_piece_of_a_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 128)
     seen: list[weakref.ref[torch.Tensor]] = []
     others: list[int] = []
-    append = safetensors_file.TensorFile.append
+    real = pieces._some_rows
 
-    def counting(self, name, tensor):
+    def counting(*arguments):
         others.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(tensor))
-        append(self, name, tensor)
+        piece = real(*arguments)
+        seen.append(weakref.ref(piece))
+        return piece
 
-    monkeypatch.setattr(safetensors_file.TensorFile, "append", counting)
-    report = export(checkpoint(), tmp_path / "out")
-    assert others == [0] * report.num_tensors
+    monkeypatch.setattr(pieces, "_some_rows", counting)
+    report = export(checkpoint("full"), tmp_path / "out")
+    assert others == [0] * len(seen)
+    assert len(seen) > 3 * report.num_tensors
 
 
 def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
@@ -144,9 +147,9 @@ def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "field"), [({"dtype": "fp8"}, "dtype"), ({"max_shard_gib": 0}, "max_shard_gib")])
-def test_wrong_arguments_are_refused(checkpoint, tmp_path, arguments, field):
+def test_wrong_arguments_are_refused(arguments, field):
     with pytest.raises(ConfigError) as error:
-        export(checkpoint(), tmp_path / "out", **arguments)
+        ExportOptions(**arguments)
     assert error.value.field == field
 
 
@@ -172,7 +175,7 @@ def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf_export, "write_tensors", fail)
+    monkeypatch.setattr(hf_export, "_write_file", fail)
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out")
     monkeypatch.undo()

@@ -107,6 +107,16 @@ def test_the_loss_scale_cancels_halves_on_overflow_and_doubles_after_good_steps(
         step(plugin, weight, [math.inf, 0.0])  # it is not the scale
 
 
+def test_the_ranks_whose_loss_was_not_finite_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NonFiniteGradientError, match="the loss of rank 1, 3 was not finite"):
+        StepGuard("error", 3).allows(math.nan, lambda: [1, 3])
+    with pytest.raises(NonFiniteGradientError, match="the loss was finite on every rank"):
+        StepGuard("error", 3).allows(math.inf)
+    assert StepGuard("skip", 3).allows(math.nan, lambda: [2]) is False
+    assert "the loss of rank 2 was not finite: step skipped" in caplog.text
+    assert StepGuard("error", 3).allows(1.0, lambda: pytest.fail("asked without need"))
+
+
 def test_scale_and_counters_survive_a_checkpoint() -> None:
     guard = StepGuard("skip", 5, LossScale(initial=8.0))
     guard.allows(math.inf)

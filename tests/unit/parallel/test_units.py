@@ -225,6 +225,7 @@ def test_the_audit_is_the_plan_as_plain_data():
         "wrapped_by": LLAMA_SOURCE,
         "kept_together_by_tied_weights": ["model.model.embed_tokens", "model.lm_head"],
         "num_params": 2 * LAYER + 88,
+        "num_trainable": 2 * LAYER + 88,
         "num_units": 3,
         "root_share": 88 / (2 * LAYER + 88),
         "shard_degree": 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_fsdp.callbacks.checkpoint import begin_window_again, close_epoch, rescale_progress
+from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
 
 
 def counters(ready: int, completed: int) -> dict[str, int]:

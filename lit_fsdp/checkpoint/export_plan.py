@@ -1,0 +1,215 @@
+"""What an export writes, decided from the manifest alone: names, where each tensor comes from, dtypes and files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
+from lit_fsdp.checkpoint.safetensors_file import num_bytes
+from lit_fsdp.errors import CheckpointError, ConfigError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Dtypes of an export, by the words of the command line."""
+GIB = 2**30
+Form = Literal["model", "adapter", "merge"]
+_MODEL = "model/"
+_ADAPTER = "default"
+_WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
+_LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.", ".lora_magnitude_vector.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """The adapter that is added to a weight; tensors by their names in the checkpoint."""
+
+    a: str
+    b: str
+    magnitude: str | None
+    """Of DoRA."""
+    scaling: float
+    is_transposed: bool
+    """Whether the weight is stored with its inputs first, as embeddings and GPT-2's layers are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """Which tensors go into which file."""
+
+    form: Form
+    """A whole model, an adapter alone, or a model with its adapter merged."""
+    entry: Mapping[str, Any]
+    """What the manifest says about the model."""
+    sources: Mapping[str, str]
+    """Name in the checkpoint by name in the export."""
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
+    """Adapters to merge, by name in the export."""
+    specs: Mapping[str, TensorSpec]
+    shards: list[list[str]]
+    tied: dict[str, str]
+    left_out: list[str]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype most floating-point elements have."""
+        votes: Counter[str] = Counter()
+        for spec in self.specs.values():
+            if getattr(torch, spec.dtype).is_floating_point:
+                votes[spec.dtype] += max(1, num_bytes(spec))
+        return votes.most_common(1)[0][0] if votes else "float32"
+
+    def files(self) -> dict[str, list[str]]:
+        """Tensor names by file name, in the order transformers numbers them."""
+        if self.form == "adapter":
+            return {"adapter_model.safetensors": self.shards[0]}
+        if len(self.shards) == 1:
+            return {"model.safetensors": self.shards[0]}
+        count = len(self.shards)
+        return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(self.shards, 1)}
+
+
+def plan_export(
+    manifest: Manifest, dtype: str | None, max_shard_gib: float, lora: Literal["adapter", "merge"] | None = None
+) -> ExportPlan:
+    """Names, dtypes and files of the export of a checkpoint; pure.
+
+    Args:
+        manifest: Of the checkpoint.
+        dtype: A key of ``DTYPES``, or None to keep what was trained.
+        max_shard_gib: Largest weight file in GiB.
+        lora: What becomes of adapters; None: the adapter alone where there is one.
+
+    Raises:
+        CheckpointError: The manifest does not describe a transformers model, or there is no tensor of it.
+        ConfigError: ``lora`` is given, but the checkpoint has no adapter.
+    """
+    entry = manifest.extra.get("model")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("prefix"), str):
+        raise CheckpointError(
+            f"{manifest.folder}: its manifest has no `model` entry, so the module that wrote it is not lit_fsdp's "
+            "CausalLMModule; only such checkpoints can be exported"
+        )
+    adapter = entry.get("adapter")
+    if lora is not None and not adapter:
+        raise ConfigError(
+            f"--{lora}", "a checkpoint without adapters", "one of a run with model.lora", f"drop --{lora}"
+        )
+    prefix = _MODEL + entry["prefix"]
+    found = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
+    if not found:
+        raise CheckpointError(f"{manifest.folder}: no tensor begins with {prefix}; this checkpoint holds no model")
+    form: Form = (lora or "adapter") if adapter else "model"
+    deltas: dict[str, Delta] = {}
+    if form == "adapter":
+        assert adapter is not None
+        sources, tied = _adapter_sources(found, str(adapter.get("bias", "none"))), {}
+    else:
+        tied = {base_name(str(a)): base_name(str(b)) for a, b in (entry.get("tied") or {}).items()}
+        sources = _model_sources(found, tied)
+        deltas = _deltas(found, adapter, manifest.tensors) if adapter else {}
+    specs = {name: _spec(manifest.tensors[source], dtype) for name, source in sorted(sources.items())}
+    return ExportPlan(
+        form=form,
+        entry=entry,
+        sources=sources,
+        deltas=deltas,
+        specs=specs,
+        shards=cut_shards(specs, math.inf if form == "adapter" else max_shard_gib * GIB),
+        tied=tied,
+        left_out=sorted(n for n in manifest.tensors if n.startswith(_MODEL) and not n.startswith(prefix)),
+    )
+
+
+def base_name(name: str) -> str:
+    """The name that a tensor has in the model without adapters: wrappers around layers and whole copies are gone."""
+    for part in (".base_layer.", ".original_module.", _WHOLE_COPY):
+        name = name.replace(part, ".")
+    return name
+
+
+def cut_shards(specs: Mapping[str, TensorSpec], max_bytes: float) -> list[list[str]]:
+    """Names in order, cut where the next tensor would make a file larger than ``max_bytes``."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, spec in specs.items():
+        size = num_bytes(spec)
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
+    is_float = getattr(torch, spec.dtype).is_floating_point
+    return TensorSpec(DTYPES[dtype], spec.shape) if dtype is not None and is_float else spec
+
+
+def _is_lora(name: str) -> bool:
+    return any(part in f"{name}." for part in _LORA_PARTS)
+
+
+def _model_sources(found: Mapping[str, str], tied: Mapping[str, str]) -> dict[str, str]:
+    """Every name of the plain model; of a module that was trained whole its trained copy."""
+    copies = {base_name(name) for name in found if _WHOLE_COPY in name}
+    plain = {
+        base_name(name): source
+        for name, source in found.items()
+        if not _is_lora(name) and (_WHOLE_COPY in name or base_name(name) not in copies)
+    }
+    sources = {name: source for name, source in plain.items() if name not in tied}
+    for alias, name in tied.items():  # the one copy that was saved may stand under either name
+        if name not in sources and alias in plain:
+            sources[name] = plain[alias]
+    return sources
+
+
+def _adapter_sources(found: Mapping[str, str], bias: str) -> dict[str, str]:
+    """The names that peft gives the tensors of an adapter in ``adapter_model.safetensors``."""
+    layers = {name.partition(part)[0] for part in _LORA_PARTS for name in found if part in f"{name}."}
+    sources = {}
+    for name, source in found.items():
+        kept = name
+        if _is_lora(name):
+            kept = name.removesuffix(f".{_ADAPTER}").replace(f".{_ADAPTER}.", ".")
+            kept = kept.removesuffix(".weight") if ".lora_magnitude_vector." in name else kept
+        elif _WHOLE_COPY in name:
+            kept = name.replace(_WHOLE_COPY, ".")
+        elif not _is_trained_bias(name, bias, layers):
+            continue
+        sources[f"base_model.model.{kept}"] = source
+    return sources
+
+
+def _is_trained_bias(name: str, bias: str, layers: set[str]) -> bool:
+    if bias == "none" or not name.endswith(".bias") or ".original_module." in name:
+        return False
+    return bias == "all" or name.removesuffix(".base_layer.bias") in layers
+
+
+def _deltas(found: Mapping[str, str], adapter: Mapping[str, Any], saved: Mapping[str, TensorSpec]) -> dict[str, Delta]:
+    """The adapter of each weight that has one."""
+    deltas = {}
+    rank = int(adapter["r"])
+    for name, source in found.items():
+        for part, other in ((".lora_A.", ".lora_B."), (".lora_embedding_A.", ".lora_embedding_B.")):
+            layer, inner, rest = f"{name}.".partition(part)
+            if not inner:
+                continue
+            b = found[f"{layer}{other}{rest}".removesuffix(".")]
+            num_in, num_out = saved[source].shape[1], saved[b].shape[0]
+            weight = saved[found[f"{layer}.base_layer.weight"]].shape
+            deltas[base_name(f"{layer}.weight")] = Delta(
+                a=source,
+                b=b,
+                magnitude=found.get(f"{layer}.lora_magnitude_vector.{_ADAPTER}.weight"),
+                scaling=adapter["lora_alpha"] / (math.sqrt(rank) if adapter.get("use_rslora") else rank),
+                is_transposed=weight == (num_in, num_out) and (num_in != num_out or bool(adapter["fan_in_fan_out"])),
+            )
+    return deltas

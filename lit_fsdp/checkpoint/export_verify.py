@@ -1,0 +1,195 @@
+"""An export loaded again, before it is published, and compared with a model rebuilt from the checkpoint.
+
+The folder is read by transformers (an adapter by peft), the checkpoint by torch's own reader, so that neither shares
+the code that wrote the export. Both models are in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_fsdp.checkpoint import dcp_files
+from lit_fsdp.checkpoint.export_plan import ExportPlan
+from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.checkpoint.safetensors_file import opened
+from lit_fsdp.checkpoint.snapshot import FULL_FILE
+from lit_fsdp.errors import CheckpointError
+
+_ROWS, _LENGTH = 2, 16
+_SHOWN = 5
+_BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+AddAdapters = Callable[[Any, Mapping[str, Any]], Callable[[], Any]]
+"""Puts adapters into a model by their saved configuration and gives the function that merges them."""
+LoadAdapter = Callable[[Any, Path], nn.Module]
+"""A model with the adapter of a folder, as a user of it would load it."""
+
+
+def find_export_differences(
+    folder: Path, manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters, load_adapter: LoadAdapter
+) -> list[str]:
+    """In what the exported ``folder`` differs from its checkpoint: keys, any tensor, the logits of a fixed input.
+
+    Memory: the whole model twice, in the dtype of the export (in fp32 while adapters are merged).
+
+    Args:
+        folder: Complete, not yet published.
+        manifest: Of the checkpoint.
+        plan: What was written.
+        add_adapters: Needed for checkpoints with adapters.
+        load_adapter: Needed for adapter folders.
+
+    Returns:
+        One line per difference; none if keys are the same and all tensors and logits equal bit for bit.
+    """
+    try:
+        if plan.form == "adapter":
+            found, lines = _reloaded_adapter(folder, manifest, plan, load_adapter)
+        else:
+            found, lines = _reloaded_model(folder, plan)
+        return lines or _compare(_rebuilt(manifest, plan, add_adapters), found)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever keeps a user from loading the folder
+        return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
+
+
+def _config(manifest: Manifest) -> Any:
+    from transformers import AutoConfig
+
+    values = json.loads(manifest.file("hf/config.json").read_bytes())
+    values.pop("quantization_config", None)
+    return AutoConfig.for_model(**values)
+
+
+def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) -> Any:
+    """The model of the checkpoint: built from its config, filled by torch's reader, adapters in place or merged."""
+    model, merge = _bare(manifest, plan), None
+    if plan.form != "model":
+        merge = add_adapters(model, plan.entry["adapter"])
+    _fill(model, manifest, plan, {})
+    if plan.form == "merge":
+        assert merge is not None
+        model = merge()
+        for param in model.parameters():
+            param.data = param.data.to(getattr(torch, plan.dtype))
+    return model.eval()
+
+
+def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if plan.form != "model" else getattr(torch, plan.dtype)
+    return AutoModelForCausalLM.from_config(_config(manifest), dtype=dtype)
+
+
+def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping[str, str]) -> None:
+    """Give every parameter and buffer its value in the checkpoint, one at a time.
+
+    Args:
+        model: Built from the config, with or without adapters.
+        manifest: Of the checkpoint.
+        plan: Names and, for an adapter, the dtype its tensors are rounded to.
+        names: Name in the checkpoint by name in ``model``, where they differ.
+    """
+    prefix = f"model/{plan.entry['prefix']}"
+    description = dcp_files.read_description(manifest) if manifest.layout == "sharded" else None
+    again = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}
+    for name, target in model.state_dict(keep_vars=True).items():
+        saved = prefix + names.get(name, name)
+        if saved not in manifest.tensors:
+            other = again.get(name, next((alias for alias, first in again.items() if first == name), name))
+            saved = prefix + names.get(other, other)
+        if saved not in manifest.tensors:
+            raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
+        value = _read(manifest, description, saved)
+        is_adapters = plan.form == "adapter" and name in _adapter_names(plan, prefix)
+        with torch.no_grad():
+            new = (value.to(getattr(torch, plan.dtype)) if is_adapters else value).to(target.dtype)
+            if target.is_meta:
+                owner, _, attribute = name.rpartition(".")
+                holder: Any = model.get_submodule(owner)
+                setattr(holder, attribute, nn.Parameter(new, requires_grad=False))
+            else:
+                target.copy_(new)
+
+
+def _adapter_names(plan: ExportPlan, prefix: str) -> set[str]:
+    return {source.removeprefix(prefix) for source in plan.sources.values()}
+
+
+def _read(manifest: Manifest, description: Any, name: str) -> torch.Tensor:
+    if description is None:
+        with opened(manifest.file(FULL_FILE)) as file:
+            return file.get_tensor(name).clone()
+    spec = manifest.tensors[name]
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    dcp_files.load(manifest, {name: tensor}, description, None)
+    return tensor
+
+
+def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"output_loading_info": True, "local_files_only": True, "trust_remote_code": False}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
+    model, info = loaded
+    lines = [f"{key.replace('_', ' ')}: {', '.join(map(str, sorted(info[key])[:8]))}" for key in _BAD_KEYS if info[key]]
+    if str(model.dtype) != f"torch.{plan.dtype}":
+        lines.append(f"dtype: {model.dtype}, not torch.{plan.dtype}")
+    return model.eval(), lines
+
+
+def _reloaded_adapter(
+    folder: Path, manifest: Manifest, plan: ExportPlan, load_adapter: LoadAdapter
+) -> tuple[nn.Module, list[str]]:
+    """The base of the checkpoint with the folder's adapter; what peft warns of (keys that are missing) counts."""
+    base = _bare(manifest, plan)
+    prefix = f"model/{plan.entry['prefix']}"
+    names = {}
+    for saved in manifest.tensors:
+        name = saved.removeprefix(prefix)
+        names[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = name
+    _fill(base, manifest, plan, names)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load_adapter(base, folder)
+    with opened(folder / "adapter_model.safetensors") as file:
+        stored = set(file.keys())
+    lines = [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]
+    if stored != set(plan.specs):
+        lines.append(f"adapter: other tensors than planned: {', '.join(sorted(stored ^ set(plan.specs))[:8])}")
+    return model.eval(), lines
+
+
+def _compare(expected: Any, found: Any) -> list[str]:
+    """Tensors and logits that are not equal bit for bit."""
+    ours = dict(expected.state_dict())
+    theirs = {name.removeprefix("base_model.model."): tensor for name, tensor in found.state_dict().items()}
+    lines = []
+    if ours.keys() != theirs.keys():
+        lines.append(f"other names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:8])}")
+    unequal = [n for n in ours if n in theirs and not torch.equal(_bits(ours[n]), _bits(theirs[n]))]
+    lines += [f"tensor {name} is not the checkpoint's" for name in unequal[:_SHOWN]]
+    if len(unequal) > _SHOWN:
+        lines.append(f"and {len(unequal) - _SHOWN} more tensors")
+    vocabulary = expected.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(_ROWS * _LENGTH) * 7919 % vocabulary).reshape(_ROWS, _LENGTH)
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, use_cache=False).logits for model in (expected, found))
+    if one.shape != other.shape or not torch.equal(_bits(one), _bits(other)):
+        gap = (one.float() - other.float()).abs().max().item() if one.shape == other.shape else float("nan")
+        lines.append(f"logits of a fixed input differ by up to {gap:.3g}")
+    return lines
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, so that a not-a-number equals itself."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

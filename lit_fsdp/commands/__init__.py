@@ -1,0 +1,70 @@
+"""The verbs of ``lit-fsdp``. Nothing heavy is imported before the words are understood."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+
+from lit_fsdp.errors import ConfigError
+
+_TRAINER_VERBS = {
+    "fit": "train a model by a recipe",
+    "validate": "loss, perplexity and token accuracy on data.val",
+    "test": "the same on data.test",
+    "predict": "score every row of data.predict into predictions.jsonl",
+}
+_OTHER_VERBS = {
+    "convert": "a configuration of Accelerate, Transformers or DeepSpeed as a recipe",
+    "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
+    "ckpt": "list the checkpoints of a run, or verify them",
+    "export": "a checkpoint as a Hugging Face folder",
+    "generate": "ask an exported model",
+}
+_USAGE = """usage: lit-fsdp VERB [options]
+
+{verbs}
+
+lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--ckpt_path last|best|PATH]
+  files are merged in order, later wins, flags last; --print_config shows the result, --help every key
+lit-fsdp VERB --help explains a verb; recipes/ and configs/ hold complete runs and fragments
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Understand the command line, run the verb and return the exit code.
+
+    Raises:
+        ConfigError: A verb, key or value that does not exist, or a rule that does not hold.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in {**_TRAINER_VERBS, **_OTHER_VERBS}.items())
+        print(_USAGE.format(verbs=verbs), end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        import lit_fsdp
+
+        print(f"lit_fsdp {lit_fsdp.__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb in _TRAINER_VERBS:
+        from lit_fsdp.commands.training import run_training_verb
+
+        return run_training_verb(verb, rest)
+    if verb in _OTHER_VERBS:
+        return _other_verb(verb, rest)
+    known = [*_TRAINER_VERBS, *_OTHER_VERBS]
+    near = difflib.get_close_matches(verb, known, n=1) or ["fit"]
+    raise ConfigError("command line", verb, ", ".join(known), f"lit-fsdp {near[0]} ...")
+
+
+def _other_verb(verb: str, argv: list[str]) -> int:
+    from lit_fsdp.commands import checkpoints, convert, models, planning
+
+    verbs = {
+        "audit": planning.run_audit,
+        "ckpt": checkpoints.run_ckpt,
+        "convert": convert.run_convert,
+        "export": models.run_export,
+        "generate": models.run_generate,
+    }
+    return verbs[verb](argv)

@@ -1,0 +1,60 @@
+"""``export`` and ``generate``: a checkpoint as a Hugging Face folder, and a question to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.commands.parsing import parse, verb_parser
+
+
+def run_export(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp export`` and return the exit code."""
+    parser = verb_parser("export", "Write a checkpoint, sharded or full, as a folder that plain transformers loads.")
+    parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
+    parser.add_argument("--out", required=True, type=Path, help="folder to create")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights; default: as trained")
+    parser.add_argument("--max_shard_gib", type=float, default=5.0, help="largest weight file in GiB (default 5)")
+    text = "load the folder again and compare keys, tensors and logits before it appears; needs memory for two models"
+    parser.add_argument("--verify", action="store_true", help=text)
+    of_lora = parser.add_mutually_exclusive_group()
+    of_lora.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapter only (default)")
+    of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
+    options = parse(parser, argv)
+    from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+
+    wanted = ExportOptions(
+        dtype=options.dtype,
+        max_shard_gib=options.max_shard_gib,
+        lora="adapter" if options.adapter else "merge" if options.merge else None,
+        check=_export_check() if options.verify else None,
+    )
+    print(export(options.ckpt, options.out, wanted))
+    return 0
+
+
+def _export_check() -> Callable[..., list[str]]:
+    from lit_fsdp.checkpoint.export_verify import find_export_differences
+    from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
+    from lit_fsdp.models.quiet import no_progress_bars
+
+    def check(place: Path, manifest: Any, plan: Any) -> list[str]:
+        with no_progress_bars():
+            return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
+
+    return check
+
+
+def run_generate(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp generate`` and return the exit code."""
+    parser = verb_parser("generate", "Answer a prompt with an exported model and its chat template.")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--prompt", required=True, help="what the user says")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
+    options = parse(parser, argv)
+    from lit_fsdp.models.generate import chat
+
+    print(chat(options.model, options.prompt, options.system, options.max_new_tokens))
+    return 0

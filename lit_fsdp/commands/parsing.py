@@ -1,0 +1,41 @@
+"""Flags of the verbs that have their own: never abbreviated, and a mistake names the nearest right one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lit_fsdp.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises whatever is wrong; ``exit_on_error=False`` alone still exits on a missing or surplus argument."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
+def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
+    """A parser for one verb that raises :class:`argparse.ArgumentError` instead of exiting."""
+    return _Parser(
+        f"lit-fsdp {verb}", description=text, allow_abbrev=False, exit_on_error=False, epilog="Exit codes: 0, 1, 2."
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments, or a ConfigError that names the nearest flag."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in argv:
+        name = word.split("=")[0]
+        if name.startswith("--") and name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
+            raise ConfigError(
+                f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}"
+            )
+    try:
+        return parser.parse_args(list(argv))
+    except argparse.ArgumentError as error:
+        usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
+        raise ConfigError(parser.prog, str(error), usage, f"see {parser.prog} --help") from None

@@ -1,0 +1,74 @@
+"""``fit``, ``validate``, ``test`` and ``predict``: a recipe, checked, for Lightning's command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import is_first_process
+from lit_fsdp.signals import SignalFlags
+
+
+def run_training_verb(verb: str, argv: list[str]) -> int:
+    """Check the recipe before anything heavy is imported, then hand it to Lightning's command line."""
+    from lit_fsdp.config.miniature import adapt_to_miniature
+    from lit_fsdp.config.recipe import read_recipe
+    from lit_fsdp.config.run import check_recipe
+
+    recipe = read_recipe(argv)
+    values = recipe.values
+    others: Sequence[Path] = ()
+    signals = SignalFlags(can_save=verb == "fit")
+    if "-h" not in recipe.flags and "--help" not in recipe.flags:
+        replaced = adapt_to_miniature(values, recipe.replaced)
+        trainer = {} if values.get("trainer") is None else values["trainer"]
+        if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
+            stem = recipe.files[0].stem if recipe.files else "run"
+            values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
+        check_recipe(values, verb)
+        if not recipe.only_shows:
+            for line in replaced if is_first_process() else ():
+                print(f"miniature: {line}", file=sys.stderr)
+            others = _resolve_checkpoint(verb, values)
+            signals.install()
+    from lit_fsdp.cli import run_verb
+
+    return run_verb(verb, values, recipe.flags, others, signals)
+
+
+def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
+    """``last`` and ``best`` become the path they stand for; a used run folder is refused without one of them.
+
+    Returns:
+        With ``resume.fallback``: what may take the place of that path, should its hashes show that it is damaged.
+    """
+    from lit_fsdp.checkpoint.find import FOLDER, choose, survey
+    from lit_fsdp.config.checkpoint import CheckpointConfig
+    from lit_fsdp.config.resume import ResumeConfig
+    from lit_fsdp.config.typed import build
+
+    run_folder = Path(values["trainer"]["default_root_dir"])
+    checkpoint = build(CheckpointConfig, values.get("checkpoint"), "checkpoint")
+    fallback = build(ResumeConfig, values.get("resume"), "resume").fallback
+    if values.get("ckpt_path"):
+        word = str(values["ckpt_path"])
+        choice = choose(word, run_folder, checkpoint.monitor, checkpoint.mode, fallback)
+        values["ckpt_path"] = str(choice.path)
+        for entry in choice.damaged if is_first_process() else ():
+            print(f"{entry.path} is damaged: {entry.reason}", file=sys.stderr)
+        if choice.damaged and is_first_process():
+            print(f"going on from {choice.path} as {word} (resume.fallback)", file=sys.stderr)
+        return choice.others if fallback else ()
+    if verb == "fit" and is_first_process():
+        there = survey(run_folder / FOLDER)
+        if there:
+            raise ConfigError(
+                "trainer.default_root_dir",
+                f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
+                "a new run folder, or a resume",
+                "add --ckpt_path last, or name another --trainer.default_root_dir",
+            )
+    return ()

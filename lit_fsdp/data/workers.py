@@ -1,0 +1,39 @@
+"""Signals and loader processes: a signal to a whole job must not end them before the rank they work for.
+
+SLURM, a terminal and ``kill -- -GROUP`` send a signal to every process. A loader that dies of it makes its rank fail
+where it should have saved; one that inherits its rank's handlers reports every signal to it a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Around the start of loaders: they begin with signals blocked, and nothing is lost for this process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_parent_only(worker_id: int) -> None:
+    """Called first in a loader: from now on only its parent can ask it to end (SIGTERM)."""
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
+    threading.Thread(target=_wait_for_parent, name="signals", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while True:
+        received = signal.sigwaitinfo(_IGNORED)
+        if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+            os._exit(0)

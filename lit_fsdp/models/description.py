@@ -1,0 +1,52 @@
+"""What a checkpoint keeps of a model beside its tensors, so that it can be exported without anything else."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from lit_fsdp.models.source import ModelSource
+
+
+def model_files(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, model: nn.Module | None = None
+) -> dict[str, bytes]:
+    """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
+
+    Args:
+        source: Where the model came from; its generation config is kept if it has one.
+        tokenizer: With its chat template.
+        model: Gives the generation config where the source has none.
+    """
+    generation: Any = getattr(model, "generation_config", None)
+    if source.weights_folder is not None and (source.weights_folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(source.weights_folder)
+    with tempfile.TemporaryDirectory() as folder:
+        source.hf_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
+
+
+def model_entry(source: ModelSource, ties: dict[str, str], adapter_config: dict[str, Any] | None) -> dict[str, Any]:
+    """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
+
+    Args:
+        source: Named as the base; never by a path.
+        ties: Further names of tied parameters inside the LightningModule, and their first ones.
+        adapter_config: Of the adapters, or None.
+    """
+    prefix = "model."
+    return {
+        "prefix": prefix,
+        "tied": {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in ties.items()},
+        "base": source.label,
+        "hub_name": source.hub_name,
+        "adapter": adapter_config,
+    }

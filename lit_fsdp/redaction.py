@@ -1,0 +1,170 @@
+"""What must not be written down: secrets of the environment and of the recipe become ``***`` in all we write.
+
+Names decide: ``HF_TOKEN`` and ``WANDB_API_KEY`` in the environment, ``api_key`` and ``password`` in a recipe, and
+the user part of a URL. A value shorter than six characters is hidden where its name stands beside it, but not searched
+for in running text, which it would make unreadable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+HIDDEN = "***"
+_MIN_CHARS = 6
+_ENVIRONMENT = re.compile(
+    r"(^|_)(TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|PAT|CREDENTIAL|CREDENTIALS|APIKEY|KEY)(_|$)"
+)
+_NO_SECRET = re.compile(r"^PWD$|^OLDPWD$|_(PATH|FILE|DIR|FOLDER|URL|HOST|PORT|TYPE|NAME|LEN|LENGTH|TTL|ID)$")
+_KEY = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|passphrase|api_?key|apikey|access_key|access_key_id|secret_key|private_key"
+    r"|credential|credentials|authorization|signature)$"
+)
+# Names of a tokenizer's special tokens, which end like a secret.
+_SPECIAL_TOKEN = re.compile(
+    r"(^|[_\-.])(bos|eos|pad|unk|sep|cls|mask|eot|eom|image|audio|video|start|end|begin|stop|boundary|prefix|suffix|tool"
+    r"|user|assistant|system|thinking|new|per|last|first)_token$"
+)
+_URL_USER = re.compile(r"(:/{1,2})[^/\s:@'\"]*:[^/\s@'\"]+@")  # a path has one slash of the two
+_URL_QUERY = re.compile(r"(?i)([?&][\w\-]*(?:token|secret|password|api_?key|signature|sig)=)[^&\s'\"]+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w\-.~+/]{8,}=*")
+_YAML_LINE = re.compile(r"^[ \t]*(?:-[ \t]+)?[\"']?([\w\-.]+)[\"']?[ \t]*[:=][ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+
+_remembered: set[str] = set()
+
+
+def is_secret_key(name: str) -> bool:
+    """Whether a recipe's key (``api_key``, ``hf_token``, ``password``) names a secret."""
+    lowered = name.lower()
+    return bool(_KEY.search(lowered)) and not _SPECIAL_TOKEN.search(lowered)
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether an environment variable (``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_ACCESS_KEY_ID``) names a secret."""
+    name = name.upper()
+    if name.endswith("ACCESS_KEY_ID"):
+        return True
+    return bool(_ENVIRONMENT.search(name)) and not _NO_SECRET.search(name)
+
+
+def remember(values: Any, name: str = "") -> None:
+    """Hide from now on, in every text of this process, what a recipe says under keys that name secrets."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            inherited = name if name and is_secret_key(name) else str(key)
+            remember(value, inherited)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            remember(value, name)
+    elif is_secret_key(name) and isinstance(values, (str, int)) and not isinstance(values, bool):
+        _remembered.add(str(values))
+
+
+def remember_lines(text: str) -> None:
+    """The same for YAML that cannot be parsed, by its lines ``key: value``."""
+    for key, value in _YAML_LINE.findall(text):
+        if is_secret_key(key):
+            _remembered.update({value, value.strip("\"'[]{}, ")})
+
+
+def redact(text: str) -> str:
+    """``text`` with every known secret, and every password in a URL, as ``***``."""
+    pattern = _known_secrets()
+    if pattern is not None:
+        text = pattern.sub(HIDDEN, text)
+    text = _URL_USER.sub(rf"\g<1>{HIDDEN}@", text)
+    text = _URL_QUERY.sub(rf"\g<1>{HIDDEN}", text)
+    return _BEARER.sub(rf"\g<1> {HIDDEN}", text)
+
+
+def redact_values(values: Any, name: str = "") -> Any:
+    """A copy of a recipe or of JSON data with ``***`` in place of secrets; keys and numbers elsewhere stay."""
+    if isinstance(values, Mapping):
+        return {key: redact_values(value, name if is_secret_key(name) else str(key)) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        hidden = [redact_values(value, name) for value in values]
+        return tuple(hidden) if type(values) is tuple else hidden
+    if is_secret_key(name) and isinstance(values, (str, int, float)) and not isinstance(values, bool) and values != "":
+        return HIDDEN
+    return redact(values) if isinstance(values, str) else values
+
+
+def hidden_keys(values: Any, path: str = "") -> Iterator[str]:
+    """Paths of the values in which a secret was replaced when they were written."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from hidden_keys(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            yield from hidden_keys(value, f"{path}[{index}]")
+    elif isinstance(values, str) and HIDDEN in values:
+        yield path
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Standard output and standard error without secrets, whoever writes there from Python.
+
+    Tracebacks of uncaught exceptions too, also of those that end the process afterwards.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Redacting(sys.stdout), _Redacting(sys.stderr)
+    sys.excepthook, threading.excepthook = _show_exception, _show_thread_exception
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Redacting:
+    """A text stream that writes to another one what :func:`redact` leaves."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _known_secrets() -> re.Pattern[str] | None:
+    values = {value for name, value in os.environ.items() if is_secret_variable(name)} | _remembered
+    forms: set[str] = set()
+    for value in values:
+        plain = value.strip()
+        if len(plain) >= _MIN_CHARS and HIDDEN not in plain:
+            lines = [line.strip() for line in plain.splitlines() if len(line.strip()) >= 2 * _MIN_CHARS]
+            forms.update((plain, json.dumps(plain)[1:-1], repr(plain)[1:-1], urllib.parse.quote(plain, safe="")))
+            forms.update(lines)  # of a private key
+    if not forms:
+        return None
+    return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)))
+
+
+def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+        sys.stderr.flush()
+
+
+def _show_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_type is not SystemExit and arguments.exc_value is not None:
+        _show_exception(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)

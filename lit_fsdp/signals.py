@@ -1,0 +1,102 @@
+"""What SIGINT, SIGTERM and SIGUSR1 do to a command, from the moment its recipe has been checked until the process ends.
+
+A handler only takes note. Nothing is saved inside one: ranks would be interrupted at different places and wait for
+each other for good (https://github.com/Lightning-AI/pytorch-lightning/issues/21406).
+
+===================================  ============================  =========================================
+phase of ``fit``                     SIGTERM, SIGUSR1              SIGINT (Ctrl-C)
+===================================  ============================  =========================================
+before any other rank may wait       ends at once, 75              ends at once, 130
+until the first batch                all ranks agree before it,    ends at once, 130
+                                     nothing is saved, 75
+training                             all ranks agree after the     the same, 130; a second one ends at once
+                                     global batch at hand, one
+                                     checkpoint, 75
+a validation, a save                 is finished, and so is the    the same, 130; a second one ends at once
+                                     global batch after it
+after training, while it exits       nothing, 0                    nothing, 0; a second one ends at once
+===================================  ============================  =========================================
+
+The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
+same, except that Ctrl-C on a rank that Lightning started waits for the vote before the first batch: its parent would
+take a rank that is gone for a failure. In the first instants, while the recipe is read, Python's defaults hold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from lit_fsdp.host import is_first_process, is_launched_by_lightning
+
+EXIT_STOPPED, EXIT_INTERRUPTED = 75, 130
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class SignalFlags:
+    """Remembers signals from :meth:`install` until the process ends.
+
+    A thread listens, because Python's handlers wait for a call into C++ to return, and a rank may be waiting for its
+    peers there.
+
+    Args:
+        can_save: Whether the command trains.
+    """
+
+    def __init__(self, can_save: bool = True) -> None:
+        self.interrupted = self.terminated = False
+        self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+        """Whether other ranks exist that would wait for this one."""
+        self.can_save = can_save
+        self.training = False
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before the process ends at once."""
+        self._installed = False
+
+    def install(self) -> None:
+        """Handle SIGINT, SIGTERM and SIGUSR1 from now on (main thread only); a second call changes nothing."""
+        if self._installed:
+            return
+        self._installed = True
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+        for number in STOPPING:
+            signal.signal(number, lambda number, frame: None)
+        atexit.register(_ignore)
+
+    def _listen(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 16):
+                if number in STOPPING:  # an engine may have handlers of its own for others
+                    self.receive(signal.Signals(number))
+
+    def receive(self, number: signal.Signals) -> None:
+        """Take note of a signal, or end the process where the table above says so."""
+        if number == signal.SIGINT:
+            waits = self.training or (self.can_save and is_launched_by_lightning())
+            if self.interrupted or not waits:
+                self._end("interrupted", EXIT_INTERRUPTED)
+            self.interrupted = True
+        elif self.can_save and (self.training or self.has_peers):
+            self.terminated = True
+        else:
+            self._end("stopped by a signal; there is nothing to save yet", EXIT_STOPPED)
+
+    def _end(self, text: str, code: int) -> None:
+        if is_first_process():
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+        self.before_exit()
+        os._exit(code)
+
+
+def _ignore() -> None:
+    """For the last instants of the interpreter, which sets Python's handlers back to the defaults, but not this."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)

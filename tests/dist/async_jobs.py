@@ -1,0 +1,164 @@
+"""Runs that save in the background, and what is done to them; each function is called on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lit_fsdp import Checkpoint
+from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
+from lit_fsdp.checkpoint import disk, staging
+from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.errors import CheckpointError
+from lit_fsdp.signals import SignalFlags
+from tests.dist.foreign import ForeignNet, StepLosses, foreign_rows
+from tests.dist.jobs import Losses, TinyData, TinyDataWithValidation, digest, module_for, trainer_for
+
+STEPS = 9
+EVERY = 3
+
+
+class Watch(Callback):
+    """What a test does to a run, and what it sees at each step."""
+
+    def __init__(self, fault: str, rank: int) -> None:
+        self.fault, self.rank = fault, rank
+        self.flags = SignalFlags()
+        self.visible: dict[int, list[int]] = {}
+        self.pending: dict[int, bool] = {}
+        self.last: dict[int, str] = {}
+        self.buffers: set[int] = set()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Raise, or ask for the end, while the save of step 3 is being written."""
+        if trainer.global_step == 4 and self.rank == 1 and self.fault == "raise":
+            raise ValueError("a bad row")
+        if trainer.global_step == 4 and self.rank == 1 and self.fault == "signal":
+            self.flags.terminated = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Once per step."""
+        background: Any = trainer.strategy.background  # type: ignore[attr-defined]
+        step = trainer.global_step
+        self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
+        self.pending[step] = background is not None and background.pending is not None
+        self.last[step] = Path(trainer.checkpoint_callback.last_model_path).name  # type: ignore[union-attr]
+        if background is not None and background.buffers.num_bytes:
+            self.buffers.add(background.buffers._blocks[0].data_ptr())
+
+
+def train_async(
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    async_save: bool | None,
+    fault: str = "",
+    keep_last: int = -1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Nine steps with a save every third one; what was seen on the way, and how it ended."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(7)
+    losses, watch = Losses(), Watch(fault, rank)
+    saving = Checkpoint(every_steps=EVERY, keep_last=keep_last, async_save=async_save)
+    callbacks: list[Callback] = [watch, StopOnSignal(watch.flags), losses, saving]
+    steps = options.pop("steps", STEPS)
+    trainer = trainer_for(strategy, callbacks, max_steps=steps, default_root_dir=run, **options)
+    module = module_for(folder, warmup_steps=8)
+    data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
+    found: dict[str, Any] = {"error": ""}
+    began = time.monotonic()
+    with _hurt(fault, rank):
+        try:
+            trainer.fit(module, datamodule=data)
+        except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    optimizer: Any = trainer.optimizers[0]
+    return {
+        **found,
+        "seconds": time.monotonic() - began,
+        "losses": losses.values,
+        "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
+        "step": trainer.global_step,
+        "visible": watch.visible,
+        "pending": watch.pending,
+        "last": watch.last,
+        "num_buffers": len(watch.buffers),
+        "last_model_path": Path(saving.last_model_path).name,
+        "best_model_path": Path(saving.best_model_path).name,
+    }
+
+
+def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) -> list[float]:
+    """Losses of somebody else's module, saved by our callback at each second step."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(11)
+    losses = StepLosses()
+    saving = Checkpoint(every_steps=2, keep_last=-1, async_save=async_save)
+    trainer = trainer_for(strategy, [losses, saving], max_steps=6, default_root_dir=run)
+    size = 8 // ranks
+    batches = [tuple(part[rank * size : (rank + 1) * size] for part in foreign_rows(step)) for step in range(6)]
+    trainer.fit(ForeignNet(), DataLoader(batches, batch_size=None))
+    return losses.values
+
+
+def tensors_of(run: str) -> dict[str, dict[str, str]]:
+    """Hashes of every tensor and state file of every checkpoint of a run, read on one rank."""
+    from lit_fsdp.checkpoint import dcp_files
+    from lit_fsdp.checkpoint.manifest import read_manifest
+    from lit_fsdp.checkpoint.safetensors_file import read_tensors
+    from lit_fsdp.checkpoint.store import verify_files
+
+    found: dict[str, dict[str, str]] = {}
+    for entry in checkpoints(Path(run)):
+        verify_files(entry.path)
+        manifest = read_manifest(entry.path)
+        if manifest.layout == "sharded":
+            description = dcp_files.read_description(manifest)
+            tensors = {name: dcp_files.read_tensor(manifest, description, name) for name in manifest.tensors}
+        else:
+            tensors = read_tensors(manifest.file("tensors.safetensors"))
+        hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
+        small = {n: f.sha256 for n, f in manifest.files.items() if n.startswith(("state.", "rank-", "hf/"))}
+        found[entry.path.name] = {**hashes, **small, "metrics": repr(dict(manifest.metrics))}
+    return found
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _hurt(fault: str, rank: int) -> Iterator[None]:
+    """Slow the end of every save down, or let rank 1 fail to write its shard of step 6."""
+    publish, write = staging.publish, disk.HashedFile.write
+
+    def slow(place: Path, folder: Path) -> None:
+        time.sleep(0.5)
+        publish(place, folder)
+
+    def failing(self: disk.HashedFile, data: Any) -> int:
+        if rank == 1 and self.path.name == "__1_0.distcp" and "00000006" in str(self.path):
+            time.sleep(0.2)
+            raise CheckpointError(f"{self.path}: No space left on device")
+        return write(self, data)
+
+    if fault in ("slow", "raise", "signal"):
+        staging.publish = slow  # type: ignore[assignment]
+    if fault == "full disk":
+        disk.HashedFile.write = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        staging.publish, disk.HashedFile.write = publish, write  # type: ignore[method-assign]

@@ -1,0 +1,186 @@
+"""Jobs of test_elastic.py: real rows through the real data module, and everything that must come back, written down."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
+from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
+from lit_fsdp.signals import SignalFlags
+from tests.dist.jobs import Losses, digest, trainer_for
+
+GLOBAL_BATCH, ROWS, STEPS_PER_EPOCH = 8, 45, 6  # of the 67 rows 45 fit; the last global batch of an epoch has five
+
+
+class FrozenModule(CausalLMModule):
+    """Ours, with embeddings and the first block frozen."""
+
+    def build(self) -> CausalLMModule:
+        """Freeze before anything is sharded."""
+        super().build()
+        for name, param in self.named_parameters():
+            if "embed_tokens" in name or "layers.0." in name:
+                param.requires_grad_(False)
+        return self
+
+
+class ThreeGroups(CausalLMModule):
+    """Ours, with three parameter groups, each with its own learning rate and weight decay, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        """Attention, other matrices, vectors."""
+        named = [(name, param) for name, param in self.named_parameters() if param.requires_grad]
+        kind = {name: 0 if "attn" in name else 1 if "norm" not in name else 2 for name, _ in named}
+        groups = [
+            {"params": [p for n, p in named if kind[n] == 0], "lr": 2e-3, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+            {"params": [p for n, p in named if kind[n] == 1], "lr": 3e-3, "weight_decay": 0.01},
+            {"params": [p for n, p in named if kind[n] == 2], "lr": 5e-3, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+KINDS: dict[str, type[CausalLMModule]] = {"ours": CausalLMModule, "frozen": FrozenModule, "groups": ThreeGroups}
+
+
+class Witness(Callback):
+    """Writes down the rows and learning rates of each step; at some steps it saves, and keeps the gathered state."""
+
+    def __init__(self, at: list[int], checkpoint: Checkpoint) -> None:
+        self.at, self.checkpoint = at, checkpoint
+        self.states: dict[int, dict[str, str]] = {}
+        self.rows: list[tuple[int, list[int]]] = []
+        self.rates: list[list[float]] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What a resumed run starts from."""
+        self._step = trainer.global_step
+        if self._step:
+            self.states[self._step] = gathered(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Once per micro-batch."""
+        self.rows.append((trainer.global_step, batch["row"].tolist()))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Once per optimizer step."""
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+            if self._step in self.at:
+                self.states[self._step] = gathered(trainer)
+                self.checkpoint.save(trainer)
+
+
+def gathered(trainer: Trainer) -> dict[str, str]:
+    """A hash of every parameter and optimizer tensor, put together from the ranks' own parts; groups and schedule.
+
+    Both engines split a parameter in the order of its elements over neighbouring ranks, so that the parts of the first
+    copy, one after the other, are the whole. Nothing of what saves a checkpoint is used here.
+    """
+    strategy: Any = trainer.strategy
+    shards = strategy.mesh.size(strategy.mesh.ndim - 1)
+    optimizer: Any = getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])
+    names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in trainer.lightning_module.named_parameters()}
+    mine = {names[id(param)]: param for param in trainer.lightning_module.parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            mine |= {f"{names[id(param)]}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    parts: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(parts, {name: _local_bytes(value) for name, value in mine.items()})
+    found: dict[str, str] = {}
+    for name in sorted(set().union(*parts)):
+        copies = [
+            b"".join(part.get(name, b"") for part in parts[start : start + shards])
+            for start in range(0, trainer.world_size, shards)
+        ]
+        if name.endswith("/step"):  # one number, on every rank that holds a part
+            copies = sorted({part[name] for part in parts if name in part})
+        assert len(set(copies)) == 1, f"{name}: the copies differ"
+        found[name] = hashlib.sha256(copies[0]).hexdigest()
+    for index, group in enumerate(optimizer.param_groups):
+        found[f"group {index}"] = repr({key: value for key, value in sorted(group.items()) if key != "params"})
+    found["schedule"] = repr([config.scheduler.last_epoch for config in trainer.lr_scheduler_configs])
+    return found
+
+
+def _local_bytes(value: Any) -> bytes:
+    local = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
+    return local.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+class Interrupt(Callback):
+    """Receives a signal, or fails, at a micro-batch, on the last rank."""
+
+    def __init__(self, flags: SignalFlags, at: int, how: str) -> None:
+        self.flags, self.at, self.how, self._seen = flags, at, how, 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Counts micro-batches of this process."""
+        import signal
+
+        self._seen += 1
+        if self._seen == self.at and self.how == "raise":
+            raise RuntimeError("killed here")
+        if self._seen == self.at and trainer.global_rank == trainer.world_size - 1:
+            self.flags.receive(signal.SIGTERM)
+
+
+def elastic_run(
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    kind: str,
+    micro: int,
+    steps: int,
+    ckpt_path: str | None = None,
+    data: dict[str, Any] | None = None,
+    save_at: list[int] | None = None,
+    interrupt: tuple[int, str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train on generated rows; losses, rates, rows, and the gathered states where it saved or began."""
+    torch.manual_seed(5)
+    losses, flags, checkpoint = Losses(), SignalFlags(), Checkpoint(every_steps=None, keep_last=-1)
+    witness = Witness(save_at or [], checkpoint)
+    callbacks: list[Any] = [losses, witness, StopOnSignal(flags), checkpoint]
+    if interrupt:
+        callbacks.insert(0, Interrupt(flags, *interrupt))
+    trainer = trainer_for(
+        {"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run, **options
+    )
+    optim = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 4, "weight_decay": 0.1}
+    module = KINDS[kind](name=folder, optim=optim)
+    rows = CausalLMDataModule(
+        **{
+            **{"train": "generated:67", "max_seq_length": 40, "seed": 3, "cache_dir": f"{run}/../cache"},
+            **{"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro},
+            **(data or {}),
+        }
+    )
+    stopped = None
+    try:
+        trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
+    except StopRequested as stop:
+        stopped = [stop.exit_code, stop.step]
+    except RuntimeError as error:
+        stopped = [str(error), trainer.global_step]
+    return {
+        "digest": digest(module, getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])),
+        "losses": losses.values,
+        "rates": witness.rates,
+        "rows": witness.rows,
+        "states": {str(step): state for step, state in witness.states.items()},
+        "epoch": trainer.current_epoch,
+        "stopped": stopped,
+        "accumulate": trainer.accumulate_grad_batches,
+    }

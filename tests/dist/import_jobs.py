@@ -1,0 +1,253 @@
+"""Checkpoints that Lightning's own strategies and Accelerate really write, and what they would have done next.
+
+Beside each checkpoint stands ``truth.pt``: the whole weights and moments by parameter name, gathered by torch.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp import Checkpoint
+from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
+from tests.dist.reference import LEARNING_RATE
+
+BETAS = (0.9, 0.95)
+
+
+def _model(folder: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+
+
+def _optimizer(model: nn.Module, groups: int) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only (two groups), or with one group."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if groups == 1:
+        return torch.optim.AdamW(params, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
+    decays, plain = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    split = [{"params": decays, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(split, lr=LEARNING_RATE, betas=BETAS)
+
+
+def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """This rank's share of the mean over the supervised tokens of the global batch, and that mean."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    labels = batch["labels"][:, 1:].flatten()
+    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    sums = torch.stack([total.detach().double(), (labels != -100).sum().double()])
+    ranks = 1
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+        ranks = dist.get_world_size()
+    return total * ranks / sums[1].float(), float(sums[0] / sums[1])
+
+
+class Stock(LightningModule):
+    """A LightningModule that knows nothing of lit_fsdp."""
+
+    def __init__(self, folder: str, groups: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = _model(folder)
+        self.groups = groups
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        """For ModelParallelStrategy, which leaves the sharding to the module."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            from torch.distributed.fsdp import fully_shard
+
+            for block in self.net.model.layers:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The mean over the global batch."""
+        loss, mean = _loss(self.net, batch)
+        self.losses.append(mean)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with a schedule that never changes anything."""
+        optimizer = _optimizer(self, self.groups)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
+
+
+class SaveAt(Callback):
+    """Saves in the middle of training, with the truth beside it."""
+
+    def __init__(self, step: int, out: str) -> None:
+        self.step, self.out = step, out
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Once."""
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.out)
+            owner = trainer.strategy.model if isinstance(trainer.strategy, FSDPStrategy) else pl_module
+            optimizer: Any = trainer.optimizers[0]
+            _keep_truth(owner, optimizer, self.out)
+
+
+def _keep_truth(model: Any, optimizer: Any, out: str) -> None:
+    whole = dcp_state.StateDictOptions(full_state_dict=True)
+    weights = dcp_state.get_model_state_dict(model, options=whole)
+    state = dcp_state.get_optimizer_state_dict(model, getattr(optimizer, "_optimizer", optimizer), options=whole)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save({"weights": weights, "moments": state["state"]}, f"{out}.truth.pt")
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """Lightning refuses its own class on a CPU, not a subclass of it, and torch a device without a number."""
+
+    def model_sharded_context(self) -> Any:
+        """Nothing is wrapped before :meth:`_setup_model`."""
+        return nullcontext()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        self.model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+        return self.model
+
+
+def _stock_strategy(name: str) -> Any:
+    if name == "single":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    if name.startswith("fsdp2"):
+        sharded = name == "fsdp2"
+        options: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
+        return ModelParallelStrategy(save_distributed_checkpoint=sharded, **options)
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return CPUFSDPStrategy(
+        state_dict_type="sharded" if name == "fsdp1" else "full",
+        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}),
+        use_orig_params=True,
+        process_group_backend="gloo",
+        timeout=timedelta(seconds=120),
+    )
+
+
+def train_with_stock_lightning(
+    folder: str, out: str, strategy: str, save_at: int, steps: int, groups: int
+) -> list[float]:
+    """The losses of all steps; ``out`` is what Lightning saved after step ``save_at``."""
+    torch.manual_seed(0)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=_stock_strategy(strategy),
+        callbacks=[SaveAt(save_at, out)],
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = Stock(folder, groups)
+    with mock.patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", _whole_on_every_rank):
+        trainer.fit(module, datamodule=TinyData())
+    return module.losses
+
+
+def _whole_on_every_rank(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+    """Lightning's context but for the offload to the CPU, on which FSDP 1 fails where there is nothing else."""
+    configs = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)
+    return FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, *configs)
+
+
+def train_with_stock_accelerate(
+    folder: str, out: str, env: dict[str, str], save_at: int, steps: int, groups: int
+) -> list[float]:
+    """The losses of all steps; ``out`` is what ``Accelerator.save_state`` wrote after step ``save_at``."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    from tests.dist.jobs import Rows
+
+    os.environ.update(env)
+    try:
+        accelerator = Accelerator(cpu=True)
+        plugin = FullyShardedDataParallelPlugin()
+        for state in (PartialState(), accelerator.state):  # on a CPU it would quietly fall back to DDP
+            state.distributed_type = DistributedType.FSDP
+            state.device = torch.device("cpu")  # not cpu:0, which version 1 takes for another device
+        accelerator.state.fsdp_plugin = plugin
+        if plugin.fsdp_version == 1:
+            plugin.optim_state_dict_config.offload_to_cpu = False
+        torch.manual_seed(0)
+        model = _model(folder)
+        optimizer: Any = None
+        scheduler: Any = None
+        if plugin.fsdp_version == 1:
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(_optimizer(model, groups))
+        else:
+            model, optimizer = accelerator.prepare(model, _optimizer(model, groups))
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        rows = Rows(accelerator.process_index, accelerator.num_processes, 1)
+        losses = []
+        for step in range(steps):
+            loss, mean = _loss(model, rows[step])
+            losses.append(mean)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if step + 1 == save_at:
+                # with several processes it would offload to the CPU, on which FSDP 1 fails where there is nothing else
+                alone = property(lambda self: 1) if plugin.fsdp_version == 1 else Accelerator.num_processes
+                with mock.patch.object(Accelerator, "num_processes", alone):
+                    accelerator.save_state(out)
+                _keep_truth(model, optimizer.optimizer, out)
+        return losses
+    finally:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+
+
+def continue_imported(
+    folder: str, run: str, ckpt: str, strategy: dict[str, Any], steps: int, **optim: Any
+) -> dict[str, Any]:
+    """A run of ours from an imported folder; the losses and learning rates of its steps."""
+    torch.manual_seed(7)
+    losses, rates = Losses(), Rates()
+    callbacks: list[Callback] = [losses, rates, Checkpoint(every_steps=steps)]
+    trainer = trainer_for(strategy, callbacks, max_steps=steps, default_root_dir=run)
+    module = module_for(folder, **optim)
+    trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt)
+    return {"losses": losses.values, "rates": rates.values, "step": trainer.global_step}
+
+
+class Rates(Callback):
+    """The learning rate of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Before the step is taken."""
+        self.values.append(optimizer.param_groups[0]["lr"])

@@ -1,0 +1,77 @@
+"""``lit-fsdp`` with one phase of a run made slow, so that a signal can fall into it; a file says that it has begun.
+
+``SLOW_PHASE=imports python slow_phases.py fit ...``; a script, because Lightning starts further ranks with the same
+words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SECONDS = 1.5
+
+
+def slow(place: Any, name: str) -> None:
+    """Say that the phase has begun on this rank, and wait before it goes on."""
+    fast: Callable[..., Any] = getattr(place, name)
+
+    def slowed(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return fast(*args, **kwargs)
+
+    setattr(place, name, slowed)
+
+
+def begin() -> None:
+    """For the test to see."""
+    Path(f"{os.environ['SLOW_PHASE']}-{os.environ.get('LOCAL_RANK', '0')}").touch()
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:  # a signal must not cut it short
+        time.sleep(0.05)
+
+
+class Imports:
+    """The first import of torch."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Only waits."""
+        if name == "torch":
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            begin()
+
+
+def main() -> int:
+    """The command line, with its phase."""
+    phase = os.environ["SLOW_PHASE"]
+    if phase == "imports":
+        sys.meta_path.insert(0, Imports())  # type: ignore[arg-type]
+        from lit_fsdp.__main__ import main as run
+
+        return run()
+    from lit_fsdp import datamodule, module
+    from lit_fsdp.__main__ import main as run
+    from lit_fsdp.checkpoint import staging
+    from lit_fsdp.parallel import sharded
+
+    places: dict[str, tuple[Any, str]] = {
+        "rows": (datamodule.CausalLMDataModule, "prepare"),
+        "setup": (sharded.ShardedStrategy, "_check_units"),
+        "validation": (module.CausalLMModule, "on_validation_epoch_end"),
+        "test": (module.CausalLMModule, "on_test_epoch_end"),
+        "save": (staging, "publish"),
+    }
+    if phase == "exit":
+        atexit.register(begin)
+    else:
+        slow(*places[phase])
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Saves that are written while training goes on: the same bytes, the same losses, and no failure that stays unheard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.store import verify_files
+from tests.dist.async_jobs import tensors_of
+from tests.dist.workers import Workers
+
+
+def steps_of(run: Path) -> list[int]:
+    """Steps of the complete checkpoints; nothing else may lie beside them."""
+    assert damaged(run) == []
+    found = checkpoints(run)
+    for entry in found:
+        verify_files(entry.path)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [entry.path.name for entry in found]
+    return [entry.step for entry in found]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "options"),
+    [
+        ({"engine": "fsdp2"}, 2, {}),
+        ({"engine": "fsdp1"}, 2, {"accumulate_grad_batches": 2}),
+        ({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 2}, 4, {}),
+        ({"engine": "fsdp2", "state_dict": "full", "precision": "low_precision"}, 2, {}),
+        ({"engine": "ddp"}, 2, {}),
+        ({"engine": "single", "state_dict": "full"}, 1, {"val_check_interval": 3}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_the_same_bytes_as_a_save_that_training_waits_for(
+    workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], ranks: int, options: dict[str, Any]
+) -> None:
+    job = {"folder": str(tiny_model), "strategy": strategy, **options}
+    (waited, *_) = workers.run("train_async", ranks, run=str(tmp_path / "sync"), async_save=False, **job)
+    (went_on, *others) = workers.run("train_async", ranks, run=str(tmp_path / "async"), async_save=True, **job)
+    assert went_on["losses"] == waited["losses"]
+    assert went_on["digest"] == waited["digest"]
+    assert went_on["error"] == waited["error"] == ""
+    saved, expected = tensors_of(str(tmp_path / "async")), tensors_of(str(tmp_path / "sync"))
+    assert list(expected) == ["step-00000003", "step-00000006", "step-00000009"]
+    assert saved == expected
+    weight = "model/model.model.norm.weight"
+    assert len({step[weight] for step in expected.values()}) == 3  # training had changed it by the next save
+    assert steps_of(tmp_path / "async") == [3, 6, 9]
+    for seen in (went_on, *others):
+        assert seen["num_buffers"] == (0 if seen is not went_on and strategy.get("state_dict") == "full" else 1)
+        assert seen["last_model_path"] == "step-00000009"
+    if "val_check_interval" in options:
+        assert went_on["best_model_path"] == waited["best_model_path"] != ""
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_somebody_elses_module(workers: Workers, tmp_path: Path, engine: str) -> None:
+    job = {"strategy": {"engine": engine, "precision": "fp32"}}
+    waited = workers.run("train_foreign_async", 2, run=str(tmp_path / "sync"), async_save=False, **job)
+    went_on = workers.run("train_foreign_async", 2, run=str(tmp_path / "async"), async_save=True, **job)
+    assert went_on == waited
+    assert steps_of(tmp_path / "async") == [2, 4, 6]
+    assert tensors_of(str(tmp_path / "async")) == tensors_of(str(tmp_path / "sync"))
+
+
+def test_training_goes_on_and_the_next_save_waits(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+    """The end of each save takes half a second, a step a fraction of that; the old one goes once the new one stands."""
+    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}
+    for seen in workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job):
+        assert seen["pending"]["4"]
+        assert seen["visible"]["4"] == []
+        assert seen["visible"]["7"] == [3]
+        assert seen["last"]["4"] == ""
+        assert seen["last"]["7"] == "step-00000003"  # 6 was not begun before 3 stood
+        assert seen["last_model_path"] == "step-00000009"
+        assert seen["num_buffers"] == 1
+    assert steps_of(tmp_path) == [9]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_failing_writer_is_heard_on_all_ranks_at_the_same_step(
+    workers: Workers, tiny_model: Path, tmp_path: Path, engine: str
+) -> None:
+    job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "fault": "full disk", "steps": 1000}
+    seen = workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job)
+    for rank in seen:
+        assert rank["error"].startswith("CheckpointError: ")
+        assert "rank 1: " in rank["error"]
+        assert "__1_0.distcp: No space left on device" in rank["error"]
+    assert seen[0]["step"] == seen[1]["step"] <= 9  # at the latest when the next save would begin
+    assert seen[0]["last_model_path"] == "step-00000003"
+    assert steps_of(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "steps"), [("raise", "ValueError", [3]), ("signal", "StopRequested", [3, 5])]
+)
+def test_a_save_under_way_is_completed(
+    workers: Workers, tiny_model: Path, tmp_path: Path, fault: str, error: str, steps: list[int]
+) -> None:
+    """An exception on one rank, and a signal to one rank, at step 4 while step 3 is being written."""
+    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "timeout_seconds": 8.0}, "fault": fault}
+    seen = workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job)
+    assert seen[1]["error"].startswith(error)
+    assert all(rank["pending"]["4"] for rank in seen)
+    assert steps_of(tmp_path) == steps
+    assert read_manifest(checkpoints(tmp_path)[0].path).global_step == 3
+    if fault == "signal":
+        stopped = "StopRequested: stopped by a signal after step 5; the checkpoint is complete"
+        assert all(rank["error"].startswith(stopped) for rank in seen)
+        again = {"folder": str(tiny_model), "strategy": {"engine": "fsdp1"}, "run": str(tmp_path), "steps": 7}
+        resumed = workers.run("train_with_checkpoints", 1, ckpt_path="last", **again)
+        assert len(resumed[0]["losses"]) == 2

@@ -1,0 +1,172 @@
+"""Damage to the newest checkpoint is an error on all ranks, or, if that is allowed, the way back to the one before."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints, moved_aside
+from lit_fsdp.checkpoint.verify import find_differences
+from tests.dist.workers import Workers
+
+RECIPE = """
+seed_everything: 5
+trainer: {accelerator: cpu, devices: 2, max_steps: 3, log_every_n_steps: 1, enable_progress_bar: false}
+data: {train: "generated:32", val: "generated:4", max_seq_length: 64, global_batch_size: 4, micro_batch_size: 2}
+checkpoint: {every_steps: 1, keep_last: -1}
+"""
+NEWEST = "step-00000003"
+ENGINES = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+
+
+@pytest.fixture(scope="module")
+def runs(workers: Workers, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """``runs(folder, engine, *flags)``: ``fit`` on two ranks in the working folder, and what each rank said."""
+    cwd = tmp_path_factory.mktemp("fallback")
+    (cwd / "small.yaml").write_text(RECIPE)
+
+    def run(folder: Path, engine: str, *flags: str, verb: str = "fit") -> list[dict[str, Any]]:
+        words = [verb, "--config", "small.yaml", "--model.name", str(tiny_model)]
+        words += ["--trainer.default_root_dir", str(folder), "--trainer.strategy.init_args.engine", engine, *flags]
+        return workers.run("command", 2, words=words, cwd=str(cwd))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+    """``three_steps(engine, folder)``: a copy of a run of three steps at ``folder``."""
+    made: dict[str, Path] = {}
+
+    def copy(engine: str, folder: Path) -> Path:
+        if engine not in made:
+            made[engine] = tmp_path_factory.mktemp("three") / engine
+            done = runs(made[engine], engine)
+            assert [rank["code"] for rank in done] == [0, 0], done
+        return Path(shutil.copytree(made[engine], folder))
+
+    return copy
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 8
+    path.write_bytes(data)
+
+
+def harm(checkpoint: Path, how: str) -> str:
+    """Damage a checkpoint; returns the file."""
+    path = checkpoint / ("manifest.json" if how == "manifest" else "tensors/__1_0.distcp")
+    if how == "flip":
+        flip(path)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "manifest":
+        path.write_text(path.read_text().replace('"global_step": 3', '"global_step": 4'))
+    else:
+        path.unlink()
+    return str(path.relative_to(checkpoint))
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        timed = ("seconds", "per_second", "gib")
+        return [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in csv.DictReader(file)]
+
+
+def losses(run: Path) -> list[str]:
+    return [row["train_loss"] for row in rows(run)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@ENGINES
+def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, engine: str) -> None:
+    run, by_path = three_steps(engine, tmp_path / "run"), three_steps(engine, tmp_path / "by_path")
+    newest = run / "checkpoints" / NEWEST
+    file = harm(newest, "flip")
+    before = content(run / "checkpoints")
+    refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
+    for rank in refused:
+        assert rank["code"] == 1
+        assert f"{newest} is damaged:\n  {file}: sha256 differs from the manifest\n" in rank["err"]
+        assert "--resume.fallback true" in rank["err"]
+    assert content(run / "checkpoints") == before
+
+    flags = ["--ckpt_path", "last", "--trainer.max_steps", "5", "--resume.fallback", "true"]
+    done = runs(run, engine, *flags)
+    assert [rank["code"] for rank in done] == [0, 0], done
+    older = run / "checkpoints" / "step-00000002"
+    assert f"{newest} is damaged:\n  {file}: sha256 differs from the manifest\n" in done[0]["err"]
+    assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0]["err"]
+    assert "damaged" not in done[1]["err"]  # said once
+    (aside,) = moved_aside(run / "checkpoints")
+    assert aside.name.startswith(f"damaged-{NEWEST}-")
+    assert f"moved aside: {newest} is {aside.name} now" in done[0]["err"]
+    assert content(aside) == {k.removeprefix(f"{NEWEST}/"): v for k, v in before.items() if k.startswith(NEWEST)}
+
+    same = runs(by_path, engine, "--ckpt_path", str(by_path / "checkpoints/step-00000002"), "--trainer.max_steps", "5")
+    assert [rank["code"] for rank in same] == [0, 0], same
+    assert len(losses(run)) == 5
+    assert losses(run) == losses(by_path)
+    (aside,) = moved_aside(by_path / "checkpoints")
+    assert aside.name.startswith(f"superseded-{NEWEST}-")
+    for folder in (run, by_path):
+        assert [entry.step for entry in checkpoints(folder)] == [1, 2, 3, 4, 5]
+        assert [find_differences(entry.path) for entry in checkpoints(folder)] == [[]] * 5
+    hashes = [json.loads((r / "checkpoints/step-00000005/manifest.json").read_text())["files"] for r in (run, by_path)]
+    shards = [{name: f["sha256"] for name, f in files.items() if name.endswith(".distcp")} for files in hashes]
+    assert shards[0] == shards[1]
+    assert len(shards[0]) == 2
+
+
+@pytest.mark.parametrize("how", ["cut", "remove", "manifest"])
+def test_visible_damage(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, how: str) -> None:
+    run = three_steps("fsdp2", tmp_path / "run")
+    newest = run / "checkpoints" / NEWEST
+    file = harm(newest, how)
+    for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4"):
+        assert rank["code"] == 1
+        assert f"{newest} is damaged: " in rank["err"]
+        assert file in rank["err"]
+    flags = ["--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"]
+    done = runs(run, "fsdp2", *flags)
+    assert [rank["code"] for rank in done] == [0, 0], done
+    assert f"going on from {run}/checkpoints/step-00000002 as last (resume.fallback)" in done[0]["err"]
+    assert [path.name.partition("-2")[0] for path in moved_aside(run / "checkpoints")] == [f"damaged-{NEWEST}"]
+    assert [entry.step for entry in checkpoints(run)] == [1, 2, 3, 4]
+
+
+def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
+    run = three_steps("fsdp2", tmp_path / "run")
+    flip(run / "checkpoints/step-00000001/state.json")
+    flip(run / "checkpoints/step-00000002/tensors/__0_0.distcp")
+    flip(run / f"checkpoints/{NEWEST}/hf/config.json")
+    before = content(run / "checkpoints")
+    for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
+        assert rank["code"] == 1
+        assert "none of 3 checkpoints is sound:\n" in rank["err"]
+        for file in ("state.json", "tensors/__0_0.distcp", "hf/config.json"):
+            assert f"  {file}: sha256 differs from the manifest" in rank["err"]
+    assert content(run / "checkpoints") == before
+
+
+def test_a_path_is_never_replaced_and_hashes_can_be_left_out(
+    runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = three_steps("fsdp2", tmp_path / "run")
+    newest = run / "checkpoints" / NEWEST
+    flip(newest / "tensors/__1_0.distcp")
+    for rank in runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.fallback", "true", verb="validate"):
+        assert rank["code"] == 1
+        assert "__1_0.distcp: sha256 differs" in rank["err"]
+    done = runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.verify", "false", verb="validate")
+    assert [rank["code"] for rank in done] == [0, 0], done

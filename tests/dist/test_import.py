@@ -1,0 +1,228 @@
+"""Checkpoints that Lightning and Accelerate wrote go on here: the same tensors bit for bit, the same next losses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_fsdp.__main__ import main
+from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.store import load_state
+from tests.dist.reference import LEARNING_RATE, reference_losses
+from tests.dist.workers import Workers
+
+SAVED_AT, STEPS = 3, 6
+LIGHTNING = {  # ranks, parameter groups, how the optimizer's parameters are told apart
+    "single": (1, 2, "by the order of its parameter groups, and all shapes agree"),
+    "ddp": (2, 1, "by the order of its parameter groups, and all shapes agree"),
+    "fsdp2": (2, 2, "by name"),
+    "fsdp2_full": (2, 2, "by the order of its parameter groups, and all shapes agree"),
+    "fsdp1": (2, 1, "by name"),  # its parameters are flat, so that none would count as a matrix
+    "fsdp1_full": (2, 1, "by the order of its parameter groups, and all shapes agree"),
+}
+ACCELERATE = [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT")]
+
+
+def accelerate_env(version: int, kind: str) -> dict[str, str]:
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_CPU": "true",
+        "FSDP_VERSION": str(version),
+        "FSDP_STATE_DICT_TYPE": kind,
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
+        "FSDP_USE_ORIG_PARAMS": "true",
+    }
+
+
+def imported(source: Path, out: Path, model: Path, capsys: pytest.CaptureFixture, *words: str) -> dict[str, Any]:
+    """The report of an import that succeeds."""
+    assert main(["ckpt", "import", str(source), "-o", str(out), "--model", str(model), "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def check_tensors(out: Path, truth_file: Path, net: str, moments: dict[Any, Any] | None = None) -> None:
+    """Weights and moments are bit for bit what torch gathered from the other tool's run.
+
+    FSDP 1 gathers the moments of a full checkpoint through one buffer that only a GPU has apart from the result, so
+    that on the CPU its file holds one moment twice; then ``moments`` are what the file holds.
+    """
+    found = load_file(out / "tensors.safetensors")
+    truth = torch.load(truth_file, weights_only=True)
+    if moments is not None:
+        names = [name for name in truth["weights"] if not name.endswith("lm_head.weight")]
+        truth["moments"] = {names[n] if isinstance(n, int) else n: entry for n, entry in moments.items()}
+    expected = {f"model/model.{name.removeprefix(net)}": t for name, t in truth["weights"].items()}
+    expected.pop("model/model.lm_head.weight")  # tied
+    for name, entry in truth["moments"].items():
+        for key, value in entry.items():
+            expected[f"optim/model.{name.removeprefix(net)}/{key}"] = torch.as_tensor(value)
+    assert found.keys() == expected.keys()
+    assert len(found) == 29 * 4
+    for name, tensor in expected.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], tensor.reshape(found[name].shape)), name
+    assert read_manifest(out).tensors["optim/model.model.norm.weight/step"].shape == ()
+
+
+def check_next_losses(workers: Workers, model: Path, out: Path, run: Path, losses: list[float], decay: float) -> None:
+    """A run of ours from the imported folder has the losses that the other tool had next, at the rate of the recipe."""
+    job = {
+        "folder": str(model),
+        "run": str(run),
+        "ckpt": str(out),
+        "strategy": {"engine": "fsdp2", "precision": "fp32"},
+    }
+    after = workers.run("continue_imported", 2, steps=STEPS, weight_decay=decay, **job)[0]
+    assert after["step"] == STEPS
+    assert after["losses"][0] == pytest.approx(losses[SAVED_AT], rel=1e-6)
+    assert after["losses"] == pytest.approx(losses[SAVED_AT:], rel=1e-5)  # fp32 sums in another order
+    assert after["rates"] == [LEARNING_RATE] * (STEPS - SAVED_AT)
+
+
+@pytest.mark.parametrize("strategy", LIGHTNING)
+def test_a_checkpoint_of_lightning(
+    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str
+) -> None:
+    ranks, groups, how = LIGHTNING[strategy]
+    source, out = tmp_path / "theirs.ckpt", tmp_path / "ours"
+    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": STEPS}
+    losses = workers.run("train_with_stock_lightning", ranks, strategy=strategy, groups=groups, **job)[0]
+    assert source.is_dir() == (strategy in ("fsdp1", "fsdp2"))
+    report = imported(source, out, tiny_model, capsys)
+    assert (report["step"], report["num_tensors"], report["prefix"], report["surplus"]) == (SAVED_AT, 29, "net.", [])
+    assert report["optimizer"] == {"imported": 29, "zeros": 0, "dropped": 0, "why": how}
+    assert len(report["settings"]) == groups
+    assert (report["settings"][0]["lr"], report["settings"][0]["betas"]) == (LEARNING_RATE, [0.9, 0.95])
+    states = torch.load(source, weights_only=True)["optimizer_states"] if strategy == "fsdp1_full" else None
+    check_tensors(out, Path(f"{source}.truth.pt"), "net.", states and states[0]["state"])
+    if strategy in ("single", "fsdp2", "fsdp1"):
+        check_next_losses(workers, tiny_model, out, tmp_path / "run", losses, 0.1 if groups == 2 else 0.0)
+
+
+@pytest.mark.parametrize(("version", "kind"), ACCELERATE, ids=lambda value: str(value))
+def test_a_checkpoint_of_accelerate(
+    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, version: int, kind: str
+) -> None:
+    pytest.importorskip("accelerate")
+    source, out = tmp_path / "checkpoint-3", tmp_path / "ours"
+    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": STEPS, "groups": version}
+    losses = workers.run("train_with_stock_accelerate", 2, env=accelerate_env(version, kind), **job)[0]
+    names = {path.name for path in source.iterdir()}
+    assert names >= ({"pytorch_model_fsdp_0", "optimizer_0"} if "SHARDED" in kind else {"pytorch_model_fsdp.bin"})
+    report = imported(source, out, tiny_model, capsys)
+    # its scheduler counts a step for every process; the optimizer counts what was done
+    assert (report["step"], report["step_from"]) == (SAVED_AT, "as the optimizer has counted")
+    assert report["optimizer"] == {"imported": 29, "zeros": 0, "dropped": 0, "why": "by name"}
+    one = (version, kind) == (1, "FULL_STATE_DICT")
+    moments = torch.load(source / "optimizer.bin", weights_only=True)["state"] if one else None
+    check_tensors(out, Path(f"{source}.truth.pt"), "", moments)
+    if (version, kind) == (2, "SHARDED_STATE_DICT"):
+        check_next_losses(workers, tiny_model, out, tmp_path / "run", losses, 0.1)
+        (source / "trainer_state.json").write_text('{"global_step": 7}')  # where the Trainer writes it
+        shutil.rmtree(out)
+        report = imported(source / "pytorch_model_fsdp_0", out, tiny_model, capsys)
+        assert (report["step"], report["step_from"]) == (7, "trainer_state.json: global_step")
+        shutil.rmtree(out)
+        shutil.rmtree(source / "optimizer_0")
+        report = imported(source, out, tiny_model, capsys, "--step", "5")
+        assert (report["step"], report["optimizer"]["why"]) == (5, "the source has none")
+        check_fresh_optimizer(workers, tiny_model, out, tmp_path / "fresh")
+
+
+def check_fresh_optimizer(workers: Workers, model: Path, out: Path, run: Path) -> None:
+    """Weights alone: the optimizer begins anew, at the learning rate of the step in the recipe's schedule."""
+    assert load_state(out)["optimizer_states"] == []
+    job = {
+        "folder": str(model),
+        "run": str(run),
+        "ckpt": str(out),
+        "strategy": {"engine": "fsdp1", "precision": "fp32"},
+    }
+    after = workers.run("continue_imported", 1, steps=8, schedule="linear", warmup_steps=2, **job)[0]
+    assert after["step"] == 8
+    assert after["rates"] == pytest.approx([LEARNING_RATE * (1 - done / 6) for done in (3, 4, 5)])
+
+
+def test_a_recipe_goes_on_from_an_import(
+    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By the command line, with our data: 7 rows in batches of 2 are 4 steps an epoch, the last a short one."""
+    source = tmp_path / "theirs.ckpt"
+    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": SAVED_AT, "groups": 2}
+    workers.run("train_with_stock_lightning", 1, strategy="single", **job)
+    words = ["ckpt", "import", str(source), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
+    assert main(words) == 0
+    report = capsys.readouterr().out
+    assert report.startswith(f"{tmp_path / 'ours'}: 29 tensors, 0.1M parameters, from a Lightning checkpoint file\n")
+    assert "  step:      3 (global_step)\n" in report
+    assert "  recipe:    the source had lr 0.003, betas (0.9, 0.95), eps 1e-08, weight_decay 0.1\n" in report
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]} for n in range(7)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "trainer": {"devices": 1, "accelerator": "cpu", "max_epochs": 3, "max_steps": -1, "log_every_n_steps": 1},
+        "model": {"name": str(tiny_model), "optim": {"lr": 0.001, "schedule": "linear"}},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "global_batch_size": 2, "micro_batch_size": 1},
+        "checkpoint": {"every_steps": 4, "keep_last": -1},
+    }
+    recipe["trainer"]["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": "fp32"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert main([*words[:4], str(tmp_path / "at4"), *words[5:], "--step", "4"]) == 0
+    for folder, step in (("ours", 3), ("at4", 4)):  # inside an epoch, and between two
+        run = tmp_path / f"run-{folder}"
+        flags = ["--ckpt_path", folder, "--trainer.default_root_dir", str(run)]
+        (done,) = workers.run("command", 1, words=["fit", "--config", "recipe.yaml", *flags], cwd=str(tmp_path))
+        assert done["code"] == 0, done["err"]
+        saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert saved == [f"step-{n:08d}" for n in (4, 8, 12) if n > step]
+        state = load_state(run / "checkpoints" / "step-00000012")
+        assert state["lr_schedulers"][0]["last_epoch"] == 12
+        assert state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 2
+        with open(run / "metrics.csv") as file:
+            rates = [float(row["lr"]) for row in csv.DictReader(file) if row.get("lr")]
+        assert rates == pytest.approx([0.001 * (1 - n / 12) for n in range(step, 12)])
+
+
+def test_exit_codes(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["ckpt", "import", str(tmp_path), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
+    assert main(words) == 1
+    assert "no model of Accelerate or the Trainer in it" in capsys.readouterr().err
+    for wrong in (["--stp", "3"], ["--step", "-3"], ["--kind", "keras"]):
+        assert main([*words, *wrong]) == 2
+    assert main(["ckpt", "import", str(tmp_path)]) == 2
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("form", ["sharded", "bf16", "exported"])
+def test_a_hugging_face_folder_needs_no_import(
+    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: str
+) -> None:
+    """It is ``model.name``; its first loss is that of plain transformers on the same folder."""
+    folder = tmp_path / "model"
+    if form == "exported":
+        job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
+        workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
+        export(tmp_path / "checkpoints" / "step-00000003", folder)
+    else:
+        dtype = torch.bfloat16 if form == "bf16" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        model.save_pretrained(folder, max_shard_size="100KB" if form == "sharded" else "5GB")
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").is_file() == (form == "sharded")
+    ours = workers.run("train", 2, folder=str(folder), strategy={"engine": "fsdp2", "precision": "fp32"}, steps=2)[0]
+    assert ours["losses"] == pytest.approx(reference_losses(str(folder), steps=2), rel=1e-5)
+    words = ["ckpt", "import", str(folder), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
+    assert main(words) == 1
+    assert "give it as model.name to train from it" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Adapters on every engine: the losses of plain peft in one process, whatever is sharded, recomputed or compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.pieces import open_pieces
+from lit_fsdp.models.lora import apply_saved_lora
+from tests.dist.lora_jobs import peft_losses
+from tests.dist.reference import reference_losses
+from tests.dist.workers import Workers
+
+LORA = {"r": 4, "alpha": 8}
+_RUN = ("--trainer.default_root_dir",)
+ALL = {**LORA, "target_modules": "all-linear"}
+
+
+def worst(losses: list[float], wanted: list[float]) -> float:
+    """Largest relative difference."""
+    assert len(losses) == len(wanted)
+    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lora", "ranks"),
+    [
+        ({"engine": "fsdp2", "activation_checkpointing": "full"}, ALL, 2),
+        ({"engine": "fsdp1", "activation_checkpointing": "full"}, ALL, 2),
+        ({"engine": "fsdp2", "sharding": "shard_grad_op"}, {**ALL, "use_dora": True}, 2),
+        ({"engine": "fsdp1"}, {**ALL, "use_dora": True}, 2),
+        ({"engine": "fsdp2", "activation_checkpointing": "selective"}, {**LORA, "modules_to_save": ["norm"]}, 2),
+        ({"engine": "fsdp1", "activation_checkpointing": "every_n"}, {**LORA, "modules_to_save": ["norm"]}, 2),
+        ({"engine": "ddp"}, ALL, 2),
+        ({"engine": "single", "activation_checkpointing": "full"}, ALL, 1),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_losses_are_those_of_plain_peft(
+    workers: Workers, tiny_model: Path, strategy: dict[str, Any], lora: dict[str, Any], ranks: int
+) -> None:
+    options = {**strategy, "precision": "fp32"}
+    results = workers.run("train_lora", ranks, folder=str(tiny_model), strategy=options, model={"lora": lora})
+    wanted = peft_losses(str(tiny_model), lora)
+    losses = results[0]["losses"]
+    assert worst(losses, wanted) < 1e-5
+    assert losses[-1] < 0.97 * losses[0]  # the adapters do learn
+    assert worst(losses[:1], reference_losses(str(tiny_model), 1)) < 1e-6  # B = 0
+    for result in results:
+        assert result["only_trained_are_optimised"]
+        assert result["changed"] == []
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_mixed_precision_and_the_audit_count_what_is_trained(workers: Workers, tiny_model: Path, engine: str) -> None:
+    results = workers.run(
+        "train_lora", 2, folder=str(tiny_model), strategy={"engine": engine}, model={"lora": {**ALL, "dropout": 0.0}}
+    )
+    assert worst(results[0]["losses"], peft_losses(str(tiny_model), ALL)) < 5e-3
+    audit = results[0]["audit"]
+    sizes = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100)]
+    assert audit["num_trainable"] == 3 * sum(4 * (rows + columns) for rows, columns in sizes)
+    assert audit["num_trainable"] == sum(unit["num_trainable"] for unit in audit["units"])
+    assert results[0]["changed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_compiled_blocks(workers: Workers, tiny_model: Path, engine: str) -> None:
+    strategy = {"engine": engine, "precision": "fp32", "compile": True, "activation_checkpointing": "full"}
+    results = workers.run("train_lora", 2, 300, folder=str(tiny_model), strategy=strategy, model={"lora": LORA})
+    assert worst(results[0]["losses"], peft_losses(str(tiny_model), LORA)) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
+def test_frozen_parameters_stay_and_the_others_learn(workers: Workers, tiny_model: Path, engine: str) -> None:
+    model = {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
+    results = workers.run(
+        "train_lora", 2, folder=str(tiny_model), strategy={"engine": engine, "precision": "fp32"}, model=model
+    )
+    (single,) = workers.run(
+        "train_lora", 1, folder=str(tiny_model), strategy={"engine": "single", "precision": "fp32"}, model=model
+    )
+    assert worst(results[0]["losses"], single["losses"]) < 1e-5
+    names = {name.removeprefix("model.") for name in single["names"]}
+    frozen = {name for name in names if ".layers.0." in name or "embed_tokens" in name}
+    for result in [*results, single]:
+        assert set(result["changed"]) == names - frozen
+        assert result["only_trained_are_optimised"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize(
+    ("strategy", "lora"),
+    [
+        ({"engine": "fsdp2"}, {**ALL, "use_dora": True}),
+        ({"engine": "fsdp1", "state_dict": "full"}, ALL),
+        ({"engine": "fsdp1"}, {**LORA, "modules_to_save": ["norm"]}),
+    ],
+    ids=["fsdp2-dora", "fsdp1-full", "fsdp1-whole-module"],
+)
+def test_exported_adapters_are_the_live_model(
+    workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], lora: dict[str, Any]
+) -> None:
+    job = {"folder": str(tiny_model), "strategy": {**strategy, "precision": "fp32"}, "model": {"lora": lora}}
+    workers.run("train_lora", 2, run=str(tmp_path), **job)
+    words = ["export", "--ckpt", "checkpoints/step-00000010", "--verify", "--out"]
+    for out, flags in (("adapter", []), ("merged", ["--merge"])):
+        (done,) = workers.run("command", 1, words=[*words, out, *flags], cwd=str(tmp_path))
+        assert (done["code"], done["err"]) == (0, "")
+        assert done["out"].endswith("verified: loaded again, keys, tensors and logits are equal\n")
+    live = AutoModelForCausalLM.from_pretrained(tiny_model)
+    apply_saved_lora(live, json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()))
+    state = torch.load(tmp_path / "live.pt", weights_only=True)
+    missing, unexpected = live.load_state_dict(state, strict=False, assign=True)
+    live.tie_weights()
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        wanted, of_adapter, of_merged = (m.eval()(input_ids=ids).logits for m in (live, adapted, merged))
+    assert torch.equal(of_adapter, wanted)
+    torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    assert tokenizer.chat_template
+
+
+def test_a_recipe_with_adapters_resumes_bit_equal_through_the_command_line(
+    workers: Workers, tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i} + 1 = ", "completion": str(i + 1)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [
+        *("fit", "--model.name", str(tiny_model), "--model.lora.r", "4", "--model.lora.target_modules", "all-linear"),
+        *("--data.train", "rows.jsonl", "--data.global_batch_size", "4", "--data.micro_batch_size", "2"),
+        *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--seed_everything", "3"),
+        *("--trainer.strategy.class_path", "lit_fsdp.fsdp_strategy", "--checkpoint.every_steps", "2"),
+    ]
+    whole = workers.run("command", 2, words=[*words, "--trainer.max_steps", "4", *_RUN, "a"], cwd=str(tmp_path))
+    assert [done["code"] for done in whole] == [0, 0], whole[0]["err"]
+    assert " trained, " in whole[0]["err"]
+    again = [*words, "--trainer.max_steps", "4", *_RUN, "b", "--ckpt_path", "a/checkpoints/step-00000002"]
+    resumed = workers.run("command", 2, words=again, cwd=str(tmp_path))
+    assert [done["code"] for done in resumed] == [0, 0], resumed[0]["err"]
+    manifests = [read_manifest(tmp_path / run / "checkpoints" / "step-00000004") for run in "ab"]
+    assert manifests[0].tensors == manifests[1].tensors
+    pieces = [open_pieces(manifest) for manifest in manifests]
+    for name in manifests[0].tensors:
+        one, other = (torch.cat([piece.reshape(-1) for piece in read(name)]) for read in pieces)
+        assert torch.equal(one, other), name
+    assert not [name for name in manifests[0].tensors if name.startswith("optim/") and "lora_" not in name]

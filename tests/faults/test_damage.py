@@ -1,0 +1,112 @@
+"""Files that change after they were written: every change is noticed before anything is loaded."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints, step_folder
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.sound import sound_checkpoint
+from lit_fsdp.checkpoint.store import verify_files
+from lit_fsdp.errors import CheckpointError
+from tests.faults.conftest import Counts
+from tests.faults.ledger import Ledger
+
+DAMAGE = "one bit, 4 KiB of zeros, cut, removed, swapped, two steps mixed"
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip_a_bit(folder: Path, other: Path, rng: random.Random) -> str:
+    path = rng.choice([path for path in files_of(folder) if path.stat().st_size])
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return path.name
+
+
+def zero_a_page(folder: Path, other: Path, rng: random.Random) -> str:
+    """4 KiB, or the whole of a smaller file; never a place that was zero already."""
+    while True:
+        path = rng.choice(files_of(folder))
+        data = bytearray(path.read_bytes())
+        start = rng.randrange(max(len(data) - 4095, 1))
+        if any(data[start : start + 4096]):
+            data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+            path.write_bytes(data)
+            return path.name
+
+
+def cut(folder: Path, other: Path, rng: random.Random) -> str:
+    path = rng.choice([path for path in files_of(folder) if path.stat().st_size])
+    with path.open("r+b") as file:
+        file.truncate(rng.randrange(path.stat().st_size))
+    return path.name
+
+
+def remove(folder: Path, other: Path, rng: random.Random) -> str:
+    path = rng.choice(files_of(folder))
+    path.unlink()
+    return path.name
+
+
+def swap_shards(folder: Path, other: Path, rng: random.Random) -> str:
+    """Shards of two ranks, or the states of two ranks."""
+    kind = rng.choice(["tensors/__{}_0.distcp", "rank-0000{}.safetensors", "rank-0000{}.json"])
+    first, second = folder / kind.format(0), folder / kind.format(1)
+    if first.read_bytes() == second.read_bytes():  # nothing would change
+        return swap_shards(folder, other, rng)
+    between = folder / "between"
+    first.rename(between)
+    second.rename(first)
+    between.rename(second)
+    return first.name
+
+
+def mix_two_steps(folder: Path, other: Path, rng: random.Random) -> str:
+    """Some files of another step of the same run, under the same names; at least one of them differs."""
+    names = [path.relative_to(folder) for path in files_of(folder)]
+    different = [n for n in names if (other / n).is_file() and (other / n).read_bytes() != (folder / n).read_bytes()]
+    # with every differing file taken over the folder would be the other step's, which is whole
+    for name in rng.sample(different, rng.randrange(1, len(different))):
+        shutil.copyfile(other / name, folder / name)
+    return "mixed"
+
+
+KINDS: list[Callable[[Path, Path, random.Random], str]] = [
+    flip_a_bit, zero_a_page, cut, remove, swap_shards, mix_two_steps,
+]  # fmt: skip
+
+
+@pytest.mark.timeout(3600)
+def test_all_damage_is_noticed(saved: Path, tmp_path: Path, counts: Counts, ledger: Ledger) -> None:
+    """Also in the manifest itself; undamaged copies pass, and the way back leads to the newest sound one."""
+    rng = random.Random(5)
+    kinds: Counter[str] = Counter()
+    other, victim = step_folder(saved, 2), step_folder(tmp_path, 3)
+    for trial in range(counts.damages):
+        shutil.copytree(step_folder(saved, 3), victim)
+        read_manifest(victim)
+        if trial % 10 == 0:
+            verify_files(victim)
+        kind = KINDS[trial % len(KINDS)]
+        with ledger.trial(DAMAGE):
+            name = kind(victim, other, rng)
+            with pytest.raises(CheckpointError) as caught:
+                verify_files(victim)
+            assert name == "mixed" or name in str(caught.value)
+            found = sound_checkpoint(victim, [step_folder(saved, 2), step_folder(saved, 1)])
+            assert found.path == step_folder(saved, 2)
+            assert list(found.damaged) == [victim]
+            kinds[kind.__name__] += 1
+        shutil.rmtree(victim)
+    ledger.note(DAMAGE, ", ".join(f"{name} {count}" for name, count in kinds.items()))
+    assert [entry.step for entry in checkpoints(saved)] == [1, 2, 3]

@@ -1,0 +1,238 @@
+"""Files made by somebody who wants to run code here or to write elsewhere, with a manifest that fits them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.checkpoint import dcp_files, disk, retention, staging, store
+from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.importing import safe_files
+from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from lit_fsdp.errors import CheckpointError
+from tests.faults.ledger import Ledger
+
+ROW = "malicious .metadata, .pt, safetensors header, ../ in names, links"
+
+
+class Runs:
+    """Unpickled anywhere, it makes a file."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+def payloads(marker: Path) -> list[Any]:
+    """Objects that make ``marker`` when they are unpickled without restriction."""
+    return [
+        Runs(os.system, f"touch {marker}"),
+        Runs(eval, f"open({str(marker)!r}, 'w')"),
+        Runs(exec, f"open({str(marker)!r}, 'w')"),
+        Runs(Path.touch, marker),
+        Runs(getattr, Runs(__import__, "os"), "system"),
+    ]
+
+
+@pytest.fixture
+def victim(saved: Path, tmp_path: Path) -> Path:
+    """A sound checkpoint to be changed."""
+    return Path(shutil.copytree(step_folder(saved, 3), step_folder(tmp_path / "run", 3)))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """Made by code that should not run."""
+    return tmp_path / "marker"
+
+
+def seal(folder: Path, **changes: Any) -> None:
+    """Write the manifest that fits the files as they are now."""
+    old = read_manifest(folder)
+    files = {}
+    for name in old.files:
+        content = (folder / name).read_bytes()
+        files[name] = disk.FileEntry(len(content), disk.hash_file(folder / name))
+    (folder / MANIFEST).write_bytes(Manifest(**{**vars(old), "files": files, **changes}).dumps())
+
+
+def blank(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors to load into."""
+    tensors = read_manifest(folder).tensors
+    return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in tensors.items()}
+
+
+def test_a_pickle_as_description(victim: Path, marker: Path, tmp_path: Path, ledger: Ledger) -> None:
+    metadata = victim / dcp_files.METADATA
+    sound = metadata.read_bytes()
+    into = blank(victim)
+    for payload in payloads(marker):
+        hidden_inside = pickle.loads(sound)
+        hidden_inside.planner_data = payload
+        for content in (payload, [payload], hidden_inside):
+            with ledger.trial(ROW):
+                metadata.write_bytes(pickle.dumps(content))
+                seal(victim)
+                store.verify_files(victim)  # the manifest fits
+                with pytest.raises(CheckpointError, match="refused"):
+                    store.load_tensors(victim, into)
+                with pytest.raises(CheckpointError, match="refused"):
+                    export(victim, tmp_path / "out")
+                with pytest.raises(CheckpointError, match="refused"):
+                    dcp_files.unpickle_description(metadata)
+                assert not marker.exists()
+                assert not (tmp_path / "out").exists()
+
+
+def test_a_pickle_in_the_place_of_a_tensor(victim: Path, marker: Path, ledger: Ledger) -> None:
+    metadata, shard = victim / dcp_files.METADATA, victim / "tensors" / "__0_0.distcp"
+    description = pickle.loads(metadata.read_bytes())
+    for payload in payloads(marker):
+        for save in (torch.save, pickle.dump):
+            with ledger.trial(ROW):
+                content = io.BytesIO()
+                save(payload, content)
+                shard.write_bytes(content.getvalue() + bytes(1 << 20))
+                for index, place in description.storage_data.items():
+                    at = dataclasses.replace(place, offset=0, length=len(content.getvalue()))
+                    description.storage_data[index] = at
+                metadata.write_bytes(pickle.dumps(description))
+                seal(victim)
+                into = blank(victim)
+                with pytest.raises(CheckpointError):
+                    store.load_tensors(victim, into)
+                assert not marker.exists()
+
+
+def test_torch_files_of_others(marker: Path, tmp_path: Path, ledger: Ledger) -> None:
+    path = tmp_path / "model.ckpt"
+    for payload in payloads(marker):
+        for as_zip in (True, False):
+            for content in (payload, {"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": payload}):
+                with ledger.trial(ROW):
+                    torch.save(content, path, _use_new_zipfile_serialization=as_zip)
+                    with pytest.raises(CheckpointError, match="nothing of it was run"):
+                        safe_files.read_torch(path)
+                    assert not marker.exists()
+
+
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
+    "endless": lambda data: struct.pack("<Q", 2**63) + data[8:],
+    "longer than the file": lambda data: struct.pack("<Q", len(data)) + data[8:],
+    "no JSON": lambda data: data[:8] + b"x" * (len(data) - 8),
+    "a list": lambda data: struct.pack("<Q", 2) + b"[]" + data[10:],
+    "far away": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 16]}}),
+    "backwards": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}),
+    "overflow": lambda data: _header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}}),
+    "nested": lambda data: struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
+    "empty": lambda data: b"",
+}
+
+
+def _header(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(16)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_safetensors_headers(victim: Path, ledger: Ledger, name: str) -> None:
+    path = victim / "rank-00000.safetensors"
+    with ledger.trial(ROW):
+        path.write_bytes(HEADERS[name](path.read_bytes()))
+        seal(victim)
+        store.verify_files(victim)
+        with pytest.raises(CheckpointError):
+            store.load_rank_state(victim, 0)
+        with pytest.raises(CheckpointError):
+            safe_files.safetensors_tensors(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/tmp/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""]
+)
+def test_names_that_lead_outside(victim: Path, tmp_path: Path, ledger: Ledger, name: str) -> None:
+    """In the manifest, in the description of the tensors, among the files to be saved, in an index of shards."""
+    (victim.parent / "outside").write_text("not ours")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
+    with ledger.trial(ROW):
+        old = read_manifest(victim)
+        description = pickle.loads((victim / dcp_files.METADATA).read_bytes())
+        for index, place in description.storage_data.items():
+            description.storage_data[index] = dataclasses.replace(place, relative_path=name)
+        (victim / dcp_files.METADATA).write_bytes(pickle.dumps(description))
+        seal(victim)
+        with pytest.raises(CheckpointError):
+            store.load_tensors(victim, blank(victim))
+        listed = Manifest(**{**vars(old), "files": {**old.files, name: disk.FileEntry(8, "0" * 64)}})
+        (victim / MANIFEST).write_bytes(listed.dumps())
+        for door in (read_manifest, store.verify_files, store.load_state, lambda f: export(f, tmp_path / "out")):
+            with pytest.raises(CheckpointError):
+                door(victim)
+        with pytest.raises(CheckpointError):
+            store.save_checkpoint(
+                victim.parent / "step-00000004", {}, {}, {"global_step": 4}, "full", files={name: b"evil"}
+            )
+        (victim / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError):
+            safe_files.safetensors_state(victim, "m.safetensors")
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
+    assert {path: after[path] for path in before if path.is_file()} == {p: t for p, t in before.items() if p.is_file()}
+    assert after.keys() == before.keys()
+
+
+def test_links_out_of_the_folder(victim: Path, tmp_path: Path, ledger: Ledger) -> None:
+    """Never read through, and never followed by what deletes."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in (dcp_files.METADATA, "tensors/__0_0.distcp", "state.json", "rank-00000.safetensors", MANIFEST):
+        with ledger.trial(ROW):
+            path, there = victim / name, outside / os.path.basename(name)
+            path.rename(there)
+            path.symlink_to(there)
+            with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+                store.verify_files(victim)
+            path.unlink()
+            there.rename(path)
+            store.verify_files(victim)
+    kept = outside / "kept"
+    kept.write_text("not ours")
+    with ledger.trial(ROW):
+        (victim / "more").symlink_to(outside)
+        retention.remove(victim)
+        assert kept.exists()
+    with ledger.trial(ROW):
+        (victim.parent / "step-00000009").symlink_to(outside)
+        with pytest.raises(CheckpointError):
+            retention.remove(victim.parent / "step-00000009")
+        (victim.parent / ".step-00000009.tmp-0123456789abcdef").symlink_to(outside)
+        staging.sweep(victim.parent)
+        assert kept.exists()
+
+
+def test_a_zip_that_names_files_elsewhere(tmp_path: Path, marker: Path, ledger: Ledger) -> None:
+    """A torch file is a zip; its entries are never unpacked to the disk."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    with ledger.trial(ROW):
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("../marker", "evil")
+        with contextlib.suppress(CheckpointError):
+            safe_files.read_torch(path)
+        assert not marker.exists()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt"]

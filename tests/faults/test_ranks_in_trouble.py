@@ -1,0 +1,79 @@
+"""One rank with a batch that is not finite, one that raises, is killed or stopped in the middle of a step."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.forks import ForkServer, Outcome
+from tests.faults.ledger import Ledger
+from tests.faults.tracked import TrackedRun
+
+ROW = "non-finite batch; rank raising, killed, stopped in a step"
+ENGINES = ("fsdp2", "fsdp1")
+TIMEOUT = 15.0  # of a collective, in seconds
+BAD, STEP = 1, 3
+
+
+def run_with(
+    forks: ForkServer, model: Path, folder: Path, how: str, **strategy: Any
+) -> tuple[TrackedRun, list[Outcome]]:
+    """What becomes of a run of six steps when rank 1 meets ``how`` after step 3."""
+    run = TrackedRun(forks, model, folder, strategy={"timeout_seconds": TIMEOUT, **strategy})
+    job = run.start(6, in_step={"rank": BAD, "step": STEP, "how": how})
+    outcomes = job.wait(90 + 2 * TIMEOUT)
+    if outcomes[BAD].code is None:  # a stopped one ends as soon as it is let go, by itself
+        job.kill([BAD], signal.SIGCONT)
+        outcomes = job.wait(2 * TIMEOUT)
+        assert outcomes[BAD].code is not None, "hangs after it was stopped"
+    assert not job.is_alive()
+    return run, outcomes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_not_finite_is_an_error(forks: ForkServer, model: Path, tmp_path: Path, ledger: Ledger, engine: str) -> None:
+    with ledger.trial(ROW):
+        run, outcomes = run_with(forks, model, tmp_path, "nan", engine=engine, nonfinite_gradients="error")
+        for outcome in outcomes:
+            assert outcome.code == 1
+            assert "the gradients hold inf or nan" in outcome.output
+            assert f"rank {BAD}" in outcome.output
+        run.check(may_lose=0)
+        assert run.newest() == STEP
+        run.finish()  # as if nothing had been
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_not_finite_is_skipped(forks: ForkServer, model: Path, tmp_path: Path, ledger: Ledger, engine: str) -> None:
+    """On both ranks alike: parameters and optimizer stay as they were, later steps are taken."""
+    with ledger.trial(ROW):
+        run, outcomes = run_with(forks, model, tmp_path, "nan", engine=engine, nonfinite_gradients="skip")
+        assert [o.code for o in outcomes] == [0, 0], outcomes[0].output
+        assert "step skipped" in outcomes[0].output
+        assert f"rank {BAD}" in outcomes[0].output
+        run.check(may_lose=0)
+        ((_, losses),) = run.attempts()
+        assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+        assert float(losses[6]) < float(losses[1])
+
+
+@pytest.mark.parametrize(("how", "code"), [("error", 1), ("kill", -9), ("stop", None)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_others_end_in_time(
+    forks: ForkServer, model: Path, tmp_path: Path, ledger: Ledger, engine: str, how: str, code: int | None
+) -> None:
+    with ledger.trial(ROW):
+        run, outcomes = run_with(forks, model, tmp_path, how, engine=engine)
+        assert outcomes[BAD].code == code or (how == "stop" and outcomes[BAD].code not in (0, None))
+        other = outcomes[1 - BAD]
+        assert other.code not in (0, None), other.output
+        if how != "stop":
+            assert other.seconds - outcomes[BAD].seconds < TIMEOUT
+        said = "".join(o.output for o in outcomes)
+        assert f"rank {BAD}" in said, said
+        run.check()
+        assert run.newest() == STEP
+        run.finish()

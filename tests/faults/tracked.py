@@ -1,0 +1,119 @@
+"""A training that is interrupted again and again, and what must be true of it after every interruption."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.store import verify_files
+from tests.dist.forks import ForkServer, Job
+
+ENDLESS = 100_000
+COLLECTIVE_TIMEOUT = 30.0  # seconds; a busy machine may need ten between two ranks
+
+
+class TrackedRun:
+    """One run folder over many attempts.
+
+    Args:
+        forks: Starts the attempts, each on two ranks.
+        model: Model folder.
+        folder: An empty one, for this run alone.
+        job: Further arguments of :func:`tests.faults.training_jobs.train`.
+    """
+
+    def __init__(self, forks: ForkServer, model: Path, folder: Path, **job: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.forks, self.model, self.folder = forks, model, folder
+        self.run, self.log = folder / "run", folder / "log"
+        job["strategy"] = {"timeout_seconds": COLLECTIVE_TIMEOUT, **job.get("strategy", {})}
+        self.job = job
+        self.save_seconds = 0.0
+
+    def start(self, steps: int = ENDLESS, **harm: Any) -> Job:
+        """Train from the newest checkpoint on."""
+        names = {"model": str(self.model), "run": str(self.run), "log": str(self.log)}
+        return self.forks.start("train", 2, steps=steps, **names, **self.job, **harm)
+
+    def steps(self) -> list[int]:
+        """Steps whose folders are visible, whatever is in them."""
+        return sorted(int(path.name[5:]) for path in (self.run / "checkpoints").glob("step-*"))
+
+    def newest(self) -> int:
+        """The newest visible step; 0 if there is none."""
+        return max(self.steps(), default=0)
+
+    def wait_for_step(self, step: int, job: Job, seconds: float = 90) -> float:
+        """Until a checkpoint of ``step`` or later is visible; the time of that moment."""
+        deadline = time.monotonic() + seconds
+        while self.newest() < step:
+            assert time.monotonic() < deadline, f"no step {step} after {seconds} s: {job.output(0)}"
+            time.sleep(0.002)
+        return time.monotonic()
+
+    def kill_at_random(self, rng: random.Random, ranks: list[int] | None = None) -> tuple[Job, str]:
+        """Start, let one more step be saved, kill within the time the next one takes; the stage rank 0 was in."""
+        job = self.start()
+        first = self.wait_for_step(self.newest() + 1, job)
+        if not self.save_seconds:
+            self.save_seconds = self.wait_for_step(self.newest() + 1, job) - first
+        time.sleep(rng.uniform(0, self.save_seconds))
+        job.kill(ranks)
+        return job, self.stage()
+
+    def stage(self) -> str:
+        """What rank 0 was doing when it was last heard of."""
+        return self.log.with_suffix(".stage-0").read_text().strip()
+
+    def attempts(self) -> list[tuple[int, dict[int, str]]]:
+        """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
+        found: list[tuple[int, dict[int, str]]] = []
+        for line in self.log.read_text().splitlines(keepends=True):
+            first, second = line.split()
+            if first == "start":
+                found.append((int(second), {}))
+            elif line.endswith("\n"):
+                found[-1][1][int(first)] = second
+        return found
+
+    def check(self, may_lose: int = 1) -> None:
+        """Every visible checkpoint is whole, and the newest is at most ``may_lose`` steps behind what was done."""
+        assert damaged(self.run) == []
+        found = checkpoints(self.run)
+        for entry in found:
+            verify_files(entry.path)
+        assert [entry.step for entry in found] == self.steps()
+        begun, losses = self.attempts()[-1]
+        done = max(losses, default=begun)
+        assert done - found[-1].step <= may_lose, f"step {done} was done, {found[-1].step} is the newest checkpoint"
+
+    def check_resumed_from(self, step: int) -> None:
+        """The last attempt went on from ``step``."""
+        assert self.attempts()[-1][0] == step
+
+    def finish(self, timeout: float = 240) -> float:
+        """Two more steps without harm, then compare with a run that nobody interrupted; the goodput.
+
+        Returns:
+            Share of all steps taken that did not have to be taken again.
+        """
+        last = self.newest() + 2
+        newest = self.newest()
+        (first, other) = self._to_the_end(self.start(last), timeout)
+        self.check_resumed_from(newest)
+        whole = TrackedRun(self.forks, self.model, self.folder / "uninterrupted", **{**self.job, "checkpoint": None})
+        whole.job["checkpoint"] = {"every_steps": None}
+        assert self._to_the_end(whole.start(last), timeout) == [first, other], "not the state of the uninterrupted run"
+        ((_, wanted),) = whole.attempts()
+        for _, losses in self.attempts():
+            assert {step: wanted[step] for step in losses} == losses
+        return last / sum(len(losses) for _, losses in self.attempts())
+
+    @staticmethod
+    def _to_the_end(job: Job, timeout: float) -> list[Any]:
+        outcomes = job.wait(timeout)
+        assert [o.code for o in outcomes] == [0, 0], "\n".join(o.output for o in outcomes)
+        return [o.answer for o in outcomes]

@@ -1,0 +1,162 @@
+"""Short real trainings on forked ranks, with something that goes wrong on the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.serialization.config
+import transformers.generation.utils
+import transformers.models.llama.modeling_llama
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import lit_fsdp.cli  # noqa: F401  what every rank would import by itself is imported once here
+from lit_fsdp import Checkpoint
+from lit_fsdp.checkpoint.find import checkpoints
+from tests.dist.jobs import TinyData, digest, module_for, trainer_for
+from tests.faults.crashes import CRASHES
+from tests.faults.tracing import Event, StageFile, Tracer, hurt
+
+
+class StepLog(Callback):
+    """Appends ``step loss`` after every optimizer step, before it is saved; on rank 0.
+
+    Args:
+        path: The file, kept over all attempts of a run.
+    """
+
+    def __init__(self, path: Path, stage: StageFile) -> None:
+        self.path, self.stage, self.seen = path, stage, 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen = trainer.global_step
+        if trainer.is_global_zero:
+            with self.path.open("a") as file:
+                file.write(f"start {self.seen}\n")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.stage.put("training")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.seen < trainer.global_step:
+            self.seen = trainer.global_step
+            if trainer.is_global_zero:
+                with self.path.open("a") as file:
+                    file.write(f"{self.seen} {float(trainer.callback_metrics['train_loss'])!r}\n")
+
+
+class AtStep(Callback):
+    """Does harm on one rank in the middle of one step.
+
+    Args:
+        rank: Whose.
+        step: Optimizer steps done before.
+        how: ``nan``, ``error``, or as for :func:`hurt`.
+    """
+
+    def __init__(self, rank: int, step: int, how: str) -> None:
+        self.rank, self.step, self.how = rank, step, how
+        self._hooks: list[Any] = []
+        self._is_done = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_here(trainer) and self.how == "nan":
+            embedding: Any = pl_module.model.get_input_embeddings()  # type: ignore[union-attr, operator]
+            self._hooks.append(embedding.register_forward_hook(lambda module, args, out: out * float("nan")))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+            self._is_done = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if not self._is_here(trainer) or self.how == "nan":
+            return
+        if self.how == "error":
+            raise RuntimeError("made to fail")
+        hurt(self.how)
+
+    def _is_here(self, trainer: Trainer) -> bool:
+        return trainer.global_rank == self.rank and trainer.global_step == self.step and not self._is_done
+
+
+def watch(run: str, stage: StageFile, fault: dict[str, Any] | None) -> None:
+    """Note the stage of every save; with ``fault``, do harm at the ``nth`` change in ``stage`` of ``step`` or later."""
+    seen = 0
+
+    def react(event: Event) -> None:
+        nonlocal seen
+        stage.put(event.stage)
+        if fault is None or os.environ["RANK"] != str(fault["rank"]) or event.stage != fault["stage"]:
+            return
+        step = fault.get("step")
+        if step is None or f"step-{step:08d}" in event.path:
+            seen += 1
+            if seen == fault.get("nth", 1):
+                hurt(fault["how"], event)
+
+    Tracer(Path(run), react)
+
+
+def train(
+    model: str,
+    run: str,
+    steps: int,
+    log: str,
+    strategy: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    in_save: dict[str, Any] | None = None,
+    in_step: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train up to ``steps``, from the newest checkpoint if there is one; steps and losses go to ``log``."""
+    stage = StageFile(Path(log).with_suffix(f".stage-{os.environ['RANK']}"))
+    stage.put("training")
+    watch(run, stage, in_save)
+    torch.manual_seed(7)
+    callbacks: list[Callback] = [StepLog(Path(log), stage)]
+    callbacks += [AtStep(**in_step)] if in_step else []
+    callbacks += [Checkpoint(**{"every_steps": 1, "keep_last": 2, **(checkpoint or {})})]
+    trainer = trainer_for(strategy or {}, callbacks, max_steps=steps, default_root_dir=run, **options)
+    module = module_for(model)
+    trainer.fit(module, datamodule=TinyData(), ckpt_path="last" if checkpoints(run) else None)
+    optimizer: Any = trainer.optimizers[0]
+    return {"step": trainer.global_step, "digest": digest(module, getattr(optimizer, "optimizer", optimizer))}
+
+
+def make_model(folder: str) -> None:
+    """A tiny Llama with random weights as a model folder."""
+    from lit_fsdp.models.tokenizers import miniature_tokenizer
+    from tests.dist.reference import TINY
+
+    torch.manual_seed(0)
+    transformers.models.llama.modeling_llama.LlamaForCausalLM(TINY).save_pretrained(folder)
+    miniature_tokenizer().save_pretrained(folder)
+
+
+def crash(words: list[str], cwd: str, where: str) -> None:
+    """``lit-fsdp`` as torchrun would start it, raising at ``where`` with the environment's secrets in its words."""
+    from lit_fsdp.__main__ import main
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        token, key = os.environ["HF_TOKEN"], os.environ["WANDB_API_KEY"]
+        text = f"made to fail: https://me:{token}@hub/x?token={token} Authorization: Bearer {key}"
+        print(text)
+        logging.getLogger("somebody").warning(text)
+        warnings.warn(text, stacklevel=1)
+        raise RuntimeError(text) from KeyError(key)
+
+    if CRASHES[where]:
+        place, name = CRASHES[where].rsplit(".", 1)
+        setattr(pkgutil.resolve_name(place), name, fail)
+    os.chdir(cwd)
+    raise SystemExit(main(words))

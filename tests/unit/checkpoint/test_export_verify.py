@@ -1,0 +1,262 @@
+"""What is exported is loaded again and compared before it appears; adapters alone and merged; the model card."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from lit_fsdp.checkpoint.export_verify import find_export_differences
+from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
+
+IDS = torch.arange(14).reshape(2, 7)
+SIZES: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CONFIGS = {
+    "llama": LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True, **SIZES,
+    ),
+    "untied": LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=False, **SIZES,
+    ),
+    "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **SIZES),
+}  # fmt: skip
+# peft 0.21 asks transformers 5.23 by the old name of a property
+_PEFTS_OWN = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+CHECK = functools.partial(find_export_differences, add_adapters=apply_saved_lora, load_adapter=load_adapter_folder)
+
+
+class Saved:
+    """A model with trained-looking values, its checkpoint, and its base as a folder."""
+
+    def __init__(self, tmp_path: Path, family: str, lora: dict[str, Any] | None, layout: Any, **changes: Any) -> None:
+        torch.manual_seed(2)
+        self.model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
+        self.base = tmp_path / "base"
+        self.model.save_pretrained(self.base)
+        adapter = None
+        if lora is not None:
+            adapter = apply_lora(self.model, LoraConfig(**lora))
+            for module in self.model.modules():
+                for name, param in module._parameters.items():
+                    if param is not None and param.is_meta:
+                        module._parameters[name] = torch.nn.Parameter(torch.randn(param.shape) * 0.2)
+            self.model.eval()
+        names = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
+        tied = {"lm_head.weight": names[family]} if family in names else {}
+        tensors = {f"model/model.{name}": t for name, t in self.model.state_dict().items() if name not in tied}
+        hf = {f"hf/{path.name}": path.read_bytes() for path in self.base.iterdir() if path.suffix == ".json"}
+        entry = {"prefix": "model.", "tied": tied, "base": "tiny/llama", "hub_name": "tiny/llama", "adapter": adapter}
+        manifest = {"global_step": 5, "model": entry, "metrics": {"val_loss": 1.25, "bad": float("nan")}}
+        self.folder = step_folder(tmp_path, 5)
+        parts: dict[str, Any] = {"state": {}, "files": hf, **changes}
+        save_checkpoint(self.folder, layout=layout, tensors=tensors, manifest=manifest, **parts)
+
+    def logits(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(IDS, use_cache=False).logits
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Saved]:
+    """Makes a checkpoint of a family, with or without adapters."""
+
+    def make(family: str = "llama", lora: Any = None, layout: Any = "sharded", **changes: Any) -> Saved:
+        return Saved(tmp_path, family, lora, layout, **changes)
+
+    return make
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_a_sound_export_passes(saved, tmp_path, layout, dtype):
+    options = ExportOptions(dtype=dtype, check=CHECK, max_shard_gib=3e-6)
+    report = export(saved(layout=layout).folder, tmp_path / "out", options)
+    assert (report.is_verified, report.form) == (True, "model")
+    assert str(report).endswith("verified: loaded again, keys, tensors and logits are equal")
+    assert len([name for name in report.files if name.endswith(".safetensors")]) > 2
+
+
+def _tampering(change: Callable[[Path], None]) -> Callable[..., list[str]]:
+    def check(place: Path, *rest: Any) -> list[str]:
+        change(place)
+        return CHECK(place, *rest)
+
+    return check
+
+
+def _rewritten(place: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(place / "model.safetensors")
+    change(tensors)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def _one_bit(place: Path) -> None:
+    file = place / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def _config(place: Path, **changes: Any) -> None:
+    file = place / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_one_bit, r"tensor model\.norm\.weight is not the checkpoint's"),
+        (lambda p: _rewritten(p, lambda t: t["model.norm.weight"].mul_(1.01)), r"logits of a fixed input differ by"),
+        (lambda p: _rewritten(p, lambda t: t["model.embed_tokens.weight"][47].add_(1e-6)), "tensor model.embed_tokens"),
+        (lambda p: _rewritten(p, lambda t: t.pop("model.norm.weight")), r"missing keys: model\.norm\.weight"),
+        (lambda p: _rewritten(p, lambda t: t.update(x=torch.ones(1))), "unexpected keys: x"),
+        (lambda p: _config(p, rms_norm_eps=0.1), "logits of a fixed input differ"),
+        (lambda p: _config(p, dtype="bfloat16"), r"dtype: torch\.bfloat16, not torch\.float32"),
+        (lambda p: (p / "config.json").write_text("{"), "cannot be loaded"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x"), "cannot be loaded"),
+    ],
+)
+def test_what_differs_is_named_and_nothing_is_published(saved, tmp_path, change, text):
+    folder = saved().folder
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=text) as error:
+        export(folder, tmp_path / "out", ExportOptions(check=_tampering(change)))
+    assert "not published" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+LORAS = {
+    "lora": {"target_modules": "all-linear", "r": 4, "alpha": 6},
+    "rslora": {"r": 3, "alpha": 2.5, "use_rslora": True},
+    "dora": {"target_modules": "all-linear", "r": 4, "use_dora": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "layout"),
+    [
+        ("llama", "lora", "full"),
+        ("gpt2", "lora", "sharded"),
+        ("llama", "rslora", "sharded"),
+        ("llama", "dora", "sharded"),
+        ("gpt2", "dora", "full"),
+    ],
+)
+@_PEFTS_OWN
+def test_adapters_alone_and_merged_are_the_live_model(saved, tmp_path, family, kind, layout):
+    made = saved(family, LORAS[kind], layout)
+    report = export(made.folder, tmp_path / "adapter", ExportOptions(check=CHECK))
+    assert (report.form, report.is_verified) == ("adapter", True)
+    assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), tmp_path / "adapter")
+    assert torch.equal(logits(live), made.logits())
+    merged = export(made.folder, tmp_path / "merged", ExportOptions(lora="merge", check=CHECK))
+    assert merged.form == "merge"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(plain) is type(made.model)
+    torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(logits(plain), logits(AutoModelForCausalLM.from_pretrained(made.base)))
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("untied", {"target_modules": ["q_proj", "embed_tokens"], "r": 4}),
+        ("untied", {"target_modules": ["embed_tokens"], "r": 4, "use_dora": True}),
+        ("untied", {"modules_to_save": ["lm_head", "norm"], "r": 4}),
+        ("gpt2", {"bias": "all", "r": 4}),
+        ("gpt2", {"bias": "lora_only", "r": 4, "modules_to_save": ["ln_f"]}),
+    ],
+)
+@_PEFTS_OWN
+def test_embeddings_biases_and_whole_modules_come_along(saved, tmp_path, family, lora):
+    made = saved(family, lora)
+    for param in made.model.parameters():
+        assert not param.is_meta
+    export(made.folder, tmp_path / "adapter", ExportOptions(check=CHECK))
+    live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), tmp_path / "adapter")
+    assert torch.equal(logits(live), made.logits())
+    export(made.folder, tmp_path / "merged", ExportOptions(lora="merge", check=CHECK))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", ["adapter", "merge"])
+def test_adapters_in_another_dtype(saved, tmp_path, lora):
+    report = export(
+        saved(lora=LORAS["dora"]).folder, tmp_path / "out", ExportOptions(lora=lora, dtype="bf16", check=CHECK)
+    )
+    assert (report.dtype, report.is_verified) == ("bfloat16", True)
+
+
+def test_a_tampered_adapter_is_not_published(saved, tmp_path):
+    def change(place: Path) -> None:
+        file = place / "adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors.pop(sorted(tensors)[0])
+        save_file(tensors, file)
+
+    folder = saved(lora={"r": 2}).folder
+    with pytest.raises(CheckpointError, match="not published"):
+        export(folder, tmp_path / "out", ExportOptions(check=_tampering(change)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lora", ["adapter", "merge"])
+def test_adapters_are_asked_for_where_there_are_none(saved, tmp_path, lora):
+    with pytest.raises(ConfigError) as error:
+        export(saved().folder, tmp_path / "out", ExportOptions(lora=lora))
+    assert error.value.field == f"--{lora}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_tells_what_the_checkpoint_knows_and_no_path(saved, tmp_path):
+    recipe = {
+        "model": {"name": "/home/me/model", "optim": {"lr": 1e-3, "schedule": "cosine"}, "lora": {"r": 4}},
+        "trainer": {"max_steps": 7, "strategy": {"init_args": {"engine": "fsdp2", "sharding": "/etc/x"}}},
+        "data": {"train": "/home/me/rows.jsonl", "global_batch_size": 16},
+        "logger": {"api_key": "sk-canary"},
+    }
+    state = {"CausalLMDataModule": {"fingerprint": "ab12cd", "seed": 3}}
+    hf = {"recipe.yaml": yaml.safe_dump(recipe).encode()}
+    for lora, library in ((None, "transformers"), ({"r": 4}, "peft")):
+        place = tmp_path / library
+        place.mkdir()
+        made = Saved(place, "llama", lora, "sharded")
+        config = {f"hf/{path.name}": path.read_bytes() for path in made.base.glob("*.json")}
+        made = Saved(place / "again", "llama", lora, "sharded", state=state, files={**hf, **config})
+        export(made.folder, place / "out")
+        card = (place / "out" / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["library_name"] == library
+        assert (head["base_model"], head["pipeline_tag"]) == ("tiny/llama", "text-generation")
+        assert head["tags"] == ["lit_fsdp"] + ["lora"] * (lora is not None)
+        for row in ("| model.optim.lr | 0.001 |", "| trainer.max_steps | 7 |", "| data.global_batch_size | 16 |"):
+            assert row in card
+        assert "| trainer.strategy.engine | fsdp2 |" in card
+        assert "step 5" in card
+        assert "`ab12cd`" in card
+        assert "| val_loss | 1.25 |" in card
+        assert not [word for word in ("/home", "canary", "/etc", "bad", str(tmp_path)) if word in card]
+    assert not [name for name in (place / "out").rglob("*") if name.name.startswith(".")]

@@ -1,0 +1,139 @@
+"""Which checkpoints stay, and what a removal that fails or is killed leaves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.checkpoint import retention
+from lit_fsdp.checkpoint.disk import FileEntry
+from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
+from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.typed import build
+from lit_fsdp.errors import CheckpointError, ConfigError
+
+
+def found(losses: dict[int, float | None]) -> list[Found]:
+    return [
+        Found(step, Path(f"step-{step}"), {} if loss is None else {"val_loss": loss}, "", 0)
+        for step, loss in losses.items()
+    ]
+
+
+def left(losses: dict[int, float | None], current: int | None = None, **options: Any) -> list[int]:
+    there = found(losses)
+    gone = retention.to_remove(there, CheckpointConfig(**options), current)
+    assert gone == [entry for entry in sorted(there, key=lambda e: e.step) if entry in gone]
+    return [entry.step for entry in there if entry not in gone]
+
+
+LOSSES = {10: 0.9, 20: 0.1, 30: 0.5, 40: math.nan, 50: 0.5, 60: None}
+NEGATIVE = {1: -3.0, 2: -7.5, 3: -math.inf, 4: 2.0, 5: math.inf, 6: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "expected"),
+    [
+        (LOSSES, {"keep_last": 1, "keep_best": 0}, [60]),
+        (LOSSES, {"keep_last": 2}, [20, 50, 60]),
+        (LOSSES, {"keep_last": 1, "keep_best": 2}, [20, 50, 60]),  # 30 and 50 are equal: the newer one stays
+        (LOSSES, {"keep_last": 1, "keep_best": 3}, [20, 30, 50, 60]),
+        (LOSSES, {"keep_last": 1, "keep_best": 99}, [10, 20, 30, 50, 60]),  # nan and nothing are never the best
+        (LOSSES, {"keep_last": 1, "mode": "max"}, [10, 60]),
+        (LOSSES, {"keep_last": 1, "monitor": "absent"}, [60]),
+        (LOSSES, {"keep_last": -1, "keep_best": 0}, [10, 20, 30, 40, 50, 60]),
+        (LOSSES, {"keep_last": 99, "keep_best": 0}, [10, 20, 30, 40, 50, 60]),
+        (LOSSES, {"keep_last": 1, "keep_best": 0, "every_steps": 10, "keep_every": 20}, [20, 40, 60]),
+        (LOSSES, {"keep_last": 1, "keep_best": 0, "every_steps": 10, "keep_every": 70}, [60]),
+        (NEGATIVE, {"keep_last": 1, "keep_best": 2}, [1, 2, 6]),  # infinities do not count
+        (NEGATIVE, {"keep_last": 1, "keep_best": 2, "mode": "max"}, [4, 6]),
+        ({}, {"keep_last": 1}, []),
+    ],
+)
+def test_the_newest_the_best_and_every_nth_stay(losses, options, expected):
+    assert left(losses, **options) == expected
+    assert left(dict(reversed(losses.items())), **options)[::-1] == expected
+
+
+def test_the_one_just_saved_stays_beside_newer_ones():
+    assert left({10: 1.0, 25: 2.0, 30: 3.0, 40: 4.0}, current=25, keep_last=1, keep_best=0) == [25, 40]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"keep_best": -1}, "checkpoint.keep_best"),
+        ({"keep_every": 10}, "checkpoint.keep_every"),
+        ({"keep_every": 15, "every_steps": 10}, "checkpoint.keep_every"),
+        ({"keep_every": 0, "every_steps": 10}, "checkpoint.keep_every"),
+        ({"max_total_gib": 0}, "checkpoint.max_total_gib"),
+        ({"max_total_gib": "lots"}, "checkpoint.max_total_gib"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(values, field):
+    with pytest.raises(ConfigError) as error:
+        build(CheckpointConfig, values, "checkpoint")
+    assert error.value.field == field
+
+
+def make(run: Path, step: int, **metrics: float) -> Path:
+    folder = step_folder(run, step)
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"1234")
+    manifest = Manifest(
+        folder=folder, layout="full", global_step=step, world_size=1, created="2026-01-01T00:00:00+00:00", versions={},
+        tensors={}, files={"data": FileEntry(4, "0" * 64)}, metrics=metrics,
+    )  # fmt: skip
+    (folder / "manifest.json").write_bytes(manifest.dumps())
+    return folder
+
+
+def test_retention_removes_and_names_the_best(tmp_path):
+    for step, loss in {1: 0.4, 2: 0.3, 3: 0.5}.items():
+        make(tmp_path, step, val_loss=loss)
+    assert retention.retain(tmp_path, CheckpointConfig(keep_last=1)) == step_folder(tmp_path, 2)
+    assert [entry.step for entry in checkpoints(tmp_path)] == [2, 3]
+    assert retention.retain(tmp_path, CheckpointConfig(keep_last=1, keep_best=0)) == step_folder(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003"]
+    assert retention.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
+
+
+def test_a_removal_that_fails_names_the_folder(tmp_path, monkeypatch):
+    folder = make(tmp_path, 1)
+    make(tmp_path, 2)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path / "data"))
+
+    monkeypatch.setattr("shutil.rmtree", refused)
+    with pytest.raises(CheckpointError, match=r"the old checkpoint cannot be deleted: .*/data: Permission") as error:
+        retention.retain(tmp_path, CheckpointConfig(keep_last=1))
+    assert str(error.value).startswith(f"{folder}: ")
+    monkeypatch.undo()
+    assert [entry.step for entry in checkpoints(tmp_path)] == [2]
+    (hidden,) = [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+    assert str(hidden) in str(error.value)
+
+
+def test_what_a_killed_removal_left_is_swept_and_named(tmp_path, caplog, monkeypatch):
+    folder = make(tmp_path, 1)
+    hidden = folder.with_name(".step-00000001.removed-0123456789abcdef")
+    os.rename(folder, hidden)
+    other = folder.with_name(".notes")
+    other.mkdir()
+    with caplog.at_level(logging.INFO):
+        retention.sweep(folder.parent)
+    assert list(folder.parent.iterdir()) == [other]
+    assert caplog.messages == [f"{hidden}: removed; a killed save or removal had left it"]
+    hidden.mkdir()
+    caplog.clear()
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
+    retention.sweep(folder.parent)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be deleted" in caplog.text

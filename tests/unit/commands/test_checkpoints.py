@@ -1,0 +1,216 @@
+"""``ckpt ls`` and ``ckpt verify``: their tables, their JSON, their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp import commands
+from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.commands.listing import size_words
+from lit_fsdp.errors import CheckpointError, ConfigError
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Saves a step of the run ``run`` in the working folder and returns its folder, relative."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(step: int, recipe: str = "", **metrics: float) -> Path:
+        folder = Path("run/checkpoints") / f"step-{step:08d}"
+        files: dict[str, Any] = {"recipe.yaml": recipe.encode()} if recipe else {}
+        save_checkpoint(folder, {}, {"step": step}, {"global_step": step, "metrics": metrics}, "full", files)
+        return folder
+
+    return write
+
+
+def listed(capsys: Out, *words: str, code: int = 0) -> dict[str, Any]:
+    assert commands.run(["ckpt", "ls", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def means(record: dict[str, Any]) -> dict[int, list[str]]:
+    return {row["step"]: row["means"] for row in record["checkpoints"] if row["means"]}
+
+
+@pytest.mark.parametrize("word", ["run", "run/checkpoints"])
+def test_the_table(run: Callable[..., Path], capsys: Out, word: str):
+    for step, loss in {2: 0.5, 4: 0.25, 10: 0.75}.items():
+        run(step, val_loss=loss)
+    assert commands.run(["ckpt", "ls", word]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    head, *rows = [line.split() for line in out.splitlines()]
+    assert head == ["step", "time", "(UTC)", "size", "val_loss", "complete", "verified"]
+    assert [row[0] for row in rows] == ["2", "4", "10"]
+    assert [row[5:] for row in rows] == [
+        ["0.5", "yes", "-"],
+        ["0.25", "yes", "-", "best"],
+        ["0.75", "yes", "-", "last"],
+    ]
+
+
+def test_damage_is_in_the_table(run: Callable[..., Path], capsys: Out):
+    good, bad, cut = run(2, val_loss=0.5), run(4, val_loss=0.1), run(6, val_loss=0.7)
+    (bad / "state.json").write_bytes(b'{"mine": 1}'.ljust((bad / "state.json").stat().st_size))
+    (cut / "tensors.safetensors").unlink()
+    assert commands.run(["ckpt", "ls", "run"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[2].endswith("0.1  yes       -         last, best")
+    assert out.splitlines()[3].endswith("0.7  no        -         tensors.safetensors: No such file or directory")
+    assert err == "step-00000006 is newer than the newest complete one, but damaged\n"
+    assert commands.run(["ckpt", "ls", "run", "--verify"]) == 1
+    out, _ = capsys.readouterr()
+    assert "no: state.json" in out.splitlines()[2]
+    assert "no: tensors.safetensors" in out.splitlines()[3]
+    assert " yes       yes" in out.splitlines()[1]
+    record = listed(capsys, "run", "--verify", code=1)
+    first, second, third = record["checkpoints"]
+    assert (first["verified"], first["differences"], first["path"]) == (True, {}, str(good))
+    assert second["differences"] == {"state.json": "sha256 differs from the manifest"}
+    assert (second["complete"], second["metrics"], second["bytes"]) == (True, {"val_loss": 0.1}, _size(bad))
+    assert (third["complete"], third["verified"], third["created"]) == (False, False, None)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json")
+
+
+def test_the_best_by_the_runs_own_recipe(run: Callable[..., Path], capsys: Out):
+    run(1, acc=0.1, val_loss=0.1)
+    run(2, "checkpoint: {monitor: acc, mode: max}", acc=0.9, val_loss=0.9)
+    run(3, "checkpoint: {monitor: acc, mode: min, from_another_version: 1}", acc=0.5, val_loss=0.5)
+    assert means(listed(capsys, "run")) == {1: ["best"], 3: ["last"]}  # its recipe cannot be used: defaults
+    Path("run/recipe.yaml").write_text("checkpoint: {monitor: acc, mode: max}")
+    record = listed(capsys, "run")
+    assert (record["monitor"], record["mode"], means(record)) == ("acc", "max", {2: ["best"], 3: ["last"]})
+    run(4, "checkpoint: {monitor: acc, mode: min}", acc=0.5)
+    assert means(listed(capsys, "run")) == {1: ["best"], 4: ["last"]}
+    assert means(listed(capsys, "run", "--mode", "max")) == {2: ["best"], 4: ["last"]}
+    assert means(listed(capsys, "run", "--monitor", "val_loss", "--mode", "max")) == {2: ["best"], 4: ["last"]}
+    assert means(listed(capsys, "run", "--monitor", "absent")) == {4: ["last"]}
+
+
+def test_what_else_lies_there(run: Callable[..., Path], capsys: Out):
+    parent = run(1).parent
+    dead = staging.hidden_name(parent / "step-00000002", "tmp")
+    gone = staging.hidden_name(parent / "step-00000000", "removed")
+    for folder in (dead, gone, parent / "damaged-step-00000003-20260101T000000000000"):
+        folder.mkdir()
+    assert commands.run(["ckpt", "ls", "run"]) == 0
+    err = capsys.readouterr().err
+    assert f"{dead.name}: a save that did not end; the next save clears it away\n" in err
+    assert f"{gone.name}: a removal that did not end" in err
+    assert "damaged-step-00000003-20260101T000000000000: moved aside" in err
+    kinds = [(entry["kind"], entry["live"]) for entry in listed(capsys, "run")["unfinished"]]
+    assert sorted(kinds) == [("removed", False), ("tmp", False)]
+    assert dead.is_dir()  # looking changes nothing
+
+
+def test_a_save_that_is_going_on(run: Callable[..., Path], capsys: Out):
+    import contextlib
+
+    parent = run(1).parent
+    with contextlib.ExitStack() as held:
+        place = staging.stage(parent / "step-00000002", held)
+        assert commands.run(["ckpt", "ls", "run"]) == 0
+        assert capsys.readouterr().err == f"{place.name}: a save going on\n"
+
+
+def test_an_empty_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    assert commands.run(["ckpt", "ls", "run"]) == 0
+    assert capsys.readouterr() == ("", "run/checkpoints: no checkpoints yet\n")
+    assert listed(capsys, "run")["checkpoints"] == []
+
+
+@pytest.mark.parametrize(("verb", "field"), [("ls", "RUN"), ("verify", "PATH")])
+def test_a_run_that_does_not_exist(run: Callable[..., Path], verb: str, field: str):
+    folder = run(1)
+    for given, fix in (
+        ("rum", "write run"),
+        ("zzzzzz", "check the path"),
+        (str(folder / "state.json"), "check the path"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            commands.run(["ckpt", verb, given])
+        assert (caught.value.field, caught.value.fix) == (field, fix)
+
+
+def test_a_checkpoint_is_no_run(run: Callable[..., Path], tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        commands.run(["ckpt", "ls", str(run(1))])
+    assert caught.value.fix == f"write {tmp_path / 'run'}"
+
+
+def test_verify_names_every_file(run: Callable[..., Path], capsys: Out):
+    good, bad = run(1), run(2)
+    assert commands.run(["ckpt", "verify", "run"]) == 0
+    assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(good), str(bad)]
+    (bad / "extra").write_text("")
+    (bad / "state.json").unlink()
+    words = f"{bad} is damaged:\n  extra: not in the manifest\n  state.json: No such file or directory\n"
+    assert commands.run(["ckpt", "verify", str(bad)]) == 1
+    assert capsys.readouterr().out == words
+    assert commands.run(["ckpt", "verify", "run/checkpoints"]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith(words)
+    assert f"{good}: 3 files, " in out
+    assert commands.run(["ckpt", "verify", "run", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {"path": str(good), "verified": True, "differences": {}}
+    assert second["differences"] == {"extra": "not in the manifest", "state.json": "No such file or directory"}
+    assert commands.run(["ckpt", "verify", str(good)]) == 0
+
+
+def test_a_checkpoint_without_its_manifest(run: Callable[..., Path], capsys: Out):
+    folder = run(1)
+    (folder / "manifest.json").unlink()
+    assert commands.run(["ckpt", "verify", str(folder)]) == 1
+    assert "manifest.json: " in capsys.readouterr().out
+
+
+def test_nothing_to_verify_is_no_success(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="nothing to verify"):
+        commands.run(["ckpt", "verify", str(tmp_path)])
+
+
+def test_the_words_of_ckpt(capsys: Out):
+    assert commands.run(["ckpt"]) == 2
+    assert capsys.readouterr().err.startswith("usage: lit-fsdp ckpt ls RUN")
+    assert commands.run(["ckpt", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: lit-fsdp ckpt ls RUN")
+    with pytest.raises(ConfigError) as caught:
+        commands.run(["ckpt", "verifi"])
+    assert caught.value.fix == "lit-fsdp ckpt verify ..."
+    with pytest.raises(ConfigError) as caught:
+        commands.run(["ckpt", "ls", "run", "--verfy"])
+    assert caught.value.fix == "write --verify"
+
+
+def test_nothing_heavy_is_imported(run: Callable[..., Path]):
+    run(1, "checkpoint: {monitor: acc}")
+    code = "import sys; from lit_fsdp.commands import run; run(['ckpt', 'ls', 'run', '--verify']); "
+    code += "print({'torch', 'numpy', 'lightning', 'rich'} & set(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
+)
+def test_sizes(num_bytes: int, words: str):
+    assert size_words(num_bytes) == words

@@ -1,0 +1,215 @@
+"""Adapters: what is trained, where values come from, and that the first loss is the base model's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.typed import build
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.freeze import freeze_parameters
+from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name, split_adapter
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.weights import open_weights
+
+IDS = torch.arange(20).reshape(2, 10)
+
+
+def filled(folder: Path, fill: Any, seed: int = 5, **lora: Any):
+    """A model folder's model with adapters, filled from its files; and the adapters' configuration."""
+    source = resolve_model(ModelConfig(name=str(folder)), 0)
+    model = build_on_meta(source.hf_config, "eager")
+    adapter = apply_lora(model, LoraConfig(**lora))
+    base = open_weights(source, build_on_meta(source.hf_config, "eager"), seed)
+    return fill(LoraWeights(base, model, seed), model), adapter
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits  # a cache changes the layout, and with it the last bit
+
+
+def shake(model: torch.nn.Module) -> None:
+    """Trained-looking values in whatever is trained."""
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data.add_(torch.randn(param.shape, generator=generator) * 0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "bloom", "gemma3_text"], indirect=True)
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_the_first_logits_are_the_base_models(saved, fill, family, targets):
+    folder = saved(family)
+    model, _ = filled(folder, fill, target_modules=targets)
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert torch.equal(logits(model), logits(base))
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"], indirect=True)
+def test_dora_starts_at_the_base_model_with_pefts_own_lengths(saved, fill, family):
+    folder = saved(family)
+    model, adapter = filled(folder, fill, use_dora=True, target_modules="all-linear")
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.testing.assert_close(logits(model), logits(base), rtol=1e-5, atol=1e-6)
+    live = peft.LoraModel(base, peft.PeftConfig.from_peft_type(**adapter), "default")
+    lengths = {name: param for name, param in model.named_parameters() if "magnitude" in name}
+    assert lengths
+    for name, param in lengths.items():
+        assert torch.equal(param, live.get_parameter(f"model.{name}")), name
+
+
+def test_values_depend_on_seed_and_name_only_and_rows_are_rows(saved, fill):
+    folder = saved("llama")
+    one, _ = filled(folder, fill, use_dora=True, modules_to_save=["norm"])
+    again, _ = filled(folder, fill, use_dora=True, modules_to_save=["norm"], target_modules="all-linear")
+    other, _ = filled(folder, fill, seed=6)
+    name = "model.layers.1.self_attn.q_proj.lora_A.default.weight"
+    assert torch.equal(one.get_parameter(name), again.get_parameter(name))
+    assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+    assert not torch.equal(one.get_parameter(name), one.get_parameter(name.replace("q_proj", "v_proj")))
+    source = resolve_model(ModelConfig(name=str(folder)), 0)
+    model = build_on_meta(source.hf_config)
+    apply_lora(model, LoraConfig(use_dora=True, modules_to_save=["norm"]))
+    weights = LoraWeights(open_weights(source, build_on_meta(source.hf_config), 5), model, 5)
+    for module_name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                whole = one.get_parameter(f"{module_name}.{attribute}")
+                for rows in (slice(0, 3), slice(3, len(whole)), slice(len(whole), len(whole))):
+                    part = weights.read(module_name, module, attribute, rows)
+                    assert torch.equal(part, whole[rows]), (module_name, attribute)
+                    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_whole_modules_and_biases_start_at_their_values_and_are_trained(saved, fill, tensors):
+    folder = saved("gpt2", config={"tie_word_embeddings": False})
+    model, _ = filled(folder, fill, modules_to_save=["lm_head", "ln_f"], bias="lora_only", target_modules=["c_attn"])
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert torch.equal(logits(model), logits(base))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad and "lora_" not in name]
+    assert trained == [
+        *(f"transformer.h.{layer}.attn.c_attn.base_layer.bias" for layer in (0, 1)),
+        *(f"transformer.ln_f.modules_to_save.default.{name}" for name in ("weight", "bias")),
+        "lm_head.modules_to_save.default.weight",
+    ]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_saved_configuration_builds_the_same_and_merges(saved, fill, dora):
+    folder = saved("llama")
+    model, adapter = filled(folder, fill, use_dora=dora, use_rslora=True, target_modules="all-linear", alpha=3.5)
+    assert json.loads(json.dumps(adapter)) == adapter
+    assert (adapter["base_model_name_or_path"], adapter["inference_mode"]) == (None, True)
+    shake(model)
+    again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    merge = apply_saved_lora(again, adapter)
+    again.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(logits(again), logits(model))
+    expected = logits(model)
+    plain = merge()
+    assert type(plain) is type(model)
+    assert not [name for name in plain.state_dict() if "lora" in name or "base_layer" in name]
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_names():
+    assert split_adapter("model.layers.0.q.lora_A.default") == ("model.layers.0.q", "lora_A")
+    assert split_adapter("wte.lora_embedding_A") == ("wte", "lora_embedding_A")
+    assert split_adapter("model.layers.0.q.base_layer") == ("model.layers.0.q.base_layer", None)
+    for name in ("a.q.base_layer.weight", "a.q.original_module.weight", "a.q.modules_to_save.default.weight"):
+        assert base_name(name) == "a.q.weight"
+    assert base_name("a.original_module.q.base_layer") == "a.q"
+    assert base_name("model.layers.0") == "model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("lora", "field", "text"),
+    [
+        ({"target_modules": ["q_projj"]}, "model.lora.target_modules", "write q_proj"),
+        ({"target_modules": ["q_proj", "query"]}, "model.lora.target_modules", "layers of this model: down_proj,"),
+        ({"modules_to_save": ["head"]}, "model.lora.modules_to_save", "lm_head"),
+        ({"modules_to_save": ["lm_head"]}, "model.lora.modules_to_save", "share no weight"),
+        ({"target_modules": ["embed_tokens"]}, "model.lora.target_modules", "uses twice"),
+        ({"target_modules": ["norm"]}, "model.lora.target_modules", "not supported"),
+    ],
+)
+def test_layers_that_cannot_be_meant_are_refused(tiny, lora, field, text):
+    with pytest.raises(ConfigError, match=text) as error:
+        apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
+    assert error.value.field == field
+
+
+def test_a_missing_peft_says_what_to_install(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install lit-fsdp\[lora\]"):
+        apply_lora(build_on_meta(tiny("llama")), LoraConfig())
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"lora": {"r": 0}}, "model.lora.r"),
+        ({"lora": {"alpha": 0}}, "model.lora.alpha"),
+        ({"lora": {"dropout": 1.0}}, "model.lora.dropout"),
+        ({"lora": {"target_modules": []}}, "model.lora.target_modules"),
+        ({"lora": {"target_modules": "all_linear"}}, "model.lora.target_modules"),
+        ({"lora": {"quantize": "nf4"}}, "model.lora.quantize"),
+        ({"lora": {}, "train_only": ["*"]}, "model.train_only"),
+        ({"freeze": []}, "model.freeze"),
+    ],
+)
+def test_wrong_values_are_refused_without_torch(values, field):
+    with pytest.raises(ConfigError) as error:
+        build(ModelConfig, {"name": "x", **values}, "model")
+    assert error.value.field == field
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+def test_freezing_by_pattern(tiny):
+    model = build_on_meta(tiny("llama"))
+    everything = trained(model)
+    freeze_parameters(model, ["model.layers.0.*", "lm_head.weight"])  # the head is the embedding
+    frozen = {name for name in everything if ".layers.0." in name} | {"model.embed_tokens.weight"}
+    assert trained(model) == everything - frozen
+    model = build_on_meta(tiny("llama"))
+    freeze_parameters(model, ["*.1.*"], train_only=["*.self_attn.*"])
+    assert trained(model) == {name for name in everything if ".layers.0.self_attn." in name}
+    model = build_on_meta(tiny("llama"))
+    apply_lora(model, LoraConfig())
+    freeze_parameters(model, ["model.layers.0.*"])
+    assert trained(model) == {
+        f"model.layers.1.self_attn.{layer}.lora_{half}.default.weight"
+        for layer in ("q_proj", "v_proj")
+        for half in "AB"
+    }
+
+
+@pytest.mark.parametrize(
+    ("freeze", "only", "field", "text"),
+    [
+        (["model.embed_token.*"], None, "model.freeze", "write model.embed_tokens.weight"),
+        (None, ["head"], "model.train_only", "fits no parameter"),
+        (["*"], None, "model.freeze", "something to train"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(tiny, freeze, only, field, text):
+    with pytest.raises(ConfigError, match=text) as error:
+        freeze_parameters(build_on_meta(tiny("llama")), freeze, only)
+    assert error.value.field == field

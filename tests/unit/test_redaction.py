@@ -1,0 +1,231 @@
+"""Secrets of the environment and of the recipe are written nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_fsdp import redaction
+from lit_fsdp.__main__ import main
+from lit_fsdp.callbacks.run_record import write_json
+from lit_fsdp.config.recipe import read_recipe
+from lit_fsdp.errors import ConfigError
+
+CANARY = "canary-4f1d9c"
+SECOND = 'other"canary\\77'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_remembered", set())
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "db_password", "TOKEN"),
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY", "GITHUB_PAT"),
+        *("AZURE_STORAGE_KEY", "NEPTUNE_API_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SECRET_OF_MINE", "PGPASS_CREDENTIALS"),
+    ],
+)
+def test_variables_with_secrets(name):
+    assert redaction.is_secret_variable(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "OLDPWD", "HOME", "PATH", "KEYBOARD", "HF_TOKEN_PATH"),
+        *("AWS_WEB_IDENTITY_TOKEN_FILE", "LIT_FSDP_CACHE", "MONKEY", "COMPASS", "SLURM_JOB_ID"),
+    ],
+)
+def test_variables_without(name):
+    assert not redaction.is_secret_variable(name)
+
+
+def test_keys_of_a_recipe():
+    for key in ("api_key", "apikey", "token", "hf_token", "password", "client_secret", "Authorization", "auth-token"):
+        assert redaction.is_secret_key(key), key
+    for key in (
+        "eos_token",
+        "pad_token",
+        "tokenizer",
+        "max_tokens",
+        "token_accuracy",
+        "key",
+        "monitor",
+        "pad_token_id",
+    ):
+        assert not redaction.is_secret_key(key), key
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"401 for token {CANARY}.", "401 for token ***."),
+        ("git clone https://me:pa55@host/x", "git clone https://***@host/x"),
+        ("s3://bucket/key@v1 and user@host:22", "s3://bucket/key@v1 and user@host:22"),
+        ("GET /x?id=3&api_key=abc&n=1", "GET /x?id=3&api_key=***&n=1"),
+        ("Authorization: Bearer abcdefghij", "Authorization: Bearer ***"),
+        ("a basic test", "a basic test"),
+        ("nothing here: eos_token", "nothing here: eos_token"),
+    ],
+)
+def test_running_text(text, shown):
+    assert redaction.redact(text) == shown
+
+
+def test_a_secret_is_found_in_every_spelling(monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", f" {SECOND}\n")
+    for text in (SECOND, repr(SECOND), json.dumps(SECOND), "other%22canary%5C77"):
+        assert redaction.redact(text).strip("'\"") == "***", text
+    monkeypatch.setenv("TLS_PRIVATE_KEY", "-----BEGIN-----\nAAAABBBBCCCCDDDD\n-----END-----")
+    assert redaction.redact("line: AAAABBBBCCCCDDDD") == "line: ***"
+    monkeypatch.setenv("SHORT_TOKEN", "train")
+    assert redaction.redact("data.train") == "data.train"
+
+
+def test_values_by_their_keys():
+    recipe = {
+        "data": {"train": f"hub:{CANARY}/x", "max_seq_length": 8},
+        "logger": [{"init_args": {"api_key": "k", "password": 123456, "token": None, "offline": True, "tags": ("a",)}}],
+        "credentials": {"user": "me", "more": ["x", 7]},
+        "eos_token": "</s>",
+    }
+    before = json.dumps(recipe)
+    assert redaction.redact_values(recipe) == {
+        "data": {"train": "hub:***/x", "max_seq_length": 8},
+        "logger": [
+            {"init_args": {"api_key": "***", "password": "***", "token": None, "offline": True, "tags": ("a",)}}
+        ],
+        "credentials": {"user": "***", "more": ["***", "***"]},
+        "eos_token": "</s>",
+    }
+    assert json.dumps(recipe) == before
+
+
+def test_json_of_a_run(tmp_path):
+    write_json(tmp_path / "audit.json", {"units": [{"name": CANARY, "num_params": 3}]})
+    assert json.loads((tmp_path / "audit.json").read_text()) == {"units": [{"name": "***", "num_params": 3}]}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    logger = {"class_path": "lightning.pytorch.loggers.CometLogger", "init_args": {"api_key": "recipe-canary"}}
+    values = {
+        "trainer": {"max_steps": 1, "devices": 1, "default_root_dir": str(tmp_path / "run"), "logger": logger},
+        "model": {"name": "nowhere/at-all"},
+        "data": {"train": "https://me:url-canary@host/rows.jsonl"},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_the_recipe_in_memory_keeps_the_real_value(recipe):
+    values = read_recipe(["--config", str(recipe)]).values
+    assert values["trainer"]["logger"]["init_args"]["api_key"] == "recipe-canary"
+    assert redaction.redact("recipe-canary") == "***"
+
+
+def test_a_saved_recipe_asks_for_its_secrets_again(recipe, tmp_path):
+    shown = redaction.redact_values(yaml.safe_load(recipe.read_text()))
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(shown))
+    assert "canary" not in saved.read_text()
+    with pytest.raises(ConfigError) as error:
+        read_recipe(["--config", str(saved)])
+    assert error.value.field == "data.train"
+    key = "trainer.logger.init_args.api_key"
+    with pytest.raises(ConfigError, match=f"(?s){key}: got .*give it again: --{key} VALUE"):
+        read_recipe(["--config", str(saved), "--data.train", "rows.jsonl"])
+    again = read_recipe(["--config", str(saved), "--data.train", "rows.jsonl", f"--{key}", "new-canary"])
+    assert again.flags == [f"--{key}=new-canary"]
+    assert redaction.redact("new-canary") == "***"
+    extra = tmp_path / "private.yaml"
+    extra.write_text(yaml.safe_dump({"trainer": {"logger": {"init_args": {"api_key": "mine"}}}}))
+    words = ["--config", str(saved), "--data.train", "rows.jsonl", "--config", str(extra)]
+    assert read_recipe(words).values["trainer"]["logger"]["init_args"]["api_key"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trainer.max_stepz", CANARY],
+        ["--model.optim.lr", CANARY],
+        ["--api_key", "flag-canary"],
+        ["--model.password", "flag-canary"],
+        [CANARY],
+        ["--config", "https://me:flag-canary@host/x.yaml"],
+    ],
+)
+def test_error_messages(recipe, words, capsys):
+    assert main(["fit", "--config", str(recipe), *words]) == 2
+    out, err = capsys.readouterr()
+    assert "error: " in err
+    assert "canary" not in out + err
+
+
+def test_the_line_that_broke_the_yaml(tmp_path, capsys):
+    path = tmp_path / "broken.yaml"
+    path.write_text("trainer: {}\nlogger:\n  api_key: [yaml-canary\n")
+    assert main(["fit", "--config", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert "no YAML" in err
+    assert "canary" not in out + err
+
+
+def test_print_config(recipe, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(recipe), "--print_config"])
+    assert end.value.code == 0
+    out, err = capsys.readouterr()
+    assert "canary" not in out + err
+    values = yaml.safe_load(out)
+    assert values["trainer"]["logger"]["init_args"]["api_key"] == "***"
+    assert values["data"]["train"] == "https://***@host/rows.jsonl"
+
+
+def test_whoever_writes_to_the_streams(capsys):
+    with redaction.guarded_streams():
+        handler = logging.StreamHandler()
+        handler.emit(logging.makeLogRecord({"msg": "log %s", "args": (CANARY,)}))
+        print(CANARY, {"a": CANARY})
+        sys.stdout.writelines([f"{CANARY[:7]}", f"{CANARY[7:]}\n"])
+        assert (sys.stdout.isatty(), sys.stderr.encoding.lower()) == (False, "utf-8")
+    print("done")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("*** {'a': '***'}\n***\ndone\n", "log ***\n")
+
+
+def test_threads_that_die(capsys, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError(CANARY)
+
+    for place, name in ((sys, "excepthook"), (threading, "excepthook")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back afterwards
+    with redaction.guarded_streams():
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+    err = capsys.readouterr().err
+    assert err.endswith("RuntimeError: ***\n")
+    assert "in fail" in err
+
+
+def test_tracebacks_that_end_the_process():
+    code = "from lit_fsdp import __main__ as m\ndef boom(argv): raise KeyError({'t': argv[0]})\nm.run = boom\n"
+    words = [sys.executable, "-c", code + f"m.main(['{CANARY}'])"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith("KeyError: {'t': '***'}\n")
+    assert "canary" not in done.stdout + done.stderr
