@@ -82,7 +82,7 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
         signals.before_exit = cli.end_children
         cli.run_trainer()
     except argparse.ArgumentError as error:
-        raise ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above") from None
+        raise _unreadable(error) from None
     except StopRequested as stop:
         assert cli is not None
         if cli.trainer.is_global_zero:
@@ -94,6 +94,24 @@ def run_verb(verb: str, values: dict[str, Any], flags: list[str]) -> int:
             cli.end_children()
         raise
     return 0
+
+
+def check_parses(values: dict[str, Any], flags: list[str]) -> None:
+    """Let Lightning's parser read a checked recipe without building anything.
+
+    Raises:
+        ConfigError: A key or value that only Lightning knows to be wrong.
+    """
+    _check_trainer_keys(values, flags)
+    jsonargparse.set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_TRUSTED)
+    try:
+        _ParsedOnly("fit", ["fit", "--config", yaml.safe_dump(values, sort_keys=False), *flags], SignalFlags())
+    except argparse.ArgumentError as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: argparse.ArgumentError) -> ConfigError:
+    return ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above")
 
 
 class RecipeCLI(LightningCLI):
@@ -224,6 +242,16 @@ class RecipeCLI(LightningCLI):
             for child in launcher.procs:
                 if child.poll() is None:
                     child.terminate()
+
+
+class _ParsedOnly(RecipeCLI):
+    """Reads a recipe as a run would, seeds nothing and builds nothing."""
+
+    def _set_seed(self) -> None:
+        return
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
 
 
 def _speak() -> None:

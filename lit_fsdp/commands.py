@@ -126,18 +126,30 @@ def _audit(argv: Sequence[str]) -> int:
         options, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(parser.prog, str(error), "--ranks N, --nodes M", f"see {parser.prog} --help") from None
+    from lit_fsdp.config.data import accumulation_steps
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.ranks import put_ranks
     from lit_fsdp.config.recipe import read_recipe
-    from lit_fsdp.config.run import check_recipe
+    from lit_fsdp.config.run import STRATEGY, check_recipe
 
-    recipe = read_recipe(rest)
+    recipe = read_recipe(rest, also=("ranks", "nodes", "json"))
     put_ranks(recipe.values, options.ranks, options.nodes)
     for line in adapt_to_miniature(recipe.values, recipe.replaced):
         print(f"miniature: {line}", file=sys.stderr)
-    run = check_recipe(recipe.values, "fit")
+    run = check_recipe(recipe.values, "audit" if options.ranks else "fit")
+    assert run.world_size is not None
+    try:
+        accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, run.world_size)
+    except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
+        print(f"note: a run on {run.world_size} ranks would need other batch sizes: {error}", file=sys.stderr)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
+    from lit_fsdp.cli import check_parses
 
+    check_parses(recipe.values, recipe.flags)
+    if run.trainer.get("accelerator") == "cpu":
+        from lit_fsdp.parallel.devices import check_device
+
+        check_device(run.strategy, "cpu", STRATEGY)
     record = audit_recipe(run)
     if options.json:
         print(json.dumps(record, indent=1))
@@ -151,7 +163,7 @@ def _convert(argv: Sequence[str]) -> int:
 
     parser = _parser("convert", "Write a recipe that trains as another library's configuration file does.")
     parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
-    parser.add_argument("file", type=Path, help="its YAML or JSON file")
+    parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
     parser.add_argument("--ranks", type=int, help="ranks of the run, where the file does not say")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, where the file does not say")
@@ -170,7 +182,8 @@ def _convert(argv: Sequence[str]) -> int:
     if conversion.differs and not options.allow_differences:
         print("no recipe: it would train differently; --allow-differences writes it all the same", file=sys.stderr)
         return 1
-    text = conversion.as_yaml(f"{options.file.name} ({options.format})")
+    name = "standard input" if str(options.file) in ("-", "/dev/stdin") else options.file.name
+    text = conversion.as_yaml(f"{name} ({options.format})")
     if not options.out:
         print(text, end="")
         return 0

@@ -58,8 +58,8 @@ def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixtur
     assert "FSDP units by classes Block" in err
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in err.splitlines() if line.startswith("│")]
     assert lines == [
-        ["layers.0 … layers.2", "3 × Block", "10", "1.000", "75.0%", "-", "yes"],
-        ["(root)", "Net", "10", "1.000", "25.0%", "head.weight", "yes"],
+        ["layers.0 … layers.2", "3 × Block", "10", "1.000", "75.0%", "-", "full"],
+        ["(root)", "Net", "10", "1.000", "25.0%", "head.weight", "full"],
     ]
     assert "40 parameters in 4 units, 20 on rank 0; peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
 
