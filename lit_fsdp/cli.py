@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import logging
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.redacted import printed_without_secrets, without_secrets
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY, STRATEGY
-from lit_fsdp.config.typed import field_docs, unknown_key
+from lit_fsdp.config.typed import field_docs
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process, is_launched_by_lightning
@@ -47,6 +46,7 @@ from lit_fsdp.parallel.prepare import plan_for
 from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.signals import SignalFlags
+from lit_fsdp.trainer_keys import check_trainer_keys
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 _TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -84,7 +84,7 @@ def run_verb(
     Raises:
         ConfigError: A key or value that only Lightning knows to be wrong.
     """
-    _check_trainer_keys(values, flags)
+    check_trainer_keys(values, flags)
     signals = signals or SignalFlags()
     _speak()
     shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
@@ -97,7 +97,7 @@ def run_verb(
         signals.before_exit = lambda: cli.end_children(grace_seconds=0) if cli is not None else None
         cli.run_trainer(others)
     except argparse.ArgumentError as error:
-        raise ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above") from None
+        raise _unreadable(error) from None
     except StopRequested as stop:
         assert cli is not None
         if cli.trainer.is_global_zero:
@@ -109,6 +109,24 @@ def run_verb(
             cli.end_children()
         raise
     return 0
+
+
+def check_parses(values: dict[str, Any], flags: list[str]) -> None:
+    """Let Lightning's parser read a checked recipe without building anything.
+
+    Raises:
+        ConfigError: A key or value that only Lightning knows to be wrong.
+    """
+    check_trainer_keys(values, flags)
+    jsonargparse.set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_TRUSTED)
+    try:
+        _ParsedOnly("fit", ["fit", "--config", yaml.safe_dump(values, sort_keys=False), *flags], SignalFlags())
+    except argparse.ArgumentError as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: argparse.ArgumentError) -> ConfigError:
+    return ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above")
 
 
 class RecipeCLI(LightningCLI):
@@ -255,6 +273,16 @@ class RecipeCLI(LightningCLI):
                 child.kill()
 
 
+class _ParsedOnly(RecipeCLI):
+    """Reads a recipe as a run would, seeds nothing and builds nothing."""
+
+    def _set_seed(self) -> None:
+        return
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
+
+
 def _speak() -> None:
     """Our own log lines on standard error, from the first process; warnings from all; less from Lightning."""
     handler = logging.StreamHandler()
@@ -266,28 +294,3 @@ def _speak() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # torch >= 2.12 deprecates a check that lightning 2.6 makes: delete when the minimum of lightning no longer does
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-
-
-def _check_trainer_keys(values: dict[str, Any], flags: list[str]) -> None:
-    """Keys of the ``trainer`` section against Lightning's Trainer, with the nearest right one."""
-    known = list(inspect.signature(Trainer.__init__).parameters)[1:]
-    flagged = [flag.removeprefix("--trainer.").partition("=") for flag in flags if flag.startswith("--trainer.")]
-    given = {**values.get("trainer", {}), **{name.split(".")[0].rstrip("+"): value for name, _, value in flagged}}
-    for key, value in given.items():
-        if key not in known:
-            raise unknown_key(f"trainer.{key}", value, str(key), known)
-    for flag in flags:
-        name = flag.partition("=")[0]
-        if not name.startswith("--trainer.") and name not in ("-h", "--help", "--print_config"):
-            allowed = [
-                "trainer",
-                "model",
-                "data",
-                "checkpoint",
-                "resume",
-                "seed_everything",
-                "ckpt_path",
-                "config",
-                "print_config",
-            ]
-            raise unknown_key(name.removeprefix("--"), flag, name.removeprefix("--"), allowed)

@@ -16,7 +16,7 @@ def run_convert(argv: Sequence[str]) -> int:
 
     parser = verb_parser("convert", "Write a recipe that trains as another library's configuration file does.")
     parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
-    parser.add_argument("file", type=Path, help="its YAML or JSON file")
+    parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
     parser.add_argument("--ranks", type=int, help="ranks of the run, where the file does not say")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, where the file does not say")
@@ -35,7 +35,8 @@ def run_convert(argv: Sequence[str]) -> int:
     if conversion.differs and not options.allow_differences:
         print("no recipe: it would train differently; --allow-differences writes it all the same", file=sys.stderr)
         return 1
-    text = conversion.as_yaml(f"{options.file.name} ({options.format})")
+    name = "standard input" if str(options.file) in ("-", "/dev/stdin") else options.file.name
+    text = conversion.as_yaml(f"{name} ({options.format})")
     if not options.out:
         print(text, end="")
         return 0

@@ -33,7 +33,8 @@ def _numbers(config: StrategyConfig) -> None:
         raise ConfigError(
             "timeout_seconds", config.timeout_seconds, "above 0, at most a week", "write timeout_seconds: 1800"
         )
-    backends = {part.rpartition(":")[2] for part in (config.process_group_backend or "gloo").split(",")}
+    given_backend = "gloo" if config.process_group_backend is None else config.process_group_backend
+    backends = {part.rpartition(":")[2] for part in given_backend.split(",")}
     if not backends <= {"gloo", "nccl"}:
         raise ConfigError(
             "process_group_backend",
@@ -44,15 +45,15 @@ def _numbers(config: StrategyConfig) -> None:
 
 
 def _degrees_need_their_sharding(config: StrategyConfig) -> None:
-    if config.is_hybrid:
+    if config.is_hybrid or not config.is_sharded:
         return
-    kind = f"sharding {config.sharding}" if config.is_sharded else f"engine {config.engine}"
-    if config.replicate_degree not in (None, 1, -1) and not (config.is_sharded and config.is_replicated):
+    kind = f"sharding {config.sharding}"
+    if config.replicate_degree not in (None, 1, -1) and not config.is_replicated:
         raise ConfigError(
             "replicate_degree",
             f"{config.replicate_degree} with {kind}",
             "only with sharding: hybrid_shard or hybrid_shard_zero2",
-            f"set {'sharding: hybrid_shard' if config.is_sharded else 'engine: fsdp2'}, or drop replicate_degree",
+            "set sharding: hybrid_shard, or drop replicate_degree",
         )
     if config.is_replicated and config.shard_degree not in (None, 1, -1):
         raise ConfigError(
@@ -64,20 +65,17 @@ def _degrees_need_their_sharding(config: StrategyConfig) -> None:
 
 
 def _whole_models(config: StrategyConfig) -> None:
-    """Ddp and single: what has no meaning without shards."""
+    """Ddp and single: what would change the arithmetic; the rest is replaced, see :attr:`StrategyConfig.replaced`."""
     if config.is_sharded:
         return
     engine = f"engine {config.engine}"
-    for name, neutral in (
-        ("cpu_offload", False),
-        ("backward_prefetch", "pre"),
-        ("forward_prefetch", False),
-        ("limit_all_gathers", True),
-    ):
-        if getattr(config, name) != neutral:
-            raise ConfigError(
-                name, f"{_yaml(getattr(config, name))} with {engine}", "fsdp1 | fsdp2", f"drop {name}, or shard"
-            )
+    if config.engine == "single" and config.precision_config.reduce_dtype is not None:
+        raise ConfigError(
+            "precision.reduce_dtype",
+            f"{config.precision_config.reduce_dtype} with {engine}, which reduces nothing",
+            "an engine with several ranks",
+            "drop reduce_dtype",
+        )
     if config.precision_config.keep_norms_fp32:
         raise ConfigError(
             "precision.keep_norms_fp32",
@@ -153,7 +151,7 @@ def _manual(config: StrategyConfig) -> None:
 def _compiled(config: StrategyConfig) -> None:
     """Units inside a compiled block break its graph, and it would run as it is without a word."""
     what = "wrap experts" if config.wrap_config.experts else "precision keep_norms_fp32"
-    if config.compile and (config.wrap_config.experts or config.precision_config.keep_norms_fp32):
+    if config.compile and config.is_sharded and (config.wrap_config.experts or config.precision_config.keep_norms_fp32):
         raise ConfigError(
             "compile",
             f"true with {what}, which makes FSDP units inside blocks",
@@ -188,10 +186,6 @@ def _activation(config: StrategyConfig) -> None:
             "memory_budget with compile: true",
             "set compile: true, or activation_checkpointing: selective",
         )
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 STRATEGY_RULES: list[Callable[[StrategyConfig], None]] = [

@@ -24,6 +24,8 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
             _join(path, "engine"), f"single on {world_size} ranks", "one rank", "set trainer.devices: 1, or engine: ddp"
         )
     copies, shards = _wanted(config, num_nodes, world_size, path)
+    if not config.is_sharded:  # degrees are replaced, see StrategyConfig.replaced
+        return copies, shards
     given = {"replicate_degree": config.replicate_degree, "shard_degree": config.shard_degree}
     for name, found in (("replicate_degree", copies), ("shard_degree", shards)):
         if given[name] not in (None, -1, found):
@@ -61,7 +63,8 @@ def _wanted(config: StrategyConfig, num_nodes: int, world_size: int, path: str) 
     if not copies and not shards and num_nodes == 1:
         raise ConfigError(
             _join(path, "replicate_degree"),
-            "null on one node, which leaves one copy: that is full_shard",
+            f"{'null' if config.replicate_degree is None else config.replicate_degree} on one node, "
+            "which leaves one copy: that is full_shard",
             allowed,
             "set replicate_degree: 2, or sharding: full_shard",
         )

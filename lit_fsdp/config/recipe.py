@@ -42,8 +42,12 @@ class Recipe:
         return any(flag.split("=")[0] in _SWITCHES for flag in self.flags)
 
 
-def read_recipe(argv: Sequence[str]) -> Recipe:
+def read_recipe(argv: Sequence[str], also: Sequence[str] = ()) -> Recipe:
     """Files (``--config``, merged in their order) and flags (last, wherever they stand).
+
+    Args:
+        argv: Words of the command line.
+        also: Flags that the verb has taken out already, for the error about one that does not exist.
 
     Raises:
         ConfigError: A file that is missing or no YAML mapping, a flag without value, a word that is no flag, or a
@@ -72,7 +76,8 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         else:
             section = name.removeprefix("--").split(".")[0]
             if section not in ("trainer", *OWN_SECTIONS):
-                raise unknown_key(section, value, section, ("config", "print_config", "trainer", *OWN_SECTIONS))
+                known = ("config", "print_config", "trainer", *OWN_SECTIONS, *also)
+                raise unknown_key(section, value, section, known)
             if value is None:
                 raise ConfigError(name.lstrip("-"), "a flag without a value", "--key value", f"write {name} VALUE")
             flags.append((name, value))

@@ -37,7 +37,7 @@ class RunConfig:
     def num_nodes(self) -> int:
         """Nodes of the run."""
         given = self.trainer.get("num_nodes")
-        return given if isinstance(given, int) and given > 0 else 1  # Lightning refuses anything else itself
+        return 1 if given is None else int(given)
 
     @property
     def world_size(self) -> int | None:
@@ -53,7 +53,7 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
 
     Args:
         values: The merged recipe; a missing or short ``trainer.strategy`` is completed in place.
-        verb: ``fit``, ``validate``, ``test`` or ``predict``.
+        verb: ``fit``, ``validate``, ``test`` or ``predict``; ``audit`` leaves out what only a run needs.
 
     Raises:
         ConfigError: The first thing that is wrong.
@@ -107,6 +107,24 @@ def _precision_is_the_strategys(run: RunConfig) -> None:
         )
 
 
+def _counts_are_numbers(run: RunConfig) -> None:
+    nodes, clip = run.trainer.get("num_nodes"), run.trainer.get("gradient_clip_val")
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1):
+        raise ConfigError("trainer.num_nodes", repr(nodes), "a whole number >= 1", "write num_nodes: 1")
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0):
+        raise ConfigError(
+            "trainer.gradient_clip_val",
+            repr(clip),
+            "a number above 0; 0 or null: no clipping",
+            "write gradient_clip_val: 1.0",
+        )
+    algorithm = run.trainer.get("gradient_clip_algorithm")
+    if algorithm not in (None, "norm", "value"):
+        raise ConfigError(
+            "trainer.gradient_clip_algorithm", repr(algorithm), "norm | value", "write gradient_clip_algorithm: norm"
+        )
+
+
 def _mesh_fits(run: RunConfig) -> None:
     if run.world_size is not None:
         mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
@@ -150,8 +168,8 @@ def _has_a_model(run: RunConfig) -> None:
 
 
 def _has_data(run: RunConfig) -> None:
-    split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}[run.verb]
-    if getattr(run.data, split) in (None, [], ""):
+    split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}.get(run.verb)
+    if split and getattr(run.data, split) in (None, [], ""):
         raise ConfigError(f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
 
 
@@ -177,6 +195,7 @@ def _limits_whole_batches(run: RunConfig) -> None:
 
 
 RULES: list[Callable[[RunConfig], None]] = [
+    _counts_are_numbers,
     _has_a_model,
     _has_data,
     _training_ends,

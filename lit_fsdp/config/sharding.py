@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
@@ -17,6 +17,10 @@ StateDict = Literal["sharded", "full"]
 WrapWord = Literal["auto", "manual"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 NonFinite = Literal["error", "skip"]
+_WITHOUT_SHARDS = {
+    "sharding": "no_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False,
+    "backward_prefetch": "pre", "forward_prefetch": False, "limit_all_gathers": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,11 @@ class StrategyConfig:
         return self.is_sharded and self.sharding in ("hybrid_shard", "hybrid_shard_zero2")
 
     @property
+    def offloads(self) -> bool:
+        """Whether shards live in host memory."""
+        return self.is_sharded and self.cpu_offload
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole model."""
         return not self.is_sharded or self.sharding == "no_shard"
@@ -112,10 +121,28 @@ class StrategyConfig:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """What ``ddp`` and ``single`` put in place of a sharding choice, by field; to be shown, never silent."""
-        if self.is_sharded or self.sharding == "no_shard":
+        """What ``ddp`` and ``single`` put in place of choices about shards, by field; to be shown, never silent.
+
+        Only what leaves the arithmetic as it is: a comparison of engines then changes one line.
+        """
+        if self.is_sharded:
             return {}
-        return {"sharding": f"{self.sharding} → no_shard (engine {self.engine}: every rank holds the whole model)"}
+        found: dict[str, tuple[Any, Any]] = {
+            name: (getattr(self, name), neutral) for name, neutral in _WITHOUT_SHARDS.items()
+        }
+        if self.engine == "single":
+            found["sync_each_micro_batch"] = (self.sync_each_micro_batch, True)
+        wrap = self.wrap_config
+        found["wrap.experts"], found["wrap.max_root_share"] = (wrap.experts, False), (wrap.max_root_share, 0.5)
+        return {
+            name: f"{_word(given)} → {_word(neutral)} (engine {self.engine}: every rank holds the whole model)"
+            for name, (given, neutral) in found.items()
+            if given != neutral
+        }
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def strategy_fields() -> list[str]:

@@ -21,6 +21,9 @@ class WrapConfig:
     experts: bool = False
     """Also make the experts of a mixture-of-experts model units of their own, inside their blocks; experts kept one
     by one in a list must all be called by every rank in every step."""
+    embedding_and_head: bool | None = None
+    """Also make the input embedding and the output head units of their own unless they are tied; default: true, but
+    false with min_num_params, where size decides."""
     manual: bool = False
     """The LightningModule wraps its parts itself in configure_model; only the root is added."""
     max_root_share: float = 0.5
@@ -36,10 +39,13 @@ class WrapConfig:
             )
         if self.manual and (self.classes or self.patterns or self.min_num_params is not None or self.experts):
             raise ConfigError("manual", "true beside another choice", "manual alone", "drop it, or the others")
+        if self.manual and self.embedding_and_head is not None:
+            raise ConfigError("embedding_and_head", self.embedding_and_head, "not beside manual", "drop it")
+        for name in self.classes or ():
+            if not name.strip():
+                raise ConfigError("classes", repr(name), "the name of a module class", "write wrap: auto, or name one")
         for pattern in self.patterns or ():
-            if "**" in pattern or any(not part for part in pattern.split(".")):
-                allowed = "a path such as model.layers.*.mlp, in which * is one part"
-                raise ConfigError("patterns", repr(pattern), allowed, "write one * per part")
+            check_pattern(pattern, "patterns")
         number = self.min_num_params
         if number is not None and (number < 1 or number != int(number)):
             raise ConfigError("min_num_params", number, "a whole number >= 1", "write min_num_params: 1.0e6")
@@ -50,5 +56,17 @@ class WrapConfig:
 def wrap_from_words(words: list[str]) -> WrapConfig:
     """A list of class names and path patterns (those with a dot or a star) as its mapping."""
     patterns = [word for word in words if "." in word or "*" in word]
+    for word in words:
+        if not word.strip():
+            raise ConfigError("wrap", repr(word), "class names and path patterns", "write wrap: auto, or name one")
+    for pattern in patterns:
+        check_pattern(pattern, "wrap")
     classes = [word for word in words if word not in patterns]
     return WrapConfig(classes=classes or None, patterns=patterns or None)
+
+
+def check_pattern(pattern: str, field: str) -> None:
+    """Raise ConfigError unless ``pattern`` is a dotted path in which a star stands for one part."""
+    if "**" in pattern or any(not part.strip() for part in pattern.split(".")):
+        allowed = "a path such as model.layers.*.mlp, in which * is one part"
+        raise ConfigError(field, repr(pattern), allowed, "write one * per part")

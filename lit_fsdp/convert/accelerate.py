@@ -6,10 +6,10 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.deepspeed import convert_deepspeed
-from lit_fsdp.convert.fsdp_section import ACCELERATE, convert_fsdp, refuse_xla, version_of
+from lit_fsdp.convert.accelerate_zero import convert_zero_section
+from lit_fsdp.convert.fsdp_section import ACCELERATE, convert_fsdp, drop_on_cpu, refuse_xla, version_of
 from lit_fsdp.convert.precision import put_precision
-from lit_fsdp.convert.read import as_bool, as_choice, as_count, beside, drop_listed, drop_unknown, read_mapping
+from lit_fsdp.convert.read import as_bool, as_choice, as_count, drop_listed, drop_unknown
 from lit_fsdp.convert.result import Conversion, Section
 from lit_fsdp.errors import ConfigError
 
@@ -44,27 +44,33 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: P
             )
     kind = _kind(conversion, section)
     ranks = _ranks(conversion, section, kind)
-    word = _mixed_precision(section)
+    word = _mixed_precision(conversion, section, "mixed_precision" in values)
+    on_cpu = conversion.get("trainer.accelerator") == "cpu"
+    if on_cpu and word[1] == "fp16":
+        raise ConfigError(word[0], "fp16 on a CPU", "no | bf16 on a CPU", f"write {word[0]}: bf16")
+    sharded = kind == "FSDP" and not on_cpu
     conversion.put("compile", False)
     fsdp = Section(section.peek("fsdp_config") or None, "fsdp_config", "fsdp_")
     deepspeed = section.peek("deepspeed_config") or {}
     section.take("fsdp_config")
     section.take("deepspeed_config")
-    version = version_of(fsdp, 1) if kind == "FSDP" else None
+    version = version_of(fsdp, 1) if sharded else None
     if kind != "DEEPSPEED":
         put_precision(conversion, *word, fsdp_version=version)
         for _, path, _ in Section(deepspeed, "deepspeed_config").drain():
             conversion.drop(path, f"distributed_type is {kind}")
-    if kind == "FSDP":
+    if sharded:
         convert_fsdp(conversion, fsdp, ACCELERATE)
+    elif kind == "FSDP":
+        drop_on_cpu(conversion, fsdp)
     else:
         for _, path, _ in fsdp.drain():
             conversion.drop(path, f"distributed_type is {kind}")
     if kind == "DEEPSPEED":
-        _deepspeed(conversion, deepspeed, word, ranks, folder)
-    elif kind != "FSDP":
+        convert_zero_section(conversion, deepspeed, word, ranks, folder)
+    elif not sharded:
         _whole_model(conversion, ranks)
-    _parallelism(conversion, section, kind, version)
+    _parallelism(conversion, section, kind, version, ranks)
     _dynamo(conversion, section)
     _rest(conversion, section, word[1])
     if kind != "DEEPSPEED":
@@ -89,8 +95,17 @@ def _kind(conversion: Conversion, section: Section) -> str:
     if str(value).upper() in _ELSEWHERE:
         raise ConfigError(path, value, " | ".join(_KINDS), f"keep the original trainer for {value}")
     kind = as_choice(path, value, _KINDS)
-    engines = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp1 or fsdp2", "DEEPSPEED": "ZeRO"}
-    conversion.replace(path, f"engine {engines[kind]}", "see trainer.strategy.init_args")
+    cpu = section.peek("use_cpu")
+    if kind == "FSDP" and cpu is not None and as_bool("use_cpu", cpu):
+        conversion.replace(path, "engine: ddp", "Accelerate trains with DDP on a CPU: FSDP is for GPUs there")
+        return kind
+    if kind == "FSDP":
+        version = version_of(Section(section.peek("fsdp_config") or None, "fsdp_config", "fsdp_"), 1)
+        conversion.replace(path, f"engine: fsdp{version}", "by the version of fsdp_config, 1 by default")
+    elif kind == "DEEPSPEED":
+        conversion.replace(path, "the engine of its ZeRO stage", "fsdp2 shards as ZeRO does; stage 0 is ddp")
+    else:
+        conversion.replace(path, f"engine: {'single' if kind == 'NO' else 'ddp'}", "the whole model on every rank")
     return kind
 
 
@@ -104,10 +119,7 @@ def _ranks(conversion: Conversion, section: Section, kind: str) -> int | None:
     on_cpu = kind == "MULTI_CPU" or bool(cpu and as_bool(*cpu))
     conversion.put("trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "NO" else "gpu")
     if cpu:
-        note = (
-            "Accelerate itself falls back to DDP on a CPU; the losses are the same" if on_cpu and kind == "FSDP" else ""
-        )
-        conversion.keep(cpu[0], "trainer.accelerator", conversion.get("trainer.accelerator"), note)
+        conversion.keep(cpu[0], "trainer.accelerator", conversion.get("trainer.accelerator"))
     processes = section.take("num_processes")
     if processes and processes[1] not in (-1, "-1"):
         ranks = as_count(*processes)
@@ -119,7 +131,7 @@ def _ranks(conversion: Conversion, section: Section, kind: str) -> int | None:
     if kind == "NO" and ranks > 1:
         raise ConfigError("num_processes", f"{ranks} with distributed_type NO", "1", "write MULTI_GPU or FSDP")
     gpus = section.take("gpu_ids")
-    ids = str(gpus[1]).split(",") if gpus and str(gpus[1]).lower() != "all" and not on_cpu else None
+    ids = _gpus(gpus[1]) if gpus and not on_cpu else None
     conversion.put("trainer.devices", ranks // nodes if ranks else "auto")
     if gpus and ids:
         devices = [as_count(gpus[0], number, least=0) for number in ids]
@@ -135,8 +147,19 @@ def _ranks(conversion: Conversion, section: Section, kind: str) -> int | None:
     return ranks or None
 
 
-def _mixed_precision(section: Section) -> tuple[str, str]:
+def _gpus(value: Any) -> list[Any] | None:
+    """The numbers of ``gpu_ids``, ``None`` for all."""
+    if isinstance(value, list):
+        return value
+    return None if str(value).lower() == "all" else [number for number in str(value).split(",") if number.strip()]
+
+
+def _mixed_precision(conversion: Conversion, section: Section, named: bool) -> tuple[str, str]:
     taken, old = section.take("mixed_precision"), section.take("fp16")
+    if old and named:
+        as_bool(*old)
+        conversion.drop(old[0], f"Accelerate reads mixed_precision ({taken[1] if taken else 'null'}) instead")
+        old = None
     if taken:
         value = "no" if taken[1] is False else taken[1]  # YAML reads no as false
         return taken[0], as_choice(taken[0], value, ("no", "fp16", "bf16", "fp8"))
@@ -150,72 +173,22 @@ def _whole_model(conversion: Conversion, ranks: int | None) -> None:
         conversion.put(field, value)
 
 
-def _deepspeed(
-    conversion: Conversion, given: dict[str, Any], word: tuple[str, str], ranks: int | None, folder: Path
-) -> None:
-    part = Section(given or None, "deepspeed_config")
-    launch = "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter"
-    drop_listed(conversion, part, dict.fromkeys(launch.split(), "torchrun, srun or Lightning starts the processes"))
-    drop_listed(conversion, part, {
-        "zero3_init_flag": "the model is always built on meta and read shard by shard",
-        "zero3_save_16bit_model": "lit-fsdp export writes the whole model in the dtype you ask for",
-        "deepspeed_moe_layer_cls_names": "set wrap: {experts: true} to make experts units of their own",
-    })  # fmt: skip
-    auto = {"bf16.enabled": word[1] == "bf16", "fp16.enabled": word[1] == "fp16"}
-    if named := part.take("deepspeed_config_file"):
-        values = read_mapping(beside(str(named[1]), folder), named[0])
-        conversion.replace(named[0], "the content of that file", "as below")
-        convert_deepspeed(conversion, values, auto, ranks)
-        if "default" not in word[0]:
-            conversion.replace(word[0], "auto in the DeepSpeed file", "which decides where it says more than auto")
-    else:
-        values = _embedded(conversion, part, word)
-        convert_deepspeed(conversion, values, auto, ranks, "deepspeed_config")
-        zero, own = "deepspeed_config.zero_optimization.", "deepspeed_config."
-        offloads = {f"{zero}offload_{p}.device": f"{own}offload_{p}_device" for p in ("param", "optimizer")}
-        switches = {f"{own}{name}.enabled": word[0] for name in ("bf16", "fp16")}
-        conversion.rename({f"{zero}stage": f"{own}zero_stage", **offloads, **switches})
-    drop_unknown(conversion, part, ("zero_stage", "offload_param_device"), "deepspeed_config")
-
-
-def _embedded(conversion: Conversion, part: Section, word: tuple[str, str]) -> dict[str, Any]:
-    """The DeepSpeed configuration that Accelerate makes of its own few keys."""
-    stage = part.take("zero_stage")
-    zero: dict[str, Any] = {"stage": stage[1] if stage else 2}
-    for name in ("param", "optimizer"):
-        device, path = part.take(f"offload_{name}_device"), part.take(f"offload_{name}_nvme_path")
-        if device:
-            zero[f"offload_{name}"] = {"device": device[1]}
-        if path:
-            conversion.drop(path[0], "nothing is offloaded to disk here")
-    values: dict[str, Any] = {"zero_optimization": zero}
-    for key in ("gradient_clipping", "gradient_accumulation_steps"):
-        if taken := part.take(key):
-            if key == "gradient_clipping":
-                values[key] = taken[1]
-            else:
-                conversion.drop(taken[0], f"data.global_batch_size decides: micro_batch_size * {taken[1]} * ranks")
-    if word[1] == "fp8":
-        conversion.drop(word[0], "its fp8 backends have no counterpart under ZeRO; bf16 is used", differs=True)
-    if word[1] != "no":
-        values["fp16" if word[1] == "fp16" else "bf16"] = {"enabled": True}
-    if word[1] == "no" and "default" not in word[0]:
-        conversion.keep(word[0], "precision", "fp32")
-    return values
-
-
-def _parallelism(conversion: Conversion, section: Section, kind: str, version: int | None) -> None:
+def _parallelism(conversion: Conversion, section: Section, kind: str, version: int | None, ranks: int | None) -> None:
     taken = section.take("parallelism_config")
     if not taken or not taken[1]:
+        return
+    if kind == "FSDP" and conversion.get("trainer.accelerator") == "cpu":
+        conversion.drop(taken[0], "it is about FSDP, and DDP is used on a CPU")
         return
     if kind != "FSDP" or version != 2:
         raise ConfigError(taken[0], f"given with {kind}, fsdp_version {version}", "only with FSDP version 2", "drop it")
     part = Section(taken[1], taken[0], "parallelism_config_")
-    sizes = {}
-    for key in ("dp_replicate_size", "dp_shard_size"):
-        if found := part.take(key):
-            sizes[key] = (found[0], as_count(*found))
-    copies = sizes.get("dp_replicate_size", ("", 1))[1]
+    names = ("dp_replicate_size", "dp_shard_size")
+    sizes = {key: (found[0], as_count(*found)) for key in names if (found := part.take(key))}
+    copies, shards = (sizes.get(key, ("", 1))[1] for key in names)
+    others = [(found[0], as_count(*found)) for key in ("tp_size", "cp_size", "sp_size") if (found := part.take(key))]
+    if all(size == 1 for _, size in others):
+        _sizes_fit(sizes, copies, shards, ranks)
     for key, (path, size) in sizes.items():
         field = key.removeprefix("dp_").replace("size", "degree")
         if copies > 1:
@@ -225,13 +198,30 @@ def _parallelism(conversion: Conversion, section: Section, kind: str, version: i
     if copies > 1:
         zero3 = conversion.get("sharding") == "full_shard"
         conversion.put("sharding", "hybrid_shard" if zero3 else "hybrid_shard_zero2")
-    for key in ("tp_size", "cp_size", "sp_size"):
-        if found := part.take(key):
-            size = as_count(*found)
-            conversion.drop(found[0], "it is off" if size == 1 else "no tensor or sequence is split here", size > 1)
-    quiet = ("cp_comm_strategy", "sp_backend", "cp_backend", "enable_async_tp")
+    for path, size in others:
+        conversion.drop(path, "it is off" if size == 1 else "no tensor or sequence is split here", size > 1)
+    quiet = (
+        "cp_comm_strategy",
+        "sp_backend",
+        "cp_backend",
+        "enable_async_tp",
+        "sp_seq_length",
+        "sp_seq_length_is_variable",
+        "sp_attn_implementation",
+    )
     drop_listed(conversion, part, dict.fromkeys(quiet, "no sequence is split here"))
     drop_unknown(conversion, part, ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"), "parallelism_config")
+
+
+def _sizes_fit(sizes: dict[str, tuple[str, int]], copies: int, shards: int, ranks: int | None) -> None:
+    """Accelerate wants a size for every rank, and more than one shard."""
+    path = sizes["dp_shard_size"][0] if "dp_shard_size" in sizes else "parallelism_config.dp_shard_size"
+    if shards > 1 and ranks in (None, copies * shards):
+        return
+    fits = ranks // copies if ranks and ranks % copies == 0 and ranks > copies else 2
+    given = f"{shards} with {copies} copies" + (f" on {ranks} ranks" if ranks else "")
+    allowed = "dp_replicate_size * dp_shard_size == num_processes, with dp_shard_size >= 2"
+    raise ConfigError(path, given, allowed, f"write {path}: {fits}, or mend num_processes")
 
 
 def _dynamo(conversion: Conversion, section: Section) -> None:

@@ -13,6 +13,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.typed import build
 from lit_fsdp.convert.accelerate import convert_accelerate
 from lit_fsdp.convert.deepspeed import convert_deepspeed
+from lit_fsdp.convert.deepspeed_auto import defaults
 from lit_fsdp.convert.hf_trainer import convert_hf_trainer
 from lit_fsdp.convert.read import read_mapping
 from lit_fsdp.convert.result import STRATEGY, Conversion
@@ -32,7 +33,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
 
     Args:
         kind: ``accelerate``, ``hf-trainer`` or ``deepspeed``.
-        path: YAML or JSON.
+        path: YAML or JSON; ``-`` is standard input.
         ranks: Ranks of the run, which the files of Transformers and DeepSpeed do not hold.
         num_nodes: Nodes of the run, for the same two.
 
@@ -49,8 +50,12 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
         convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
     else:
         _deepspeed_alone(conversion, values, ranks, num_nodes)
+    conversion.say_empty(values)
     _complete(conversion)
-    _check(conversion)
+    try:
+        _check(conversion)
+    except ConfigError as error:
+        raise _in_words_of_the_input(conversion, error) from None
     return conversion
 
 
@@ -59,7 +64,7 @@ def _deepspeed_alone(conversion: Conversion, values: dict[str, Any], ranks: int 
         raise ConfigError("--ranks", f"{ranks} on {num_nodes} nodes", f"a multiple of {num_nodes}", "mend --num_nodes")
     conversion.put("trainer.num_nodes", num_nodes)
     conversion.put("trainer.devices", ranks // num_nodes if ranks else "auto")
-    convert_deepspeed(conversion, values, {}, ranks)
+    convert_deepspeed(conversion, values, defaults(), ranks)
     if conversion.get("trainer.max_steps") is None:
         conversion.to_give.append("Set trainer.max_steps or max_epochs as your script does.")
 
@@ -77,6 +82,15 @@ def _complete(conversion: Conversion) -> None:
                if conversion.get(f"{section}.{field}") is None]  # fmt: skip
     if missing:
         conversion.to_give.insert(0, f"Set {' and '.join(missing)}: the input does not name them.")
+
+
+def _in_words_of_the_input(conversion: Conversion, error: ConfigError) -> ConfigError:
+    """The error of the recipe with the key of the input that it is from."""
+    key = conversion.source_of(error.field)
+    if key is None:
+        return error
+    fix = f"mend {key} (in the recipe: {error.fix})"
+    return ConfigError(key, f"{error.given} as {error.field}", error.allowed, fix)
 
 
 def _check(conversion: Conversion) -> None:

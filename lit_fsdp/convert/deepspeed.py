@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lit_fsdp.convert.deepspeed_auto import Auto, without_auto
+from lit_fsdp.convert.deepspeed_batches import convert_batches
 from lit_fsdp.convert.deepspeed_optim import convert_optimizer, convert_scheduler
-from lit_fsdp.convert.deepspeed_zero import convert_zero
+from lit_fsdp.convert.deepspeed_zero import QUIET_ZERO, convert_zero
 from lit_fsdp.convert.precision import dtype_of
-from lit_fsdp.convert.read import as_bool, as_count, as_number, drop_listed, drop_unknown
-from lit_fsdp.convert.result import Conversion, Section
+from lit_fsdp.convert.read import as_bool, as_number, drop_listed, drop_unknown
+from lit_fsdp.convert.result import Conversion, Section, shown
 from lit_fsdp.errors import ConfigError
 
 _QUIET = {
@@ -35,6 +37,7 @@ _QUIET = {
     "autotuning": "it searches for settings and trains nothing",
     "compile": "set compile: true to compile each block",
 }
+_SCALE_QUIET = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
 _ACTIVATION = "it only configures DeepSpeed's own checkpoint function; set activation_checkpointing: full to recompute"
 _OTHER_TRAINING = ("sparse_gradients", "sparse_attention", "amp", "compression_training", "curriculum_learning",
                    "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "tensor_parallel",
@@ -45,27 +48,26 @@ _KNOWN = (*_QUIET, *_OTHER_TRAINING, "zero_optimization", "bf16", "bfloat16", "f
 
 
 def convert_deepspeed(
-    conversion: Conversion, values: Mapping[str, Any], auto: Mapping[str, Any], ranks: int | None, path: str = ""
+    conversion: Conversion, values: Mapping[str, Any], auto: Auto, ranks: int | None, path: str = ""
 ) -> None:
     """Convert a DeepSpeed configuration.
 
     Args:
         conversion: Takes the recipe and the lines.
         values: The configuration.
-        auto: What ``auto`` stands for by dotted key, where Accelerate or Transformers says it; anything else that is
-            ``auto`` is left to the recipe's default, and said.
+        auto: What ``auto`` stands for.
         ranks: Ranks of the run, if known.
         path: Where ``values`` stands in the input.
     """
     section = Section(dict(values), path)
-    resolved = _without_auto(conversion, section, auto)
+    resolved, filled = without_auto(conversion, section, auto, frozenset((*_QUIET, *_SCALE_QUIET, *QUIET_ZERO)))
     zero = Section(resolved.peek("zero_optimization"), _join(path, "zero_optimization"))
     resolved.take("zero_optimization")
     convert_zero(conversion, zero, ranks)
-    _precision(conversion, resolved, path)
-    _batches(conversion, resolved, ranks)
+    _precision(conversion, resolved, path, filled)
+    convert_batches(conversion, resolved, auto, ranks)
     _clipping(conversion, resolved)
-    convert_optimizer(conversion, resolved)
+    convert_optimizer(conversion, resolved, alone=not auto.exact)
     convert_scheduler(conversion, resolved)
     if taken := resolved.take("activation_checkpointing"):
         conversion.drop(taken[0], _ACTIVATION)
@@ -75,43 +77,18 @@ def convert_deepspeed(
             idle = taken[1] in (False, 1, None) or (isinstance(taken[1], dict) and taken[1].get("enabled") is False)
             conversion.drop(taken[0], "it is off" if idle else "there is no such method here", differs=not idle)
     drop_unknown(conversion, resolved, _KNOWN, "DeepSpeed")
+    conversion.fill(filled)
+    if filled and not auto.exact:
+        conversion.to_give.append(f"Check what stands for auto in {', '.join(filled)}.")
 
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _without_auto(conversion: Conversion, section: Section, auto: Mapping[str, Any]) -> Section:
-    """The section with every ``auto`` replaced by what it stands for, or left out."""
-    unknown: list[str] = []
-
-    def walk(values: dict[str, Any], inner: str, written: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in values.items():
-            dotted, shown = _join(inner, key), _join(written, key)
-            if isinstance(value, dict):
-                found[key] = walk(value, dotted, shown)
-            elif value != "auto":
-                found[key] = value
-            elif auto.get(dotted) is not None:
-                found[key] = auto[dotted]
-            else:
-                conversion.drop(shown, "auto is filled in by whoever starts DeepSpeed; the recipe's own value holds")
-                unknown.append(shown)
-        return found
-
-    whole = {key: value for key, _, value in section.drain()}
-    found = Section(walk(whole, "", section.path), section.path)
-    conversion.to_give.extend(f"Check what stands for auto in {key}." for key in unknown if not _is_bucket(key))
-    return found
-
-
-def _is_bucket(key: str) -> bool:
-    return "zero_optimization" in key
-
-
-def _precision(conversion: Conversion, section: Section, path: str) -> None:
+def _precision(conversion: Conversion, section: Section, path: str, filled: Mapping[str, str]) -> None:
     enabled: list[tuple[str, str]] = []
+    left_open: list[str] = []
     for name, short in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         if not (taken := section.take(name)):
             continue
@@ -120,8 +97,10 @@ def _precision(conversion: Conversion, section: Section, path: str) -> None:
         on = as_bool(*switch) if switch else False
         if on:
             enabled.append((switch[0] if switch else taken[0], short))
+        elif switch and switch[0] in filled:
+            left_open.append(switch[0])
         else:
-            conversion.drop(switch[0] if switch else taken[0], "it is off" if switch else "enabled is false or auto")
+            conversion.drop(switch[0] if switch else taken[0], "it is off" if switch else "enabled is not given")
         _scale(conversion, part, on)
     if len({word for _, word in enabled}) > 1:
         raise ConfigError(enabled[1][0], "true beside bf16", "bf16 or fp16, not both", "disable one of them")
@@ -131,8 +110,7 @@ def _precision(conversion: Conversion, section: Section, path: str) -> None:
         reduce = dtype_of(*taken)
         conversion.replace(taken[0], f"precision.reduce_dtype: {reduce}", "the dtype gradients are summed in")
     if word is None:
-        undecided = any(fate.key.endswith(("16.enabled", "16")) and "auto" in fate.text for fate in conversion.fates)
-        precision: Any = "mixed" if undecided else "fp32"
+        precision: Any = "fp32"
     else:
         if reduce not in ("fp32", word):
             raise ConfigError(
@@ -144,6 +122,8 @@ def _precision(conversion: Conversion, section: Section, path: str) -> None:
         note = f"fp32 weights, {word} compute, gradients summed in {reduce}"
         conversion.keep(enabled[0][0], "precision", precision, note)
     conversion.put("precision", precision)
+    for key in left_open:
+        conversion.replace(key, f"precision: {shown(precision)}", f"auto: {filled[key]}")
     if taken := section.take("data_types"):
         types = Section(taken[1], taken[0])
         if given := types.take("grad_accum_dtype"):
@@ -161,66 +141,13 @@ def _scale(conversion: Conversion, part: Section, on: bool) -> None:
     if taken := part.take("check_grad_overflow"):
         policy = "skip" if as_bool(*taken) else "error"
         conversion.keep(taken[0], "nonfinite_gradients", policy) if on else conversion.drop(taken[0], "it is off")
-    quiet = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
-    drop_listed(conversion, part, dict.fromkeys(quiet, "torch's scaler finds its own scale"))
+    drop_listed(conversion, part, dict.fromkeys(_SCALE_QUIET, "torch's scaler finds its own scale"))
     drop_listed(conversion, part, {"immediate_grad_update": "it changes when, not what", "auto_cast": "inputs are ids"})
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if taken := part.take(key):
             wanted = as_bool(*taken)
             conversion.drop(taken[0], "master weights and moments are fp32 here", differs=wanted and on)
-    drop_unknown(conversion, part, (*quiet, "enabled", "loss_scale"), "the section")
-
-
-def _batches(conversion: Conversion, section: Section, ranks: int | None) -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {name: taken for name in names if (taken := section.take(name))}
-    total, micro, steps = (as_count(*given[name]) if name in given else None for name in names)
-    if total and micro and not ranks and steps:
-        if total % (micro * steps):
-            raise ConfigError(
-                given[names[0]][0],
-                f"{total} with micro batch {micro} and {steps} accumulation steps",
-                f"a multiple of {micro * steps}",
-                f"write train_batch_size: {micro * steps}",
-            )
-        conversion.put("trainer.devices", total // (micro * steps))
-        conversion.to_give.append(f"The batch sizes are those of {total // (micro * steps)} ranks on one node.")
-    elif ranks and total and micro and total % (micro * ranks * (steps or 1)):
-        raise ConfigError(
-            given[names[0]][0],
-            f"{total} with micro batch {micro}, {steps or 1} steps and {ranks} ranks",
-            f"micro batch * steps * ranks == {micro * (steps or 1) * ranks}",
-            "mend one of them, or --ranks",
-        )
-    elif ranks and total and micro and steps and total != micro * steps * ranks:
-        raise ConfigError(
-            given[names[0]][0],
-            f"{total} with micro batch {micro}, {steps} steps and {ranks} ranks",
-            f"micro batch * steps * ranks == {micro * steps * ranks}",
-            "mend one of them, or --ranks",
-        )
-    if ranks and total and not micro:
-        micro = total // (ranks * (steps or 1)) or 1
-        conversion.put("data.micro_batch_size", micro)
-    if not total and micro and ranks:
-        total = micro * (steps or 1) * ranks
-        conversion.put("data.global_batch_size", total)
-    if names[0] in given:
-        conversion.keep(given[names[0]][0], "data.global_batch_size", total)
-    if names[1] in given:
-        conversion.keep(given[names[1]][0], "data.micro_batch_size", micro)
-    if not total and (micro or steps):
-        conversion.to_give.append(f"Set data.global_batch_size: micro_batch_size * {steps or 1} * ranks.")
-        conversion.replace(
-            given[names[2] if steps else names[1]][0],
-            "data.global_batch_size, which you give",
-            "the ranks are not in this file: add --ranks N",
-            differs=True,
-        )
-    elif names[2] in given:
-        conversion.replace(given[names[2]][0], f"data.global_batch_size: {total}", "steps follow from it and the ranks")
-    if not given:
-        conversion.to_give.append("Set data.global_batch_size and data.micro_batch_size as your script does.")
+    drop_unknown(conversion, part, (*_SCALE_QUIET, "enabled", "loss_scale"), "the section")
 
 
 def _clipping(conversion: Conversion, section: Section) -> None:

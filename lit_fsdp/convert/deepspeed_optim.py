@@ -7,10 +7,16 @@ from lit_fsdp.convert.result import Conversion, Section
 from lit_fsdp.errors import ConfigError
 
 
-def convert_optimizer(conversion: Conversion, section: Section) -> None:
-    """Convert ``optimizer``; Adam in DeepSpeed decouples weight decay unless told otherwise."""
-    if not (taken := section.take("optimizer")):
-        if conversion.get("model.optim.lr") is None:
+def convert_optimizer(conversion: Conversion, section: Section, alone: bool) -> None:
+    """Convert ``optimizer``; Adam in DeepSpeed decouples weight decay unless told otherwise.
+
+    Args:
+        conversion: Takes the recipe and the lines.
+        section: The DeepSpeed configuration.
+        alone: Whether nothing else in the input names the optimizer.
+    """
+    if not section.peek("optimizer") or not (taken := section.take("optimizer")):
+        if alone:
             conversion.to_give.append("Set model.optim as your script's optimizer.")
         return
     part = Section(taken[1], taken[0])
@@ -30,6 +36,8 @@ def convert_optimizer(conversion: Conversion, section: Section) -> None:
         raise ConfigError(betas[0], repr(pair), "two numbers", f"write {betas[0]}: [0.9, 0.999]")
     for index, field in enumerate(("beta1", "beta2")):
         value = as_number(betas[0] if betas else field, pair[index])
+        if betas and value >= 1:
+            raise ConfigError(betas[0], repr(pair), "two numbers >= 0 and < 1", f"write {betas[0]}: [0.9, 0.999]")
         if betas:
             conversion.keep(f"{betas[0]}[{index}]", f"model.optim.{field}", value)
         else:
@@ -48,7 +56,7 @@ def convert_optimizer(conversion: Conversion, section: Section) -> None:
 
 def convert_scheduler(conversion: Conversion, section: Section) -> None:
     """Convert ``scheduler``; its warm-up is logarithmic unless told otherwise."""
-    if not (taken := section.take("scheduler")):
+    if not section.peek("scheduler") or not (taken := section.take("scheduler")):
         return
     part = Section(taken[1], taken[0])
     kind, params = part.take("type"), Section(part.peek("params"), f"{taken[0]}.params")

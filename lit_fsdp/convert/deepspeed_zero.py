@@ -39,6 +39,9 @@ _KNOWN = (*_QUIET, *_QUANTIZED, "stage", "offload_param", "offload_optimizer", "
 _OFFLOAD_QUIET = ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write",
                   "pipeline", "fast_init", "super_offload", "cpuadam_cores_perc", "nvme_path")  # fmt: skip
 
+QUIET_ZERO = (*_QUIET, *_OFFLOAD_QUIET)
+"""Keys that change nothing that is trained."""
+
 
 def convert_zero(conversion: Conversion, section: Section, ranks: int | None) -> None:
     """Convert the section; stage 0 becomes ddp, 1 and 2 ``shard_grad_op``, 3 ``full_shard``, all with fsdp2."""

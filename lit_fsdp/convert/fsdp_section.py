@@ -48,6 +48,15 @@ def refuse_xla(key: str, value: Any) -> ConfigError:
     )
 
 
+def drop_on_cpu(conversion: Conversion, section: Section) -> None:
+    """Drop the whole section: on a CPU both libraries train with DDP, whatever it says."""
+    for key, path, value in section.drain():
+        if key not in KEYS:
+            conversion.drop(path, "fsdp_config has no such key", differs=True)
+        elif value is not None:
+            conversion.drop(path, "it is about FSDP, and DDP is used on a CPU")
+
+
 def version_of(section: Section, default: int) -> int:
     """1 or 2; the key stays in the section."""
     return 2 if as_choice(section.name("version"), section.peek("version", default), ("1", "2")) == "2" else 1
@@ -65,7 +74,7 @@ def convert_fsdp(conversion: Conversion, section: Section, defaults: Defaults) -
     if taken := section.take("version"):
         conversion.keep(taken[0], "engine", f"fsdp{version}")
     conversion.put("engine", f"fsdp{version}")
-    _sharding(conversion, section, version)
+    _sharding(conversion, section, version, defaults)
     _wrap(conversion, section, defaults)
     _prefetch(conversion, section, version)
     _memory(conversion, section, version)
@@ -79,35 +88,50 @@ def convert_fsdp(conversion: Conversion, section: Section, defaults: Defaults) -
     return version
 
 
-def _sharding(conversion: Conversion, section: Section, version: int) -> None:
-    found: dict[str, str] = {}
+def _sharding(conversion: Conversion, section: Section, version: int, defaults: Defaults) -> None:
+    found: dict[str, tuple[str, str]] = {}
     for key in ("sharding_strategy", "reshard_after_forward"):
         if not (taken := section.take(key)):
             continue
         path, value = taken
-        note = ""
+        named = str(value).strip().upper() in (*STRATEGIES, *"12345")
         if key == "sharding_strategy":
             word = as_choice(path, value, STRATEGIES, numbered=True)
-            note = "version 2 of Accelerate ignores it; the losses are the same" if version == 2 else ""
+            if version == 2:
+                conversion.drop(path, "version 2 does not read it: reshard_after_forward decides")
+                continue
         elif version == 2:
             word = "FULL_SHARD" if as_bool(path, value) else "SHARD_GRAD_OP"
+        elif not named and defaults is ACCELERATE:
+            conversion.drop(path, "version 1 does not read it: sharding_strategy decides")
+            continue
+        elif not named:
+            allowed, fix = " | ".join(STRATEGIES), f"write {path}: FULL_SHARD, or version: 2"
+            raise ConfigError(path, f"{value} with version 1", allowed, fix)
         else:
-            if str(value).lower() in ("true", "false"):
-                raise ConfigError(
-                    path,
-                    str(value).lower() + " with version 1",
-                    " | ".join(STRATEGIES),
-                    f"write {path}: FULL_SHARD, or fsdp_version: 2",
-                )
             word = as_choice(path, value, STRATEGIES, numbered=True)
-            if word != "FULL_SHARD" and not found:
-                note = "Accelerate 1.x ignores it with version 1 and shards fully; the losses are the same"
-        if found and word not in found.values():
-            other, given = next(iter(found.items()))
-            raise ConfigError(path, f"{value} beside {other} {given}", "one sharding strategy", f"drop {path}")
-        found[path] = word
-        conversion.keep(path, "sharding", word.lower(), note)
-    conversion.put("sharding", next(iter(found.values()), "FULL_SHARD").lower())
+        other = next(iter(found), None)
+        if other and found[other][0] != word:
+            fix = f"drop {path}"
+            raise ConfigError(path, f"{value} beside {other} {found[other][0]}", "one sharding strategy", fix)
+        note = ""
+        if version == 1 and key == "reshard_after_forward" and word != "FULL_SHARD" and not found:
+            note = "Accelerate 1.x ignores it with version 1 and shards fully; the losses are the same"
+        found[path] = (word, note)
+    word = next((word for word, _ in found.values()), "FULL_SHARD")
+    for path, (_, note) in found.items():
+        put_sharding(conversion, path, word.lower(), note)
+    conversion.put("sharding", conversion.get("sharding", word.lower()))
+
+
+def put_sharding(conversion: Conversion, path: str, word: str, note: str = "") -> None:
+    """Keep a strategy; a hybrid one on a single node is the one without copies, for torch shards within a node."""
+    plain = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}.get(word)
+    if plain is None or conversion.get("trainer.num_nodes") != 1:
+        conversion.keep(path, "sharding", word, note)
+        return
+    conversion.put("sharding", plain)
+    conversion.replace(path, f"sharding: {plain}", f"{word} has one copy per node, and this is one node")
 
 
 def _wrap(conversion: Conversion, section: Section, defaults: Defaults) -> None:
@@ -129,7 +153,9 @@ def _wrap(conversion: Conversion, section: Section, defaults: Defaults) -> None:
     wrap: Any = "auto"
     note = "one unit for the whole model would gather all of it at once; the losses are the same"
     if policy == "TRANSFORMER_BASED_WRAP":
-        wrap, note = names or "auto", "" if names else "the model's own block classes"
+        # the classes and nothing else, as the policy wraps them
+        wrap = {"classes": names, "embedding_and_head": False} if names else "auto"
+        note = "" if names else "the model's own block classes"
     elif policy == "SIZE_BASED_WRAP":
         size = defaults.min_num_params if number is None else number
         wrap, note = ({"min_num_params": size}, "") if size else ("auto", f"a smallest unit of 0 wraps nothing: {note}")
@@ -196,7 +222,7 @@ def _loading(conversion: Conversion, section: Section, version: int, defaults: D
             efficient[0],
             f"true with {sync[0] if sync else 'sync_module_states'} false",
             "true only with sync_module_states: true",
-            "set sync_module_states: true",
+            f"write {sync[0] if sync else 'sync_module_states'}: true",
         )
     loads = (defaults.efficient_loading and syncs) if loads is None else loads
     conversion.put("cpu_ram_efficient_loading", loads)

@@ -1,12 +1,15 @@
-"""The training loop of ``TrainingArguments``: batches, optimizer, schedule, length, checkpoints and validation."""
+"""The training loop of ``TrainingArguments``: batches, optimizer, schedule and length."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from lit_fsdp.convert.read import as_bool, as_choice, as_count, as_number, drop_listed
+from lit_fsdp.convert.hf_run import convert_checkpoints, convert_data, convert_validation
+from lit_fsdp.convert.hf_switches import Batches
+from lit_fsdp.convert.read import as_bool, as_count, as_number, drop_listed
 from lit_fsdp.convert.result import Conversion, Section
+from lit_fsdp.errors import ConfigError
 
 _NUMBERS: dict[str, float] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "adam_beta1": 0.9,
@@ -40,8 +43,8 @@ _QUIET = {
     ),
     **dict.fromkeys(
         "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
-        "dataloader_multiprocessing_context dataloader_drop_last remove_unused_columns label_names length_column_name "
-        "accelerator_config".split(),
+        "dataloader_multiprocessing_context dataloader_drop_last remove_unused_columns label_names "
+        "length_column_name".split(),
         "the data module has its own loader, with whole global batches only",
     ),
     **dict.fromkeys(
@@ -72,9 +75,21 @@ def loop_values(section: Section) -> dict[str, Any]:
     return found
 
 
-def convert_loop(conversion: Conversion, section: Section, ranks: int | None, zero: dict[str, Any]) -> None:
-    """Convert everything that is not the strategy; ``zero`` is the DeepSpeed configuration beside it, if any."""
+def convert_loop(
+    conversion: Conversion, section: Section, ranks: int | None, zero: dict[str, Any], batches: Batches
+) -> None:
+    """Convert everything that is not the strategy.
+
+    Args:
+        conversion: Takes the recipe and the lines.
+        section: The arguments.
+        ranks: Ranks of the run, if known.
+        zero: The DeepSpeed configuration beside it, if any.
+        batches: What ``accelerator_config`` says about the batches.
+    """
     values = loop_values(section)
+    if batches.steps_key:
+        values["gradient_accumulation_steps"] = batches.steps
     said = {key: taken[0] for key in _NUMBERS if (taken := section.take(key))}
 
     def put(key: str, path: str, value: Any, note: str = "", differs: bool = False) -> None:
@@ -84,7 +99,7 @@ def convert_loop(conversion: Conversion, section: Section, ranks: int | None, ze
             conversion.put(path, value)
 
     put("seed", "seed_everything", values["seed"])
-    _batches(conversion, put, said, values, ranks)
+    _batches(conversion, said, values, ranks, batches)
     _length(conversion, put, said, values)
     if "gradient_clipping" not in zero or zero["gradient_clipping"] == "auto":
         if values["max_grad_norm"]:
@@ -105,9 +120,9 @@ def convert_loop(conversion: Conversion, section: Section, ranks: int | None, ze
                 conversion.drop(said[key], "the optimizer of the deepspeed configuration takes its place")
     _schedule(conversion, section, put, said, values, zero)
     _optimizer(conversion, section)
-    _checkpoints(conversion, section)
-    _validation(conversion, section, values)
-    _data(conversion, section, ranks)
+    convert_checkpoints(conversion, section)
+    convert_validation(conversion, section, values)
+    convert_data(conversion, section, ranks)
     drop_listed(conversion, section, _QUIET)
     for key in _OTHER_TRAINING:
         if taken := section.take(key):
@@ -115,22 +130,39 @@ def convert_loop(conversion: Conversion, section: Section, ranks: int | None, ze
             conversion.drop(taken[0], "it is off" if off else "there is no such method here", differs=not off)
 
 
-def _batches(conversion: Conversion, put: Any, said: dict[str, str], values: dict[str, Any], ranks: int | None) -> None:
+def _batches(
+    conversion: Conversion, said: dict[str, str], values: dict[str, Any], ranks: int | None, batches: Batches
+) -> None:
     micro, steps = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-    put("per_device_train_batch_size", "data.micro_batch_size", micro)
+    size = said.get("per_device_train_batch_size", "per_device_train_batch_size (8 by default)")
     key = said.get("gradient_accumulation_steps", "gradient_accumulation_steps (1 by default)")
-    if ranks:
-        conversion.put("data.global_batch_size", micro * steps * ranks)
-        conversion.replace(
-            key, f"data.global_batch_size: {micro * steps * ranks}", f"{micro} * {steps} * {ranks} ranks"
-        )
+    total = micro * steps * ranks if ranks else None
+    factors = f"{micro} * {steps} * {ranks} ranks"
+    if batches.split:
+        total, factors = micro * steps, f"{micro} over all ranks * {steps}"
+        micro = micro // ranks if ranks else 1
+        conversion.put("data.micro_batch_size", micro)
+        conversion.replace(size, f"data.micro_batch_size: {micro}", f"{batches.split} splits a batch over the ranks")
+        conversion.replace(batches.split, f"data.global_batch_size: {total}", factors)
+    elif "per_device_train_batch_size" in said:
+        conversion.keep(size, "data.micro_batch_size", micro)
+    else:
+        conversion.put("data.micro_batch_size", micro)
+    if batches.steps_key and "gradient_accumulation_steps" in said:
+        conversion.drop(key, f"{batches.steps_key} takes its place")
+    key = batches.steps_key or key
+    if total:
+        conversion.put("data.global_batch_size", total)
+        conversion.replace(key, f"data.global_batch_size: {total}", factors)
     elif conversion.get("data.global_batch_size") is None:
         conversion.to_give.append(f"Set data.global_batch_size: {micro * steps} * ranks.")
         if not any(fate.differs and "--ranks" in fate.text for fate in conversion.fates):
             conversion.replace(key, "data.global_batch_size, which you give",
                                "the ranks are not in this file: add --ranks N", differs=True)  # fmt: skip
-        elif "gradient_accumulation_steps" in said:
+        elif batches.steps_key or "gradient_accumulation_steps" in said:
             conversion.replace(key, "data.global_batch_size, which you give", "see above")
+    elif batches.steps_key or "gradient_accumulation_steps" in said:
+        conversion.replace(key, f"data.global_batch_size: {conversion.get('data.global_batch_size')}", "as DeepSpeed")
 
 
 def _length(conversion: Conversion, put: Any, said: dict[str, str], values: dict[str, Any]) -> None:
@@ -166,11 +198,13 @@ def _schedule(
     elif taken:
         conversion.drop(taken[0], f"there is no schedule {word} here", differs=True)
     if extra:
-        kwargs = extra[1] if isinstance(extra[1], dict) else {"(text)": extra[1]}
-        for key, value in kwargs.items():
+        if not isinstance(extra[1], dict):
+            raise ConfigError(extra[0], repr(extra[1]), "a mapping or JSON text", f"write {extra[0]}: {{}}")
+        for key, value in extra[1].items():
             path = f"{extra[0]}.{key}"
             if word == "cosine_with_min_lr" and key in ("min_lr_rate", "min_lr"):
-                share = as_number(path, value) / (values["learning_rate"] if key == "min_lr" else 1)
+                peak = values["learning_rate"] or 1.0
+                share = float(f"{as_number(path, value) / (peak if key == 'min_lr' else 1):.9g}")
                 conversion.keep(path, "model.optim.min_lr_ratio", share)
             else:
                 conversion.drop(path, "the schedules here have no such number", differs=True)
@@ -199,77 +233,3 @@ def _optimizer(conversion: Conversion, section: Section) -> None:
         lowers = as_bool(*taken) and conversion.get("precision") == "fp32"
         why = "fp32 means fp32 here" if lowers else "no matrix product is left in fp32 that it would change"
         conversion.drop(taken[0], why if as_bool(*taken) else "it is off here too", differs=lowers)
-
-
-def _checkpoints(conversion: Conversion, section: Section) -> None:
-    strategy, steps = section.take("save_strategy"), section.take("save_steps")
-    word = str(strategy[1]).lower() if strategy and strategy[1] is not False else "no" if strategy else "steps"
-    number = as_number(*steps) if steps else 500
-    if word == "steps" and number >= 1:
-        conversion.put("checkpoint.every_steps", int(number))
-    for taken in (strategy, steps):
-        if taken and word == "steps" and number >= 1:
-            conversion.keep(taken[0], "checkpoint.every_steps", int(number))
-        elif taken:
-            conversion.drop(taken[0], "a checkpoint is saved at the end and at the best validation; see checkpoint")
-    limit = section.take("save_total_limit")
-    keep = as_count(*limit) if limit else -1
-    conversion.put("checkpoint.keep_last", keep)
-    if limit:
-        conversion.keep(limit[0], "checkpoint.keep_last", keep, "and the best one")
-    if taken := section.take("metric_for_best_model"):
-        loss = str(taken[1]) in ("loss", "eval_loss")
-        if loss:
-            conversion.keep(taken[0], "checkpoint.monitor", "val_loss")
-        else:
-            conversion.drop(taken[0], "set checkpoint.monitor to a metric that is logged here")
-    if taken := section.take("greater_is_better"):
-        conversion.drop(taken[0], "set checkpoint.mode with checkpoint.monitor")
-    if taken := section.take("output_dir"):
-        conversion.keep(taken[0], "trainer.default_root_dir", str(taken[1]))
-    if taken := section.take("logging_steps"):
-        every = as_number(*taken)
-        if every >= 1:
-            conversion.keep(taken[0], "trainer.log_every_n_steps", int(every))
-        else:
-            conversion.drop(taken[0], "trainer.log_every_n_steps is a number of steps")
-
-
-def _validation(conversion: Conversion, section: Section, values: dict[str, Any]) -> None:
-    strategy = section.take("eval_strategy") or section.take("evaluation_strategy")
-    every = section.take("eval_steps")
-    word = str(strategy[1]).lower() if strategy and strategy[1] is not False else "no"
-    number = as_number(*every) if every else 0
-    batches = int(number) * values["gradient_accumulation_steps"]
-    by_steps = word == "steps" and number >= 1
-    if by_steps:
-        conversion.put("trainer.check_val_every_n_epoch", None)
-    for taken in (strategy, every):
-        if taken and by_steps:
-            conversion.keep(taken[0], "trainer.val_check_interval", batches, "in micro-batches; needs data.val")
-        elif taken:
-            conversion.drop(taken[0], "data.val is scored once per epoch; set trainer.val_check_interval otherwise")
-    if taken := section.take("per_device_eval_batch_size"):
-        conversion.keep(taken[0], "data.val_micro_batch_size", as_count(*taken))
-
-
-def _data(conversion: Conversion, section: Section, ranks: int | None) -> None:
-    for key, path in (("data_seed", "data.seed"), ("dataloader_num_workers", "data.num_workers"),
-                      ("max_seq_length", "data.max_seq_length"), ("max_length", "data.max_seq_length")):  # fmt: skip
-        if taken := section.take(key):
-            conversion.keep(taken[0], path, as_count(*taken, least=0))
-    for key, path in (("model_name_or_path", "model.name"), ("train_file", "data.train"),
-                      ("validation_file", "data.val")):  # fmt: skip
-        if taken := section.take(key):
-            conversion.keep(taken[0], path, str(taken[1]))
-    if taken := section.take("average_tokens_across_devices"):
-        lone = not as_bool(*taken) and ranks != 1
-        why = "each rank's mean would count alike; here every token does" if lone else "so it is here"
-        conversion.drop(taken[0], why, differs=lone)
-    if taken := section.take("train_sampling_strategy"):
-        words = {"random": True, "sequential": False}
-        if (word := str(taken[1]).lower()) in words:
-            conversion.keep(taken[0], "data.shuffle", words[word])
-        else:
-            as_choice(taken[0], word, ("random", "sequential", "group_by_length"))
-            conversion.drop(taken[0], "samples are shuffled, not grouped by length", differs=True)

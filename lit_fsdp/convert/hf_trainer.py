@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
 from lit_fsdp.convert.deepspeed import convert_deepspeed
-from lit_fsdp.convert.fsdp_section import STRATEGIES, TRANSFORMERS, convert_fsdp, refuse_xla, version_of
+from lit_fsdp.convert.deepspeed_auto import Auto, trainer_fills_in, with_precision
+from lit_fsdp.convert.fsdp_section import (
+    STRATEGIES,
+    TRANSFORMERS,
+    convert_fsdp,
+    drop_on_cpu,
+    put_sharding,
+    refuse_xla,
+    version_of,
+)
 from lit_fsdp.convert.hf_loop import KNOWN as LOOP_KEYS
 from lit_fsdp.convert.hf_loop import convert_loop, loop_values
+from lit_fsdp.convert.hf_switches import Precision, convert_accelerator, convert_compile, precision_switches
 from lit_fsdp.convert.precision import put_precision
-from lit_fsdp.convert.read import as_bool, as_number, beside, drop_listed, drop_unknown, read_mapping
-from lit_fsdp.convert.result import Conversion, Section
+from lit_fsdp.convert.read import as_bool, as_mapping, as_number, drop_listed, drop_unknown
+from lit_fsdp.convert.result import Conversion, Section, shown
 from lit_fsdp.errors import ConfigError
 
 _KNOWN = (*LOOP_KEYS, "fsdp", "fsdp_config", "deepspeed", "bf16", "fp16", "gradient_checkpointing", "use_cpu",
-          "activation_checkpointing", "torch_compile", "ddp_timeout", "ddp_backend")  # fmt: skip
+          "activation_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "ddp_timeout",
+          "ddp_backend", "accelerator_config", "gradient_checkpointing_kwargs",
+          "activation_checkpointing_kwargs")  # fmt: skip
+
+_MAY_BE_FILES = ("fsdp_config", "deepspeed", "accelerator_config")
+_MAPPINGS = (*_MAY_BE_FILES, "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
 
 def convert_hf_trainer(
     conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
 ) -> None:
     """Convert TrainingArguments; files they name are looked for from here, then from ``folder``."""
+    _read_texts(values, folder)
     section = Section(values)
     if ranks and ranks % num_nodes:
         raise ConfigError("--ranks", f"{ranks} on {num_nodes} nodes", f"a multiple of {num_nodes}", "mend --num_nodes")
@@ -33,38 +51,57 @@ def convert_hf_trainer(
     if cpu:
         conversion.keep(cpu[0], "trainer.accelerator", "cpu" if on_cpu else "auto")
     conversion.put("compile", False)
-    precision = _precision_word(section)
+    precision = precision_switches(section)
+    if on_cpu and precision.word == "fp16":
+        raise ConfigError("fp16", "true with use_cpu", "fp16 on GPUs only", "write bf16: true instead of fp16")
+    accelerator = convert_accelerator(conversion, section, ranks)
     loop = loop_values(section)
     checkpointing = _recompute_keys(section)
-    version = _fsdp(conversion, section, folder, any(on for _, on in checkpointing))
+    version = _fsdp(conversion, section, on_cpu, any(on for _, on in checkpointing))
     deepspeed = section.take("deepspeed")
+    if deepspeed and not deepspeed[1]:
+        conversion.drop(deepspeed[0], "it is empty, so DeepSpeed is off")
+        deepspeed = None
     if deepspeed and version:
         raise ConfigError("fsdp", "given beside deepspeed", "one of the two", "drop fsdp, or drop deepspeed")
     zero: dict[str, Any] = {}
     if deepspeed:
-        zero = _mapping_or_file(deepspeed, folder)
+        zero = as_mapping(*deepspeed, folder=folder)
         _deepspeed(conversion, zero, loop, precision, ranks, deepspeed[0])
     elif version is None:
         _whole_model(conversion, ranks)
     if not deepspeed:
-        put_precision(conversion, precision[0], precision[1], version)
+        put_precision(conversion, precision.key, precision.word, version)
+    for key in precision.off:
+        conversion.drop(key, "it is off")
     for path, on in checkpointing:
         if on:
             conversion.keep(path, "activation_checkpointing", "full", "the blocks of the wrap choice")
         else:
             conversion.drop(path, "it is off")
-    convert_loop(conversion, section, ranks, zero)
+    convert_loop(conversion, section, ranks, zero, accelerator)
     _strategy_rest(conversion, section)
     drop_unknown(conversion, section, _KNOWN, "TrainingArguments")
     if conversion.get("data.max_seq_length") is None:
         conversion.to_give.append("Set data.max_seq_length as your script cuts its samples.")
 
 
-def _precision_word(section: Section) -> tuple[str, str]:
-    found = [(taken[0], word) for word in ("bf16", "fp16") if (taken := section.take(word)) and as_bool(*taken)]
-    if len(found) > 1:
-        raise ConfigError("fp16", "true beside bf16", "bf16 or fp16, not both", "drop fp16")
-    return found[0] if found else ("bf16, fp16 (off)", "no")
+def _read_texts(values: dict[str, Any], folder: Path) -> None:
+    """Put mappings in the place of the JSON texts and files that stand for them, as Transformers does."""
+    for key in _MAPPINGS:
+        text = values.get(key)
+        if isinstance(text, str) and text.strip() and (key in _MAY_BE_FILES or text.lstrip().startswith("{")):
+            values[key] = _encoded(text) if key == "deepspeed" else None
+            values[key] = values[key] or as_mapping(key, text, folder)
+
+
+def _encoded(text: str) -> dict[str, Any] | None:
+    """JSON in base64, as Transformers accepts for DeepSpeed; ``None`` where it is not that."""
+    try:
+        found = json.loads(base64.urlsafe_b64decode(text))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _recompute_keys(section: Section) -> list[tuple[str, bool]]:
@@ -75,18 +112,7 @@ def _recompute_keys(section: Section) -> list[tuple[str, bool]]:
     return found
 
 
-def _mapping_or_file(taken: tuple[str, Any], folder: Path) -> dict[str, Any]:
-    path, value = taken
-    if isinstance(value, str):
-        if value.lstrip().startswith("{"):
-            raise ConfigError(path, "JSON inside text", "a mapping or the path of a JSON file", "write it as a mapping")
-        return read_mapping(beside(value, folder), path)
-    if not isinstance(value, dict):
-        raise ConfigError(path, repr(value), "a mapping or the path of a JSON file", f"write {path}: file.json")
-    return value
-
-
-def _fsdp(conversion: Conversion, section: Section, folder: Path, recomputes: bool) -> int | None:
+def _fsdp(conversion: Conversion, section: Section, on_cpu: bool, recomputes: bool) -> int | None:
     """Convert ``fsdp`` and ``fsdp_config``; gives the FSDP version, or ``None`` where it is off."""
     switch, config = section.take("fsdp"), section.take("fsdp_config")
     words = _fsdp_words(switch)
@@ -97,11 +123,16 @@ def _fsdp(conversion: Conversion, section: Section, folder: Path, recomputes: bo
             conversion.drop(config[0], "fsdp is off, so Transformers does not read it")
         return None
     assert switch is not None
-    part = Section(_mapping_or_file(config, folder) if config else None, "fsdp_config", "fsdp_")
+    part = Section(config[1] if config else None, "fsdp_config", "fsdp_")
+    if on_cpu:
+        conversion.replace(switch[0], "engine: ddp", "on a CPU Transformers trains with DDP: FSDP is for GPUs there")
+        drop_on_cpu(conversion, part)
+        return None
     for key in ("xla", "xla_fsdp_v2"):
         if part.has(key) and as_bool(part.name(key), part.peek(key)):
             raise refuse_xla(part.name(key), "true")
     version = version_of(part, TRANSFORMERS.version)
+    named = part.has("reshard_after_forward") or (version == 1 and part.has("sharding_strategy"))
     strategy = [word for word in words if word.upper() in STRATEGIES]
     if len(strategy) > 1:
         raise ConfigError(switch[0], " ".join(strategy), "one sharding strategy", f"write fsdp: {strategy[0]}")
@@ -124,13 +155,8 @@ def _fsdp(conversion: Conversion, section: Section, folder: Path, recomputes: bo
             "drop gradient_checkpointing",
         )
     convert_fsdp(conversion, part, TRANSFORMERS)
-    _apply_words(conversion, switch[0], words, strategy, bool(config and _names_strategy(config, folder)))
+    _apply_words(conversion, switch[0], words, strategy, named)
     return version
-
-
-def _names_strategy(config: tuple[str, Any], folder: Path) -> bool:
-    keys = {str(key).removeprefix("fsdp_") for key in _mapping_or_file(config, folder)}
-    return bool(keys & {"reshard_after_forward", "sharding_strategy"})
 
 
 def _fsdp_words(switch: tuple[str, Any] | None) -> list[str]:
@@ -153,7 +179,8 @@ def _fsdp_words(switch: tuple[str, Any] | None) -> list[str]:
 
 
 def _apply_words(conversion: Conversion, path: str, words: list[str], strategy: list[str], named: bool) -> None:
-    if strategy and named and conversion.get("sharding") != strategy[0]:
+    plain = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+    if strategy and named and conversion.get("sharding") not in (strategy[0], plain.get(strategy[0])):
         raise ConfigError(
             path,
             f"{strategy[0]} beside fsdp_config with {conversion.get('sharding')}",
@@ -161,7 +188,7 @@ def _apply_words(conversion: Conversion, path: str, words: list[str], strategy: 
             f"drop {strategy[0]} from fsdp",
         )
     if strategy:
-        conversion.keep(path, "sharding", strategy[0])
+        put_sharding(conversion, path, strategy[0])
     if "offload" in words:
         conversion.keep(path, "cpu_offload", True, "offload")
     if "auto_wrap" in words:
@@ -171,33 +198,20 @@ def _apply_words(conversion: Conversion, path: str, words: list[str], strategy: 
 
 
 def _deepspeed(
-    conversion: Conversion, zero: dict[str, Any], loop: dict[str, Any], precision: tuple[str, str], ranks: int | None,
+    conversion: Conversion, zero: dict[str, Any], loop: dict[str, Any], precision: Precision, ranks: int | None,
     path: str,
 ) -> None:  # fmt: skip
-    micro, steps = loop["per_device_train_batch_size"], loop["gradient_accumulation_steps"]
-    auto = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps * ranks if ranks else None,
-        "gradient_clipping": loop["max_grad_norm"],
-        "optimizer.params.lr": loop["learning_rate"],
-        "optimizer.params.betas": [loop["adam_beta1"], loop["adam_beta2"]],
-        "optimizer.params.eps": loop["adam_epsilon"],
-        "optimizer.params.weight_decay": loop["weight_decay"],
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": loop["learning_rate"],
-        "scheduler.params.warmup_num_steps": loop["warmup_steps"],
-        "scheduler.params.total_num_steps": loop["max_steps"] if loop["max_steps"] > 0 else None,
-        "bf16.enabled": precision[1] == "bf16",
-        "fp16.enabled": precision[1] == "fp16",
-    }
-    _agree(zero, auto, loop, path)
-    convert_deepspeed(conversion, zero, auto, ranks, path)
-    if precision[1] != "no":
-        conversion.replace(precision[0], f"precision: {conversion.get('precision')}", "the deepspeed file decides")
+    auto = Auto(trainer_fills_in(loop, precision.word, ranks), exact=True)
+    _agree(zero, loop, path, ranks)
+    convert_deepspeed(conversion, with_precision(zero, precision.word), auto, ranks, path)
+    if precision.word not in zero:
+        conversion.rename({f"{path}.{precision.word}.enabled": precision.key})
+    if precision.given:
+        by = f"precision: {shown(conversion.get('precision'))}"
+        conversion.replace(precision.key, by, "it fills in auto in the deepspeed configuration, which decides")
 
 
-def _agree(zero: dict[str, Any], auto: dict[str, Any], loop: dict[str, Any], path: str) -> None:
+def _agree(zero: dict[str, Any], loop: dict[str, Any], path: str, ranks: int | None) -> None:
     """Transformers refuses a DeepSpeed number that is neither auto nor its own argument."""
     names = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
              "gradient_accumulation_steps": "gradient_accumulation_steps"}  # fmt: skip
@@ -207,10 +221,15 @@ def _agree(zero: dict[str, Any], auto: dict[str, Any], loop: dict[str, Any], pat
             raise ConfigError(
                 f"{path}.{key}", f"{given} with {name} {loop[name]}", f"{loop[name]}, or auto", f"write {key}: auto"
             )
+    total = (ranks or 0) * loop["per_device_train_batch_size"] * loop["gradient_accumulation_steps"]
+    key, given = f"{path}.train_batch_size", zero.get("train_batch_size")
+    if total and given not in (None, "auto") and as_number(key, given) != total:
+        allowed = f"{total} (per_device_train_batch_size * gradient_accumulation_steps * {ranks} ranks), or auto"
+        raise ConfigError(key, f"{given}", allowed, "write train_batch_size: auto")
     section = zero.get("optimizer")
     params = section.get("params") if isinstance(section, dict) else None
     rate = params.get("lr") if isinstance(params, dict) else None
-    wanted = auto["optimizer.params.lr"]
+    wanted = loop["learning_rate"]
     if rate not in (None, "auto") and as_number(f"{path}.optimizer.params.lr", rate) != wanted:
         raise ConfigError(
             f"{path}.optimizer.params.lr", f"{rate} with learning_rate {wanted}", f"{wanted}, or auto", "write lr: auto"
@@ -225,9 +244,7 @@ def _whole_model(conversion: Conversion, ranks: int | None) -> None:
 
 
 def _strategy_rest(conversion: Conversion, section: Section) -> None:
-    if taken := section.take("torch_compile"):
-        on = as_bool(*taken)
-        conversion.keep(taken[0], "compile", on, "block by block" if on else "")
+    convert_compile(conversion, section)
     if taken := section.take("ddp_timeout"):
         conversion.keep(taken[0], "timeout_seconds", as_number(*taken, least=1))
     if taken := section.take("ddp_backend"):
@@ -235,6 +252,5 @@ def _strategy_rest(conversion: Conversion, section: Section) -> None:
             conversion.keep(taken[0], "process_group_backend", taken[1])
         else:
             conversion.replace(taken[0], "process_group_backend by device", "gloo and nccl exist here")
-    quiet = ("torch_compile_backend", "torch_compile_mode", "gradient_checkpointing_kwargs",
-             "activation_checkpointing_kwargs")  # fmt: skip
+    quiet = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     drop_listed(conversion, section, dict.fromkeys(quiet, "its switch decides, with torch's defaults"))

@@ -76,6 +76,33 @@ class Conversion:
         """Say keys that were put together on the way by the names they have in the input."""
         self.fates = [Fate(names.get(fate.key, fate.key), fate.text, fate.differs) for fate in self.fates]
 
+    def fill(self, names: dict[str, str]) -> None:
+        """Say of keys that were ``auto`` who filled them in with the value that was kept; ``names``: key to who."""
+
+        def filled(fate: Fate) -> Fate:
+            who = names.get(fate.key.split("[")[0])
+            if not who or "(auto: " in fate.text:
+                return fate
+            return Fate(fate.key, f"{fate.text.replace('kept as', 'replaced by', 1)} (auto: {who})", fate.differs)
+
+        self.fates = [filled(fate) for fate in self.fates]
+
+    def say_empty(self, values: dict[Any, Any], path: str = "") -> None:
+        """One line for every null and every empty mapping of the input that has none yet."""
+        said = {fate.key for fate in self.fates}
+        for key, value in values.items():
+            name = f"{path}.{key}" if path else str(key)
+            if isinstance(value, dict) and value:
+                self.say_empty(value, name)
+            elif (value is None or value == {}) and name not in said:
+                self.drop(name, f"it is {'null' if value is None else 'empty'}: the default holds")
+
+    def source_of(self, path: str) -> str | None:
+        """The key of the input that became ``path`` of the recipe."""
+        short = path.removeprefix(f"{STRATEGY}.")
+        words = (f"as {path}:", f"by {path}:", f"as {short}:", f"by {short}:")
+        return next((fate.key for fate in self.fates if any(word in fate.text for word in words)), None)
+
     def as_yaml(self, source: str) -> str:
         """The recipe as YAML with a head that says where it is from and what is missing."""
         head = [f"# Converted from {source}.", *(f"# {line}" for line in self.to_give)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -19,10 +19,12 @@ class Choice:
     """Modules that shall be units, and who said so."""
 
     blocks: list[nn.Module]
-    """The repeated ones; activation checkpointing applies to them."""
+    """The repeated ones."""
     others: list[nn.Module]
     """Embedding, head, experts."""
     source: str
+    recomputed: list[nn.Module] = field(default_factory=list)
+    """Those that activation checkpointing applies to, if they are told apart from ``blocks``."""
 
 
 def find_units(model: nn.Module, path: str, all_in_root: bool = False) -> Choice:

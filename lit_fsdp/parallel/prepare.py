@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.casting import cast_outputs, cast_parameters, norm_modules, output_module
 from lit_fsdp.parallel.float8 import apply_float8
@@ -23,14 +25,43 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     """
     wrap = config.wrap_config
     if not config.is_sharded:  # units only say what is recomputed and compiled
-        wrap = dataclasses.replace(wrap, max_root_share=1.0)
+        wrap = dataclasses.replace(wrap, max_root_share=1.0, experts=False)
     plan = plan_units(module, wrap, f"{path}.wrap")
+    if config.compile and config.is_sharded:
+        _refuse_units_inside_blocks(plan, f"{path}.compile")
     return _with_norms(plan, module) if config.precision_config.keep_norms_fp32 else plan
 
 
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
-    """What each unit does again in the backward pass, by name: ``no``, ``full``, ``selective``, ..."""
-    return {name: recomputes(module) for name, module in plan.modules.items()}
+    """What each unit does again in the backward pass, by name: ``no``, ``full``, ``selective``, ...
+
+    A unit inside a block shares its word; one around blocks that are no units says how many of them do what.
+    """
+    around = {module: block for block in plan.blocks for module in block.modules()}
+    found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
+    units = set(plan.modules.values())
+    enclosed: dict[str, Counter[str]] = {}
+    for block in plan.blocks:
+        if block not in units:
+            enclosing = [name for name, m in plan.modules.items() if m is not block and block in set(m.modules())]
+            enclosed.setdefault(max(enclosing, key=len, default=""), Counter())[recomputes(block)] += 1
+    for name, words in enclosed.items():
+        if set(words) != {"no"}:
+            found[name] = ", ".join(f"{count} blocks {word}" for word, count in words.items())
+    return found
+
+
+def _refuse_units_inside_blocks(plan: UnitPlan, path: str) -> None:
+    """Their hooks break a compiled block's graph, and it would run as it is without a word."""
+    inside = {inner for block in plan.blocks for inner in block.modules() if inner is not block}
+    names = [name for name, module in plan.modules.items() if module in inside]
+    if names:
+        raise ConfigError(
+            path,
+            f"true with {len(names)} FSDP units inside blocks ({names[0]}, …), made by {plan.source}",
+            "blocks without units inside",
+            "drop compile, or set wrap: auto",
+        )
 
 
 def _with_norms(plan: UnitPlan, module: nn.Module) -> UnitPlan:

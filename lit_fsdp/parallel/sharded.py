@@ -5,6 +5,7 @@ A mixin in front of a Lightning strategy; it does not import Lightning.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -150,11 +151,11 @@ class ShardedStrategy(ShardedCheckpoints):
 
     def _rest_device(self) -> torch.device:
         """Where sharded parameters live between steps."""
-        return torch.device("cpu") if self.config.cpu_offload else self.root_device
+        return torch.device("cpu") if self.config.offloads else self.root_device
 
     def _to_device(self, module: nn.Module) -> None:
         """Move what is there already; offloaded shards stay on the host."""
-        if self.config.cpu_offload:
+        if self.config.offloads:
             for child in module.modules():
                 for name, buffer in child._buffers.items():
                     child._buffers[name] = None if buffer is None else buffer.to(self.root_device)
@@ -190,17 +191,34 @@ class ShardedStrategy(ShardedCheckpoints):
         if ranks > 1 and self.plan.num_params and local >= self.plan.num_params:
             raise ContractError(f"not sharded: this rank holds {local:,} of {self.plan.num_params:,} parameters")
 
-    def _check_environment(self) -> None:
+    def _configure_launcher(self) -> None:
+        """Check what only the Trainer knows before its launcher starts further processes, and not in each of them."""
+        super()._configure_launcher()  # type: ignore[misc]
+        launcher: Any = self._launcher
+        if launcher is None:
+            return
+        launch = launcher.launch
+
+        @functools.wraps(launch)
+        def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self._check_environment(trainer)
+            return launch(function, *args, trainer=trainer, **kwargs)
+
+        launcher.launch = launch_checked
+
+    def _check_environment(self, trainer: Any = None) -> None:
         mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
         check_device(self.config, self.root_device.type, _PATH)
         if self.config.is_sharded:
-            refuse_callbacks(self.lightning_module.trainer.callbacks, self.config.engine)
+            refuse_callbacks((trainer or self.lightning_module.trainer).callbacks, self.config.engine)
 
     num_processes: int
+    _launcher: Any
 
     def _build_mesh(self) -> None:
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
-        self.mesh = build_mesh(self.root_device.type, replicas, shards)
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        self.mesh = build_mesh(self.root_device.type, replicas, shards, timeout)
         self._plugin.shard_group = self.mesh.get_group(SHARD) if shards > 1 else None
         self._plugin.has_copies, self._plugin.comm_device = replicas > 1, self.root_device
 

@@ -60,16 +60,13 @@ class UnitPlan:
     """The modules of all units but the root, by name."""
     kept_together: tuple[str, ...] = ()
     """Chosen modules that are no units: a weight of theirs is used outside too and stays in the enclosing unit."""
+    blocks: tuple[nn.Module, ...] = ()
+    """The modules that are recomputed and compiled; none is inside another, and units may be inside or around them."""
 
     @property
     def root_share(self) -> float:
         """Share of all parameters, frozen ones too (they are gathered alike), left in the root unit, 0 to 1."""
         return self.units[-1].num_params / max(1, self.num_params)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The modules to which activation checkpointing applies; none is inside another."""
-        return [self.modules[unit.name] for unit in self.units if unit.is_block]
 
 
 def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPlan:
@@ -89,13 +86,15 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
     """
     if wrap.manual:
         live = read_live_units(model, path)
-        plan = _count(model, dict.fromkeys(live.modules.values(), True), "manual", live.num_elements)
+        blocks = _outermost(model, live.modules.values(), embeddings_and_heads(model))
+        plan = _count(model, live.modules.values(), blocks, "manual", live.num_elements)
     else:
         choice = _choose(model, wrap, path)
-        chosen = {**dict.fromkeys(choice.others, False), **dict.fromkeys(choice.blocks, True)}
+        chosen = dict.fromkeys([*choice.others, *choice.blocks])
         chosen.pop(model, None)
-        shares = _shares_outside(model, chosen)
-        plan = _count(model, {m: is_block for m, is_block in chosen.items() if not shares[m]}, choice.source, {})
+        shares = _shares_outside(model, [*chosen, *choice.recomputed])
+        blocks = _outermost(model, [m for m in choice.recomputed if not shares[m]], embeddings_and_heads(model))
+        plan = _count(model, [m for m in chosen if not shares[m]], blocks, choice.source, {})
         kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
         plan = dataclasses.replace(plan, kept_together=kept)
     if plan.root_share > wrap.max_root_share:
@@ -156,10 +155,28 @@ def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
     if not sources:
         found = find_units(model, path, all_in_root=wrap.max_root_share == 1)
         blocks, others, sources = list(found.blocks), list(found.others), [found.source]
+    elif wrap.embedding_and_head or (wrap.embedding_and_head is None and wrap.min_num_params is None):
+        others += embeddings_and_heads(model)
+    if wrap.embedding_and_head is False:
+        ends = embeddings_and_heads(model)
+        others = [m for m in others if not any(m is end for end in ends)]
     if wrap.experts:
         others += expert_modules(model, f"{path}.experts")
         sources.append("experts")
-    return Choice(blocks, others, ", ".join(sources))
+    return Choice(blocks, others, ", ".join(sources), _recomputed(model, wrap, blocks))
+
+
+def _recomputed(model: nn.Module, wrap: WrapConfig, named: list[nn.Module]) -> list[nn.Module]:
+    """The blocks of the model itself, however large its units are, and what else was named outside of these."""
+    try:
+        found = find_units(model, "").blocks
+    except ConfigError:  # nothing in it repeats
+        found = []
+    if found and wrap.min_num_params is not None:
+        return found
+    inside, blocks = {m for block in found for m in block.modules()}, set(found)
+    apart = [m for m in named if m not in inside and not blocks.intersection(m.modules())]
+    return [*found, *apart]
 
 
 def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[nn.Module, bool]:
@@ -172,12 +189,18 @@ def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[n
     return {m: any(everywhere[key] > count for key, count in uses(m).items()) for m in candidates}
 
 
-def _count(model: nn.Module, chosen: dict[nn.Module, bool], source: str, num_elements: dict[int, int]) -> UnitPlan:
-    """The plan for modules that are chosen, each with whether it is one of the blocks."""
+def _count(
+    model: nn.Module,
+    chosen: Iterable[nn.Module],
+    blocks: list[nn.Module],
+    source: str,
+    num_elements: Mapping[int, int],
+) -> UnitPlan:
+    """The plan for modules that are chosen, and the blocks among, inside or around them."""
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    blocks = _outermost([m for m in ordered if chosen[m]], embeddings_and_heads(model))
+    is_block = set(blocks)
     ties: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(param), []).append(clean_name(name))
@@ -194,17 +217,21 @@ def _count(model: nn.Module, chosen: dict[nn.Module, bool], source: str, num_ele
                 num_bytes=sum(n * p.element_size() for p, n in own),
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
-                is_block=module in blocks,
+                is_block=module in is_block,
             )
         )
     total = sum(unit.num_params for unit in units)
-    return UnitPlan(tuple(units), source, total, {names[m][0]: m for m in ordered})
+    return UnitPlan(tuple(units), source, total, {names[m][0]: m for m in ordered}, blocks=tuple(blocks))
 
 
-def _outermost(modules: list[nn.Module], ends: list[nn.Module]) -> set[nn.Module]:
-    """Those not inside another: recomputing one inside another would run it three times. Embedding and head never."""
-    inside = {inner for m in modules for inner in m.modules() if inner is not m}
-    return {m for m in modules if m not in inside and not any(m is end for end in ends)}
+def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Module]) -> list[nn.Module]:
+    """Those not inside another, in the model's order: recomputing one inside another would run it three times.
+
+    Embedding and head never.
+    """
+    wanted = set(modules) - {model}
+    inside = {inner for m in wanted for inner in m.modules() if inner is not m}
+    return [m for m in model.modules() if m in wanted and m not in inside and not any(m is end for end in ends)]
 
 
 def _too_much_in_the_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> ConfigError:

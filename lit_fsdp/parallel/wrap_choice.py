@@ -57,7 +57,9 @@ def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) ->
     """Every module at one of these paths, in which ``*`` stands for one part.
 
     A path starts at ``model`` (the LightningModule) or, where nothing is found from there, at a transformers model
-    inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``.
+    inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``. Where a last ``*`` finds
+    no parameters because the module above packs them into weights of its own, as transformers packs experts, that
+    module is meant.
 
     Raises:
         ConfigError: A pattern that matches nothing; the part of it that does match is named, with what is below it.
@@ -69,7 +71,8 @@ def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) ->
         complete = next((levels[-1] for levels in reached if len(levels) == len(pattern.split(".")) + 1), None)
         if complete is None:
             raise _no_match(model, pattern, reached, path)
-        found += _usable(complete, pattern, path, "paths of modules that hold parameters and have a forward")
+        packed = _packed(reached, pattern, complete)
+        found += packed or _usable(complete, pattern, path, "paths of modules that hold parameters and have a forward")
     return found
 
 
@@ -124,6 +127,14 @@ def _usable(matches: list[nn.Module], name: str, path: str, allowed: str) -> lis
     why = f"only a {type(never_called[0]).__name__}, never called itself" if never_called else "no parameters"
     fix = f"name what is in it ({name}.*)" if never_called and "." in name else "name the modules that hold them"
     raise ConfigError(path, f"{name!r}, which matches {why}", allowed, fix)
+
+
+def _packed(reached: list[list[list[nn.Module]]], pattern: str, matches: list[nn.Module]) -> list[nn.Module]:
+    """The modules above a last ``*`` that matches no parameters, if these hold parameters themselves."""
+    if not pattern.endswith(".*") or any(True for m in matches for _ in m.parameters()):
+        return []
+    above = next(levels[-2] for levels in reached if levels[-1] is matches)
+    return [m for m in above if m._parameters and can_be_unit(m)]
 
 
 def _follow(start: nn.Module, parts: list[str]) -> list[list[nn.Module]]:

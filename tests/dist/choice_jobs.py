@@ -180,5 +180,9 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "reshards": sorted({str(g.post_forward_mesh_info is not None) for s in states for g in s._fsdp_param_groups}),
         "guard": live.guard.state_dict(),
         "backend": dist.get_backend(),
+        "timeouts": [
+            live.mesh.get_group(dim)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for dim in range(live.mesh.ndim)
+        ],
         "audit": live.audit,
     }

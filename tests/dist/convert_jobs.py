@@ -15,9 +15,12 @@ from tests.dist.reference import LEARNING_RATE
 _STATE = ("FSDP_", "ACCELERATE_")
 
 
-def train_with_accelerate(folder: str, env: dict[str, str], mixed_precision: str, steps: int) -> dict[str, Any]:
+def train_with_accelerate(
+    folder: str, env: dict[str, str], mixed_precision: str, steps: int, forced: bool
+) -> dict[str, Any]:
     """Losses of a plain loop around ``Accelerator.prepare`` on the CPU, its units and dtypes at rest.
 
+    On a CPU it quietly trains with DDP, whatever was asked for; ``forced`` tells it that it has FSDP.
     The loss is the mean over the supervised tokens of the global batch, and weight decay spares vectors, as ours.
     """
     from accelerate import Accelerator
@@ -29,13 +32,13 @@ def train_with_accelerate(folder: str, env: dict[str, str], mixed_precision: str
     os.environ.update(env)
     try:
         accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
-        # On a CPU it would quietly fall back to DDP: from here on it is told that this is the FSDP it was asked for.
-        plugin = FullyShardedDataParallelPlugin()
-        if mixed_precision != "no":
-            plugin.set_mixed_precision(mixed_precision)
-        for state in (PartialState(), accelerator.state):  # the second is refreshed from the first
-            state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+        if forced:
+            plugin = FullyShardedDataParallelPlugin()
+            if mixed_precision != "no":
+                plugin.set_mixed_precision(mixed_precision)
+            for state in (PartialState(), accelerator.state):  # the second is refreshed from the first
+                state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = plugin
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
         decays = [p for p in model.parameters() if p.ndim >= 2]

@@ -44,6 +44,25 @@ def test_fsdp2_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> 
         assert found["reshards"] == reshards  # the root never reshards
 
 
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 4), ("fsdp1", 2), ("ddp", 2)])
+def test_every_group_waits_as_long_as_the_recipe_says(
+    workers: Workers, tiny_model: Path, engine: str, ranks: int
+) -> None:
+    options = {"sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": -1} if ranks == 4 else {}
+    for more in (options, {"sharding": "no_shard"}):
+        found = look(workers, tiny_model, ranks, engine=engine, timeout_seconds=77, **more)
+        assert set(found["timeouts"]) == {77.0}
+
+
+def test_ddp_replaces_what_is_about_shards_and_says_so(workers: Workers, tiny_model: Path) -> None:
+    """A comparison of engines changes one line."""
+    given = {"precision": "fp32", "sharding": "hybrid_shard", "replicate_degree": 2, "cpu_offload": True}
+    ours, ddp = (look(workers, tiny_model, engine=engine, **given) for engine in ("fsdp2", "ddp"))
+    assert ddp["losses"] == pytest.approx(ours["losses"], rel=1e-6)
+    assert sorted(ddp["audit"]["replaced"]) == ["cpu_offload", "replicate_degree", "sharding"]
+    assert ours["audit"]["replaced"] == {}
+
+
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
 @pytest.mark.parametrize("sharding", ["full_shard", "no_shard"])
 def test_reductions_are_held_back_until_the_last_micro_batch(
@@ -150,7 +169,9 @@ def test_an_fp16_overflow_is_skipped_and_counted(workers: Workers, tiny_model: P
 
 @pytest.mark.parametrize(("engine", "how"), [("fsdp2", "fully_shard"), ("fsdp1", "wrap")])
 def test_a_module_that_wraps_itself(workers: Workers, engine: str, how: str) -> None:
-    (alone,) = workers.run("train_wrapped_by_hand", 1, strategy={"engine": "single", "precision": "fp32"}, how="nothing")
+    (alone,) = workers.run(
+        "train_wrapped_by_hand", 1, strategy={"engine": "single", "precision": "fp32"}, how="nothing"
+    )
     strategy = {"engine": engine, "precision": "fp32", "wrap": "manual"}
     for result in workers.run("train_wrapped_by_hand", 2, strategy=strategy, how=how):
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -33,17 +33,22 @@ def test_the_converted_recipe_trains_as_accelerate_does(
         "fsdp_cpu_ram_efficient_loading": False,
     }
     file = tmp_path / "accelerate.yaml"
-    whole = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "mixed_precision": mixed_precision}
+    whole = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": mixed_precision}
     file.write_text(yaml.safe_dump({**whole, "fsdp_config": config}))
     found = convert_file("accelerate", file)
     assert not found.differs
-    assert found.recipe["trainer"]["accelerator"] == "cpu"
 
     env = {name.upper(): str(value) for name, value in config.items()}
     env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = env.pop("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
     env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
     theirs = workers.run(
-        "train_with_accelerate", 2, folder=str(tiny_model), env=env, mixed_precision=mixed_precision, steps=STEPS
+        "train_with_accelerate",
+        2,
+        folder=str(tiny_model),
+        env=env,
+        mixed_precision=mixed_precision,
+        steps=STEPS,
+        forced=True,
     )[0]
     strategy = found.recipe["trainer"]["strategy"]["init_args"]
     ours = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=STEPS)[0]
@@ -54,4 +59,31 @@ def test_the_converted_recipe_trains_as_accelerate_does(
     units = [unit["name"] for unit in ours["audit"]["units"] if "layers." in unit["name"]]
     assert [f"model.{name[name.index('layers.') :]}" for name in units] == blocks
     assert set(ours["dtypes"]["realised"]["parameters after set-up"]) == {"fp32"}
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE[mixed_precision])
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_on_a_cpu_both_train_with_ddp(workers: Workers, tiny_model: Path, tmp_path: Path, mixed_precision: str) -> None:
+    pytest.importorskip("accelerate")
+    file = tmp_path / "accelerate.yaml"
+    whole = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "mixed_precision": mixed_precision}
+    file.write_text(yaml.safe_dump({**whole, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}))
+    found = convert_file("accelerate", file)
+    assert not found.differs
+    assert found.recipe["trainer"]["accelerator"] == "cpu"
+    env = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2"}
+    env |= {"FSDP_OFFLOAD_PARAMS": "true"}
+    theirs = workers.run(
+        "train_with_accelerate",
+        2,
+        folder=str(tiny_model),
+        env=env,
+        mixed_precision=mixed_precision,
+        steps=STEPS,
+        forced=False,
+    )[0]
+    assert (theirs["type"], theirs["sharded"], theirs["units"]) == ("MULTI_CPU", False, [])
+    strategy = found.recipe["trainer"]["strategy"]["init_args"]
+    assert (strategy["engine"], strategy["precision"]) == ("ddp", "fp32" if mixed_precision == "no" else "mixed")
+    ours = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=STEPS)[0]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE[mixed_precision])

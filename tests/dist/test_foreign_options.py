@@ -17,6 +17,7 @@ from tests.dist.foreign import foreign_rows
 from tests.dist.foreign_options import ForeignNetWithValidation
 from tests.dist.workers import Workers
 
+ROOT = Path(__file__).parents[2]
 engines = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
 
@@ -125,3 +126,23 @@ def test_the_example_runs_under_torchrun_and_by_itself(root: Path, tmp_path: Pat
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("32 steps, loss ") == 1
+
+
+def test_what_is_refused_is_refused_before_further_processes_start(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\n"
+        "print('started', os.environ.get('LOCAL_RANK', 'first'), flush=True)\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.callbacks import StochasticWeightAveraging\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lit_fsdp import fsdp_strategy\n"
+        "average = StochasticWeightAveraging(swa_lrs=1e-2)\n"
+        "Trainer(accelerator='cpu', devices=2, strategy=fsdp_strategy(), callbacks=[average]).fit(BoringModel())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.split("\n")[0] == "started first"
+    assert "started 1" not in done.stdout
+    assert done.stderr.count("trainer.callbacks: got StochasticWeightAveraging") == 1

@@ -110,7 +110,7 @@ def test_experts_as_units(workers: Workers, tiny_mixture: Path, engine: str, wra
     layers = [f"model.model.layers.{i}" for i in range(2)]
     units = ["", *layers]
     units += [] if wrap == "auto" else [f"{layer}.mlp.experts" for layer in layers]
-    units += [] if wrap == PATTERNS else ["model.model.embed_tokens", "model.lm_head"]
+    units += ["model.model.embed_tokens", "model.lm_head"]
     for result in workers.run("train_with_units", 2, folder=str(tiny_mixture), strategy=strategy):
         assert result["losses"] == pytest.approx(wanted, rel=1e-5)
         assert result["realised"] == result["planned"] == sorted(units)
@@ -123,7 +123,8 @@ def test_experts_inside_recomputed_blocks_in_mixed_precision(workers: Workers, t
     found = workers.run("train_with_units", 2, folder=str(tiny_mixture), strategy=strategy)
     assert found[0]["losses"] == pytest.approx(reference_losses(str(tiny_mixture), steps=5), rel=3e-2)
     recomputed = [unit["name"] for unit in found[0]["audit"]["units"] if unit["recompute"] != "no"]
-    assert recomputed == ["model.model.layers.0", "model.model.layers.1"]
+    layers = ["model.model.layers.0", "model.model.layers.1"]
+    assert recomputed == [*(f"{layer}.mlp.experts" for layer in layers), *layers]
     kept = workers.run(
         "train_with_units",
         2,

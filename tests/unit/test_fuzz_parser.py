@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lit_fsdp import cli
-from lit_fsdp.signals import SignalFlags
 from lit_fsdp.config.run import check_recipe
+from lit_fsdp.signals import SignalFlags
 from tests.unit.fuzz_recipes import CANARY, SECTIONS, is_visible, lacking, random_recipe, refusal_of, with_classes
 
 NUM_RECIPES = max(60, int(os.environ.get("LIT_FSDP_FUZZ", "3000")) // 50)

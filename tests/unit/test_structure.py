@@ -21,17 +21,17 @@ FLOORS = {
     "errors": 0,
     "redaction": 0,
     "host": 1,
-    "signals": 1,
+    "signals": 2,
     "config": 1,
     **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert", "launch"), 2),
     **dict.fromkeys(("plan", "report"), 3),
-    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit"), 4),
+    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit", "trainer_keys"), 4),
     **dict.fromkeys(("cli", "commands", "__main__"), 5),
 }
 _COMMAND_FLOOR = 5  # its three places are one chain: __main__ → commands → cli
 
 LIGHTNING_PLACES = (
-    *("strategy", "module", "datamodule", "callbacks", "cli"),
+    *("strategy", "module", "datamodule", "callbacks", "cli", "trainer_keys"),
     *("parallel.fsdp1", "parallel.fsdp2", "parallel.replicated"),
 )
 OPTIONAL_PACKAGES = ("datasets", "gguf", "peft", "torchao", "liger_kernel", "wandb", "tensorboard")

@@ -162,7 +162,6 @@ def test_the_strategy_is_completed(given: Any):
         ({"devices": [0, 3]}, 2),
         ({"devices": "auto"}, None),
         ({"devices": -1}, None),
-        ({"devices": 2, "num_nodes": "two"}, 2),  # Lightning refuses that itself
     ],
 )
 def test_ranks_are_counted_where_they_are_known(trainer: dict[str, Any], ranks: int | None):

@@ -149,6 +149,20 @@ def test_engines_without_shards_say_what_they_replace():
         "sharding": "full_shard → no_shard (engine ddp: every rank holds the whole model)"
     }
     assert strategy_config({"engine": "single", "sharding": "no_shard"}).replaced == {}
+    given = {"sharding": "hybrid_shard", "shard_degree": 2, "cpu_offload": True, "forward_prefetch": 2}
+    given |= {"sync_each_micro_batch": False, "wrap": {"experts": True}}
+    config = strategy_config({"engine": "single", **given})
+    assert not config.offloads
+    assert mesh_shape(config, 1, 1) == (1, 1)
+    assert {name: text.partition(" (")[0] for name, text in config.replaced.items()} == {
+        "sharding": "hybrid_shard → no_shard",
+        "shard_degree": "2 → null",
+        "cpu_offload": "true → false",
+        "forward_prefetch": "2 → false",
+        "sync_each_micro_batch": "false → true",
+        "wrap.experts": "true → false",
+    }
+    assert "sync_each_micro_batch" not in strategy_config({"engine": "ddp", **given}).replaced
     assert strategy_config({}).replaced == {}
 
 

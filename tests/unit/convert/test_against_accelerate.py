@@ -75,7 +75,7 @@ def _resolved(plugin: Any) -> dict[str, Any]:
     kind = "none" if policy is None else policy.__name__
     wrap: Any = "auto"
     if kind == "transformer_auto_wrap_policy" and plugin.transformer_cls_names_to_wrap:
-        wrap = plugin.transformer_cls_names_to_wrap
+        wrap = {"classes": plugin.transformer_cls_names_to_wrap, "embedding_and_head": False}
     elif kind == "size_based_auto_wrap_policy":
         wrap = {"min_num_params": plugin.min_num_params}
     first = plugin.fsdp_version == 1

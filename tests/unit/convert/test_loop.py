@@ -61,4 +61,5 @@ def test_files_named_inside_are_read_beside_it(tmp_path: Path) -> None:
     trainer.write_text('{"fsdp": "full_shard", "fsdp_config": "fsdp.json"}')
     zero = convert_file("accelerate", accelerate).recipe["trainer"]["strategy"]["init_args"]
     assert (zero["sharding"], zero["precision"]) == ("full_shard", BF16_V2)
-    assert convert_file("hf-trainer", trainer, 2).recipe["trainer"]["strategy"]["init_args"]["wrap"] == ["Block"]
+    named = convert_file("hf-trainer", trainer, 2).recipe["trainer"]["strategy"]["init_args"]["wrap"]
+    assert named["classes"] == ["Block"]

@@ -72,9 +72,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
             _fsdp(fsdp_sharding_strategy="FULL_SHARD", fsdp_reshard_after_forward="SHARD_GRAD_OP"),
             "fsdp_config.fsdp_reshard_after_forward",
         ),
-        ("accelerate", _fsdp(fsdp_reshard_after_forward=True), "fsdp_config.fsdp_reshard_after_forward"),
         ("accelerate", _fsdp(version=2, reshard_after_forward="HYBRID_SHARD"), "fsdp_config.reshard_after_forward"),
-        ("accelerate", _fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), "trainer.strategy.init_args.replicate_degree"),
         ("accelerate", _fsdp(auto_wrap_policy="BLOCKS"), "fsdp_config.auto_wrap_policy"),
         (
             "accelerate",
@@ -95,6 +93,47 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
             "fsdp_config.activation_checkpointing_offload",
         ),
         ("accelerate", {**FSDP, "parallelism_config": {"dp_replicate_size": 2}}, "parallelism_config"),
+        (
+            "accelerate",
+            {**_fsdp(version=2), "parallelism_config": {"dp_shard_size": -1}},
+            "parallelism_config.dp_shard_size",
+        ),
+        (
+            "accelerate",
+            {**_fsdp(version=2), "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 3}},
+            "parallelism_config.dp_shard_size",
+        ),
+        (
+            "accelerate",
+            {**_fsdp(version=2), "parallelism_config": {"dp_replicate_size": 8, "dp_shard_size": 1}},
+            "parallelism_config.dp_shard_size",
+        ),
+        ("accelerate", {**FSDP, "mixed_precision": ["bf16"]}, "mixed_precision"),
+        ("accelerate", {**FSDP, "use_cpu": True, "mixed_precision": "fp16"}, "mixed_precision"),
+        (
+            "accelerate",
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}},
+            "deepspeed_config.offload_param_device",
+        ),
+        (
+            "accelerate",
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}},
+            "deepspeed_config.zero_stage",
+        ),
+        ("hf-trainer", {"fsdp": True, "fsdp_config": "{version: 1}"}, "fsdp_config"),
+        ("hf-trainer", {"fsdp": True, "fsdp_config": {"version": 1, "reshard_after_forward": True}},
+         "fsdp_config.reshard_after_forward"),
+        ("hf-trainer", {"lr_scheduler_kwargs": "min_lr=1"}, "lr_scheduler_kwargs"),
+        ("hf-trainer", {"use_cpu": True, "fp16": True}, "fp16"),
+        (
+            "hf-trainer",
+            {"gradient_accumulation_steps": 2,
+             "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "accelerator_config.gradient_accumulation_kwargs.num_steps",
+        ),
+        ("hf-trainer", {"adam_beta2": 1.5}, "adam_beta2"),
+        ("deepspeed", {"optimizer": {"params": {"betas": [0.9, 1.5]}}}, "optimizer.params.betas"),
+        ("deepspeed", {"optimizer": {"params": {"betas": [0.9, "auto"]}}}, "optimizer.params.betas"),
         ("hf-trainer", {"fsdp": "offload"}, "fsdp"),
         ("hf-trainer", {"fsdp": "full_shard shard_grad_op"}, "fsdp"),
         ("hf-trainer", {"fsdp": "hybrid_shard"}, "fsdp"),
@@ -136,6 +175,24 @@ def test_values_that_cannot_be(tmp_path: Path, kind: str, given: dict[str, Any],
     assert error.value.field == field
     assert error.value.allowed
     assert error.value.fix
+
+
+def test_errors_speak_of_the_input_only(tmp_path: Path) -> None:
+    file = tmp_path / "in.json"
+    file.write_text(json.dumps({**FSDP, "mixed_precision": "bf32"}))
+    with pytest.raises(ConfigError) as error:
+        convert_file("accelerate", file)
+    assert error.value.fix == "write mixed_precision: bf16"
+    zero = {"zero_stage": 2, "offload_param_device": "cpu"}
+    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": zero}))
+    with pytest.raises(ConfigError) as error:
+        convert_file("accelerate", file)
+    assert error.value.fix == "write deepspeed_config.offload_param_device: none, or zero_stage: 3"
+    batches = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 3}
+    file.write_text(json.dumps(batches))
+    with pytest.raises(ConfigError) as error:
+        convert_file("hf-trainer", file, 2)
+    assert error.value.field == "accelerator_config.split_batches"
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from lit_fsdp.convert.convert import convert_file
 FSDP = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
 BF16_V1 = {"mode": "mixed", "reduce_dtype": "bf16", "buffer_dtype": "bf16"}
 BF16_V2 = {"mode": "mixed", "reduce_dtype": "bf16"}
+NAMED = {"classes": ["A"], "embedding_and_head": False}
 
 
 def _v1(**config: Any) -> dict[str, Any]:
@@ -62,10 +63,11 @@ ACCELERATE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], bool
     ),
     "classes with commas": (
         _v1(fsdp_auto_wrap_policy="transformer_based_wrap", fsdp_transformer_layer_cls_to_wrap="A, B"),
-        {"wrap": ["A", "B"]}, {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": "kept as wrap: [A, B]"}, False,
+        {"wrap": {**NAMED, "classes": ["A", "B"]}},
+        {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": "kept as wrap: {classes: [A, B], embedding_"}, False,
     ),
     "classes as a list": (
-        _v2(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=["A"]), {"wrap": ["A"]}, {}, False,
+        _v2(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=["A"]), {"wrap": NAMED}, {}, False,
     ),
     "wrapped by the model's classes": (
         _v1(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"), {"wrap": "auto"},
@@ -152,7 +154,7 @@ ACCELERATE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], bool
         False,
     ),
     "cpu": ({"distributed_type": "MULTI_CPU", "num_processes": 2}, {"engine": "ddp"}, {}, False),
-    "one": ({"distributed_type": "NO"}, {"engine": "single"}, {"distributed_type": "replaced by engine single"}, False),
+    "one": ({"distributed_type": "NO"}, {"engine": "single"}, {"distributed_type": "replaced by engine: singl"}, False),
     "one, as YAML reads": ({"distributed_type": False, "mixed_precision": "bf16"}, {"precision": "mixed"}, {}, False),
     "zero inside": (
         {"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
@@ -220,7 +222,7 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], bool]
     ),
     "quantized": ({**ZERO, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, {}, True),
     "auto": ({**ZERO, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}},
-             {"precision": "mixed"}, {"bf16.enabled": "dropped because auto is filled in"}, False),
+             {"precision": "fp32"}, {"bf16.enabled": "replaced by precision: fp32 (auto: "}, False),
     "lamb": ({**ZERO, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, {}, {}, True),
     "logarithmic warm-up": (
         {**ZERO, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}}}, {},

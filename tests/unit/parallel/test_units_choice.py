@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from transformers import LlamaConfig
 
@@ -45,6 +46,17 @@ class Mixture(nn.Module):
         return x
 
 
+class Packed(nn.Module):
+    """Experts in one weight, and a child without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.zeros(2, 3, 3)), nn.SiLU()
+
+    def forward(self, x: object) -> object:
+        return x
+
+
 def llama() -> Holder:
     config = LlamaConfig(
         hidden_size=8,
@@ -71,21 +83,28 @@ def test_several_patterns_and_classes_together():
     wrap = WrapConfig(patterns=["model.layers.*.mlp", "lm_head"], classes=["LlamaDecoderLayer"])
     plan = plan_units(llama(), wrap)
     layers = ["model.model.layers.0", "model.model.layers.1"]
-    assert names(plan) == [*(f"{layer}.mlp" for layer in layers), *layers, "model.lm_head", ""]
+    assert set(names(plan)) == {*(f"{x}.mlp" for x in layers), *layers, "model.model.embed_tokens", "model.lm_head", ""}
     assert plan.source == "classes LlamaDecoderLayer, patterns model.layers.*.mlp, lm_head"
     assert [unit.name for unit in plan.units if unit.is_block] == layers  # not the head, not what is inside
 
 
 def test_a_star_is_one_part_or_the_rest_of_one():
-    wrap = WrapConfig(patterns=["model.layers.1.mlp.*_proj"], max_root_share=1.0)
+    wrap = WrapConfig(patterns=["model.layers.1.mlp.*_proj"], max_root_share=1.0, embedding_and_head=False)
     found = names(plan_units(llama(), wrap))
     assert found == [*(f"model.model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")), ""]
 
 
 def test_a_path_from_the_lightning_module_goes_before_one_from_the_model_in_it():
     model = Holder(model=Holder(model=llama().model))
-    plan = plan_units(model, WrapConfig(patterns=["model.model"], max_root_share=1.0))
-    assert names(plan) == ["model.model", ""]
+    wrap = WrapConfig(patterns=["model.model"], max_root_share=1.0, embedding_and_head=False)
+    assert names(plan_units(model, wrap)) == ["model.model", ""]
+
+
+def test_a_star_below_packed_experts_means_the_experts():
+    packed = Packed()
+    model = Holder(layers=nn.ModuleList([Block(packed), Block()]))
+    plan = plan_units(model, WrapConfig(patterns=["layers.*", "layers.0.inner.*"]))
+    assert names(plan) == ["layers.0.inner", "layers.0", "layers.1", ""]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_block_class_by_name_and_its_path_give_the_same_units(family: Family
     patterns = [f"{path}.*" for path in family.blocks]
     by_path = plan_units(model, WrapConfig(patterns=patterns))
     assert by_class.units == by_path.units
-    assert len(by_class.units) == 2 * len(family.blocks) + 1
+    assert len(by_class.units) == 2 * len(family.blocks) + len(family.ends) + 1
     assert by_class.source == f"classes {family.block_class}"
     assert by_path.source == f"patterns {', '.join(patterns)}"
     check_parameters(by_class, model)
@@ -197,8 +197,7 @@ def test_packed_experts_are_units_inside_their_blocks(family: Family):
         assert plan.units[i + 2].num_params == plain[f"model.model.layers.{i}"] - experts
     assert [unit.name for unit in plan.units[2:]] == list(plain)
     assert plan.source.endswith(", experts")
-    by_path = plan_units(model, WrapConfig(patterns=["model.layers.*", "model.layers.*.mlp.experts"]))
-    assert {unit.name: unit.num_params for unit in by_path.units[:4]} == {
-        unit.name: unit.num_params for unit in plan.units[:4]
-    }
+    for path in ("model.layers.*.mlp.experts", "model.layers.*.mlp.experts.*"):
+        by_path = plan_units(model, WrapConfig(patterns=["model.layers.*", path]))
+        assert by_path.units == plan.units
     check_parameters(plan, model)
