@@ -93,7 +93,12 @@ def test_what_is_replaced_is_said(no_hub, capsys):
         (["--rank", "8"], "rank: got '8' for a key that does not exist"),
         (["--trainer.devices", "auto"], "trainer.devices: got 'auto'"),
         (["--trainer", "no"], "trainer: got False"),
-        (["--ranks", "3"], "data.global_batch_size: got 16 with micro_batch_size"),
+        (["--trainer.devices", "3"], "data.global_batch_size: got 16 with micro_batch_size"),
+        (["--trainer.max_step", "5"], "trainer.max_step: got 5 for a key that does not exist"),
+        (["--seed_everything", "abc"], "seed_everything"),
+        (["--trainer.num_nodes", "two"], "trainer.num_nodes: got 'two'"),
+        (["--trainer.gradient_clip_algorithm", "norms"], "trainer.gradient_clip_algorithm: got 'norms'"),
+        (["--trainer.accelerator", "cpu", f"--{_ARGS}.process_group_backend", "nccl"], "nccl on CPU"),
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
         (["--model.name", "/no/such/folder"], "model.name: got /no/such/folder"),
     ],
@@ -179,3 +184,10 @@ def test_frozen_parameters_have_no_gradient_and_no_moments():
         "gradient_bytes": 2 * 2,
         "optimizer_bytes": 2 * 2 * 2,
     }
+
+
+def test_ranks_that_the_batch_sizes_do_not_fit_get_tables_and_a_note(no_hub, capsys):
+    assert main(["audit", "--config", str(SMALL), "--ranks", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ranks"] == 3
+    assert "note: a run on 3 ranks would need other batch sizes: data.global_batch_size: got 16" in err
