@@ -26,6 +26,7 @@ _BROUGHT_BY = {
     "packaging": "transformers",
     "gguf": "the extra of that name",
     "torchao": "the extra fp8",
+    "peft": "the extra lora",
 }
 _MODULE_OF = {"pyyaml": "yaml"}
 

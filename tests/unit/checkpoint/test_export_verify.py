@@ -233,9 +233,9 @@ def test_adapters_are_asked_for_where_there_are_none(saved, tmp_path, lora):
 
 def test_the_card_tells_what_the_checkpoint_knows_and_no_path(saved, tmp_path):
     recipe = {
-        "model": {"name": "/home/me/model", "optim": {"lr": 1e-3, "schedule": "cosine"}, "lora": {"r": 4}},
+        "model": {"name": "/home/somebody/model", "optim": {"lr": 1e-3, "schedule": "cosine"}, "lora": {"r": 4}},
         "trainer": {"max_steps": 7, "strategy": {"init_args": {"engine": "fsdp2", "sharding": "/etc/x"}}},
-        "data": {"train": "/home/me/rows.jsonl", "global_batch_size": 16},
+        "data": {"train": "/home/somebody/rows.jsonl", "global_batch_size": 16},
         "logger": {"api_key": "sk-canary"},
     }
     state = {"CausalLMDataModule": {"fingerprint": "ab12cd", "seed": 3}}

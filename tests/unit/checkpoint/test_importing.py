@@ -108,7 +108,7 @@ def test_names_of_parameters_win_over_their_order(run: Run, tmp_path: Path) -> N
     order = ["b.weight", "a.weight", "embed.weight", "b.bias", "a.bias"]
     state = adam_state([order])
     state["param_groups"][0]["param_names"] = [f"net._orig_mod.{name}" for name in order]
-    run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
+    assert run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state])).step == 4
     check_moments(tmp_path / "out")
 
 
