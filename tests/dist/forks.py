@@ -51,10 +51,11 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def wait(self, timeout: float = 60) -> list[Outcome]:
-        """The ranks' outcomes once all have ended, or when the time is over."""
-        ends = self.server.ask({"wait": self.pids, "timeout": timeout})
-        return [self._outcome(rank, *end) for rank, end in enumerate(ends)]
+    def wait(self, timeout: float = 60, ranks: Sequence[int] | None = None) -> list[Outcome]:
+        """The outcomes of these ranks (default: all) once all of them have ended, or when the time is over."""
+        wanted = list(range(len(self.pids)) if ranks is None else ranks)
+        ends = self.server.ask({"wait": [self.pids[rank] for rank in wanted], "timeout": timeout})
+        return [self._outcome(rank, *end) for rank, end in zip(wanted, ends, strict=True)]
 
     def is_alive(self) -> bool:
         """Whether any process of this job is left."""

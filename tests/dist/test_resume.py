@@ -97,10 +97,11 @@ def test_on_another_number_of_ranks(
 def test_a_used_run_folder_is_refused(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
     job = {"folder": str(tiny_model), "strategy": {}, "run": str(tmp_path), "steps": 5}
     workers.run("train_with_checkpoints", 1, **job)
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "run.lock"}
     with pytest.raises(RankError, match="already holds 1 checkpoint"):
         workers.run("train_with_checkpoints", 1, **job)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} <= {*kept, tmp_path / "run.lock"}
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def test_every_change_fails_once_on_every_rank(forks: ForkServer, tmp_path: Path
             # the last sync comes after the rename: the new one stands then, whole
             is_renamed = event == entries[-1]["event"] or entry["left"] == [*OLD, "step-00000003"]
             assert entry["left"] == OLD or (is_renamed and event["stage"] == "rename"), entry
-    assert sum(len(entry["left"]) == 3 for entry in entries) <= 1
+    assert sum(len(entry["left"]) == 3 for entry in entries if entry["hit"]) <= 1
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
@@ -68,17 +69,34 @@ def test_a_full_disk(
 def test_a_training_on_a_full_disk_goes_on_when_there_is_room(
     forks: ForkServer, model: Path, small_disk: Callable[[str, int], Path], ledger: Ledger
 ) -> None:
-    disk = small_disk("disk", 3 << 20)
-    run = TrackedRun(forks, model, disk, checkpoint={"every_steps": 1, "keep_last": -1})
+    disk = small_disk("disk", 32 << 20)
+    run = TrackedRun(forks, model, disk, checkpoint={"every_steps": 1, "keep_last": 2})
     with ledger.trial(FULL):
-        outcomes = run.start().wait(120)
+        job = run.start()
+        run.wait_for_step(1, job)
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:  # somebody else's files
+            while True:
+                file.write(bytes(1 << 16))
+        outcomes = job.wait(120)
         assert all(o.code not in (0, None) for o in outcomes)
         assert any(word in outcomes[0].output for word in ("No space left on device", "free")), outcomes[0].output
         assert not [path for path in (run.run / "checkpoints").iterdir() if path.name.startswith(".")]
         run.check()
         assert run.newest() >= 1
-        subprocess.run(["mount", "-o", f"remount,size={64 << 20}", disk], check=True)
+        filler.unlink()
         run.finish()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_first_step(
+    forks: ForkServer, model: Path, small_disk: Callable[[str, int], Path], ledger: Ledger
+) -> None:
+    run = TrackedRun(forks, model, small_disk("disk", 3 << 20), checkpoint={"every_steps": 1, "keep_last": -1})
+    with ledger.trial(FULL):
+        outcomes = run.start(1000).wait(120)
+        assert all(o.code not in (0, None) for o in outcomes)
+        assert "free" in outcomes[0].output
+        assert run.steps() == []
 
 
 def test_a_read_only_folder(

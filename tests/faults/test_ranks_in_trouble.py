@@ -24,11 +24,12 @@ def run_with(
     """What becomes of a run of six steps when rank 1 meets ``how`` after step 3."""
     run = TrackedRun(forks, model, folder, strategy={"timeout_seconds": TIMEOUT, **strategy})
     job = run.start(6, in_step={"rank": BAD, "step": STEP, "how": how})
+    if how == "stop":
+        (other,) = job.wait(90 + 2 * TIMEOUT, [1 - BAD])
+        assert other.code is not None, "waits for ever for a stopped rank"
+        job.kill([BAD], signal.SIGCONT)  # ends as soon as it is let go, by itself
     outcomes = job.wait(90 + 2 * TIMEOUT)
-    if outcomes[BAD].code is None:  # a stopped one ends as soon as it is let go, by itself
-        job.kill([BAD], signal.SIGCONT)
-        outcomes = job.wait(2 * TIMEOUT)
-        assert outcomes[BAD].code is not None, "hangs after it was stopped"
+    assert outcomes[BAD].code is not None, "hangs after it was stopped"
     assert not job.is_alive()
     return run, outcomes
 
