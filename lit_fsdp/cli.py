@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +71,7 @@ def run_verb(
     flags: list[str],
     others: Sequence[Path] = (),
     signals: SignalFlags | None = None,
+    choose_again: Callable[[], tuple[str, Sequence[Path]]] | None = None,
 ) -> int:
     """Run ``fit``, ``validate``, ``test`` or ``predict`` and return the exit code.
 
@@ -80,6 +81,7 @@ def run_verb(
         flags: Further flags for Lightning's parser.
         others: Checkpoints that may take the place of ``ckpt_path`` if it turns out to be damaged, in this order.
         signals: Set by this process's signal handlers; default: none are installed.
+        choose_again: Finds ``ckpt_path`` and ``others`` once more, when no other job can write into the run folder.
 
     Raises:
         ConfigError: A key or value that only Lightning knows to be wrong.
@@ -95,7 +97,7 @@ def run_verb(
     try:
         cli = RecipeCLI(verb, [verb, "--config", yaml.safe_dump(values, sort_keys=False), *flags], signals)
         signals.before_exit = lambda: cli.end_children(grace_seconds=0) if cli is not None else None
-        cli.run_trainer(others)
+        cli.run_trainer(others, choose_again)
     except argparse.ArgumentError as error:
         raise _unreadable(error) from None
     except StopRequested as stop:
@@ -216,7 +218,9 @@ class RecipeCLI(LightningCLI):
             text = " ".join(str(error).split())
             raise ConfigError("trainer", text, "what Lightning's Trainer accepts", "see lit-fsdp fit --help") from error
 
-    def run_trainer(self, others: Sequence[Path] = ()) -> None:
+    def run_trainer(
+        self, others: Sequence[Path] = (), choose_again: Callable[[], tuple[str, Sequence[Path]]] | None = None
+    ) -> None:
         """Prepare the data before any process group exists, then run the verb."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
         folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
@@ -225,6 +229,8 @@ class RecipeCLI(LightningCLI):
         self.datamodule.prepare(_STAGES[self.verb])
         if self.trainer.is_global_zero and self.verb == "fit":
             RunLock(folder)  # until this process ends
+            if choose_again is not None:  # a job that has just ended there may have saved, and removed, in the meantime
+                ckpt_path, others = choose_again()
             self._write_recipe(folder / "recipe.yaml")
         strategy: Any = self.trainer.strategy
         strategy.verify_on_load = self._get(self.config_init, "resume").verify

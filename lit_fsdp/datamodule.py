@@ -127,6 +127,12 @@ class CausalLMDataModule(LightningDataModule):
         """What the global order depends on, for the checkpoint; the position in it is the Trainer's step."""
         return asdict(self._order()) if "train" in self._rows else {}
 
+    def checkpoint_manifest(self, step: int) -> dict[str, Any]:
+        """The data position after optimizer step ``step``: with the order, it is all that decides what comes next."""
+        order = self._order()
+        epoch, done = divmod(step, order.batches_per_epoch)
+        return {"data": {**asdict(order), "epoch": epoch, "global_batches_done_in_epoch": done}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Say so if a run is resumed on other global batches than the checkpoint was trained on."""
         now = self.state_dict()

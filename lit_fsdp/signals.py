@@ -9,12 +9,12 @@ phase of ``fit``                     SIGTERM, SIGUSR1              SIGINT (Ctrl-
 before any other rank may wait       ends at once, 75              ends at once, 130
 until the first batch                all ranks agree before it,    ends at once, 130
                                      nothing is saved, 75
-training                             all ranks agree after the     the same, 130; a second one ends at once
+training                             all ranks agree after the     the same, 130; a third one ends at once
                                      global batch at hand, one
                                      checkpoint, 75
-a validation, a save                 is finished, and so is the    the same, 130; a second one ends at once
+a validation, a save                 is finished, and so is the    the same, 130; a third one ends at once
                                      global batch after it
-after training, while it exits       nothing, 0                    nothing, 0; a second one ends at once
+after training, while it exits       nothing, 0                    nothing, 0; a third one ends at once
 ===================================  ============================  =========================================
 
 The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
@@ -49,6 +49,7 @@ class SignalFlags:
 
     def __init__(self, can_save: bool = True) -> None:
         self.interrupted = self.terminated = False
+        self._is_warned = False
         self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         """Whether other ranks exist that would wait for this one."""
         self.can_save = can_save
@@ -80,8 +81,11 @@ class SignalFlags:
         """Take note of a signal, or end the process where the table above says so."""
         if number == signal.SIGINT:
             waits = self.training or (self.can_save and is_launched_by_lightning())
-            if self.interrupted or not waits:
+            if self._is_warned or not waits:
                 self._end("interrupted", EXIT_INTERRUPTED)
+            if self.interrupted:
+                self._is_warned = True
+                _say("Ctrl-C: the step is being finished and saved; once more ends at once, without saving")
             self.interrupted = True
         elif self.can_save and (self.training or self.has_peers):
             self.terminated = True
@@ -89,11 +93,15 @@ class SignalFlags:
             self._end("stopped by a signal; there is nothing to save yet", EXIT_STOPPED)
 
     def _end(self, text: str, code: int) -> None:
-        if is_first_process():
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        _say(text)
         self.before_exit()
         os._exit(code)
+
+
+def _say(text: str) -> None:
+    if is_first_process():
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _ignore() -> None:

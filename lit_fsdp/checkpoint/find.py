@@ -17,7 +17,7 @@ from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.errors import CheckpointError
 
 FOLDER = "checkpoints"
-_STEP_NAME = re.compile(r"step-(\d+)")
+STEP_NAME = re.compile(r"step-(\d+)")
 _ASIDE_NAME = re.compile(r"(damaged|superseded)-.+")
 
 
@@ -162,7 +162,7 @@ def looks_like_one(path: Path) -> bool:
     """Whether the folder ``path`` is in the place of a checkpoint, complete or not, and not hidden or moved aside."""
     if path.name.startswith(".") or _ASIDE_NAME.fullmatch(path.name):
         return False
-    return os.path.lexists(path / MANIFEST) or _STEP_NAME.fullmatch(path.name) is not None
+    return os.path.lexists(path / MANIFEST) or STEP_NAME.fullmatch(path.name) is not None
 
 
 def _entry(path: Path) -> Found | Damaged:
@@ -188,7 +188,7 @@ def _comes_first(entry: Damaged, chosen: Found, monitor: str | None, mode: Liter
 
 
 def _step_of(path: Path) -> int:
-    match = _STEP_NAME.fullmatch(path.name)
+    match = STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 

@@ -19,8 +19,9 @@ import torch
 from lit_fsdp.checkpoint import disk, staging
 from lit_fsdp.checkpoint.export_card import model_card
 from lit_fsdp.checkpoint.export_plan import DTYPES, GIB, ExportPlan, Form, plan_export
+from lit_fsdp.checkpoint.find import FOLDER, STEP_NAME
 from lit_fsdp.checkpoint.lora_merge import merged
-from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
+from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes
 from lit_fsdp.checkpoint.store import verify_files
@@ -140,6 +141,13 @@ def export(ckpt: Path, out: Path, options: ExportOptions | None = None) -> Expor
 
 
 def _check_place(out: Path) -> None:
+    for parent in out.absolute().parents:
+        if (parent / MANIFEST).is_file():
+            raise ConfigError(
+                "out", f"{out}, inside the checkpoint {parent}", "a folder of its own", "name another one"
+            )
+    if STEP_NAME.fullmatch(out.name) and out.absolute().parent.name == FOLDER:
+        raise ConfigError("out", f"{out}, the place of a checkpoint", "a folder of its own", "name another one")
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         kind = "a folder that is not empty" if out.is_dir() else "something that is no folder"
         raise ConfigError("out", f"{out}, {kind}", "a new or empty folder", f"name another one, or remove {out}")

@@ -109,7 +109,7 @@ class Manifest:
         }
         body = _canonical(document)
         document["sha256"] = hashlib.sha256(body).hexdigest()
-        return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+        return _as_text(document)
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     with naming(path):
         text = path.read_bytes()
     try:
-        return _parsed(folder, json.loads(text))
+        document = json.loads(text)
+        if _as_text(document) != text:  # a changed byte may leave every value as it was
+            raise ValueError("it was changed after it was written: its text is not as it is written")
+        return _parsed(folder, document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged or not ours ({error!r}); use another checkpoint") from error
 
@@ -193,6 +196,10 @@ def not_a_checkpoint(path: Path) -> str:
         kind = "Lightning's sharded checkpoint" if (path / "meta.pt").is_file() else "a plain torch DCP folder"
         return f"{path}: {kind}, without the manifest of a lit_fsdp checkpoint"
     return f"{path}: not a checkpoint: it has no {MANIFEST}"
+
+
+def _as_text(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _canonical(document: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lit_fsdp.checkpoint.disk import naming
-from lit_fsdp.checkpoint.find import Found
+from lit_fsdp.checkpoint.find import FOLDER, Found
 from lit_fsdp.checkpoint.manifest import Layout, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import num_bytes, spec_of
 from lit_fsdp.config.checkpoint import CheckpointConfig
@@ -214,7 +214,7 @@ class Budget:
         free = self._free(self.run_folder)
         what = f"{size_text(peak - present)} more, {size_text(size)} for each checkpoint: {self._kept(count)}"
         self._compare(peak - present, free, what)
-        self._compare_total(peak, self._kept(count))
+        self._compare_total(peak + self._set_aside(), self._kept(count))
         number = "their number is not known beforehand" if count is None else f"at most {count} at a time"
         line = f"checkpoints: {size_text(size)} each, {number}; {size_text(free)} free"
         return "; ".join([line, *self.contents.assumed])
@@ -232,8 +232,13 @@ class Budget:
         """
         size = max(written) if written else self.checkpoint_bytes
         self._compare(size, self._free(self.run_folder), f"{size_text(size)} for the next checkpoint")
-        total = size + sum(entry.num_bytes for entry in there)
+        total = size + sum(entry.num_bytes for entry in there) + self._set_aside()
         self._compare_total(total, f"{len(there)} that are there, and the next one")
+
+    def _set_aside(self) -> int:
+        """Bytes of checkpoints that were renamed and wait for a person to remove them."""
+        folders = [p for kind in ("damaged", "superseded") for p in (self.run_folder / FOLDER).glob(f"{kind}-step-*")]
+        return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
     def _compare(self, needed: int, free: int, what: str) -> None:
         if needed > free:

@@ -21,6 +21,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     recipe = read_recipe(argv)
     values = recipe.values
     others: Sequence[Path] = ()
+    word = values.get("ckpt_path")
     signals = SignalFlags(can_save=verb == "fit")
     if "-h" not in recipe.flags and "--help" not in recipe.flags:
         replaced = adapt_to_miniature(values, recipe.replaced)
@@ -36,7 +37,12 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
             signals.install()
     from lit_fsdp.cli import run_verb
 
-    return run_verb(verb, values, recipe.flags, others, signals)
+    def choose_again() -> tuple[str, Sequence[Path]]:
+        again = {**values, "ckpt_path": word}
+        found = _resolve_checkpoint(verb, again)
+        return again["ckpt_path"], found
+
+    return run_verb(verb, values, recipe.flags, others, signals, choose_again if word else None)
 
 
 def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:

@@ -130,6 +130,7 @@ class ShardedCheckpoints:
             "precision": self.contract.report()["declared"],
             "tied": self._ties,
             **(describe() if describe else {}),
+            **self._data_position(checkpoint.get("global_step")),
         }
         extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
         state = {**checkpoint, "optimizer_states": groups}
@@ -167,6 +168,12 @@ class ShardedCheckpoints:
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
+
+    def _data_position(self, step: int | None) -> dict[str, Any]:
+        """Of a data module that knows it; the order of any other is its own business."""
+        trainer = self.lightning_module.trainer
+        describe = getattr(getattr(trainer, "datamodule", None), "checkpoint_manifest", None)
+        return describe(step) if describe is not None and step is not None and trainer.state.fn == "fit" else {}
 
     def _sound(self, checkpoint_path: Any) -> Path:
         """The checkpoint to load: the one given, or the first sound one among those that may take its place."""

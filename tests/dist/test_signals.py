@@ -153,13 +153,14 @@ def test_with_loaders_in_a_save(
     assert "Traceback" not in output
 
 
-def test_ctrl_c_twice_in_a_save(tmp_path: Path, running: list[subprocess.Popen[str]]) -> None:
+def test_ctrl_c_three_times_in_a_save(tmp_path: Path, running: list[subprocess.Popen[str]]) -> None:
     """The process ends at once; what was being written stays hidden."""
     process = start(tmp_path, 3, phase="save")
     running.append(process)
     wait_for(tmp_path / "save-0", process)
-    os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.3)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     sent = time.monotonic()
     output = finish(process)

@@ -133,7 +133,7 @@ def test_values_that_only_lightning_knows_to_be_wrong(trainer: dict[str, Any], n
 def test_what_a_trainer_is_made_of(monkeypatch: pytest.MonkeyPatch):
     """Our callbacks and metrics.csv, beside what the recipe adds; switches of Lightning are obeyed."""
     made: list[Any] = []
-    monkeypatch.setattr(cli.RecipeCLI, "run_trainer", lambda self, others: made.append(self))
+    monkeypatch.setattr(cli.RecipeCLI, "run_trainer", lambda self, *choices: made.append(self))
     assert cli.run_verb("fit", recipe(), []) == 0
     own = ["StopOnSignal", "RunRecord", "Throughput", "PredictionWriter", "RunProgress", "Checkpoint"]
     trainer = made[0].trainer

@@ -20,6 +20,7 @@ data: {train: rows.jsonl, val: rows.jsonl, global_batch_size: 4}
 """
 Calls = list[tuple[str, dict[str, Any], list[str]]]
 substitutes: list[Path] = []  # the checkpoints handed over with the last call
+choosers: list[Any] = []
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def run_verb(verb: str, values: dict[str, Any], flags: list[str], others: Sequence[Path], *signals: Any) -> int:
         found.append((verb, values, flags))
         substitutes[:] = others
+        if signals[1:] and signals[1] is not None:
+            choosers[:] = [signals[1]]
         return 0
 
     monkeypatch.setattr(cli, "run_verb", run_verb)
@@ -253,3 +256,13 @@ def test_another_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("RANK", "3")
     assert __main__.main(["nonsense"]) == 2
     assert capsys.readouterr().err.startswith("[rank 3] error: command line: got nonsense")
+
+
+def test_last_is_found_again_when_no_other_job_can_write(recipe: list[str], calls: Calls, checkpoint: Any) -> None:
+    checkpoint(3)
+    assert commands.run(["fit", *recipe, "--ckpt_path", "last"]) == 0
+    assert Path(calls[-1][1]["ckpt_path"]).name == "step-00000003"
+    checkpoint(4)  # by a job that has ended meanwhile
+    path, others = choosers[0]()
+    assert Path(path).name == "step-00000004"
+    assert others == ()

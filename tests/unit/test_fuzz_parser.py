@@ -39,7 +39,7 @@ class _ParsedOnly(cli.RecipeCLI):
     def instantiate_classes(self) -> None:
         """Nothing."""
 
-    def run_trainer(self, others: Any = ()) -> None:
+    def run_trainer(self, *choices: Any) -> None:
         """Only note what would have run."""
         _ParsedOnly.parsed = self.config[self.verb]
 

@@ -122,4 +122,4 @@ def _refusal(text: str) -> str:
                 "If you trust where it comes from, save it again there without that object (in Lightning often "
                 "something in save_hyperparameters or in the state of a callback)"
             )
-    return f"refused: it is no plain file of tensors ({text.splitlines()[0][:200]}); nothing of it was run"
+    return "refused: it is damaged, or no plain file of tensors; nothing of it was run"

@@ -41,12 +41,16 @@ def ends(flags: SignalFlags, number: signal.Signals) -> bool:
     return False
 
 
-def test_ctrl_c_waits_for_the_step_while_training_and_ends_at_once_twice(flags: SignalFlags):
+def test_ctrl_c_waits_for_the_step_while_training_and_so_does_a_second_one(
+    flags: SignalFlags, capsys: pytest.CaptureFixture[str]
+):
     cleaned: list[str] = []
     flags.before_exit = lambda: cleaned.append("children")
     flags.training = True
     assert not ends(flags, signal.SIGINT)
     assert flags.interrupted
+    assert not ends(flags, signal.SIGINT)
+    assert "once more ends at once" in capsys.readouterr().err
     assert cleaned == []
     assert ends(flags, signal.SIGINT)
     assert cleaned == ["children"]
