@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -39,13 +37,14 @@ from lit_fsdp.config.run import FACTORY, STRATEGY
 from lit_fsdp.config.typed import field_docs
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import is_first_process, is_launched_by_lightning
+from lit_fsdp.host import is_launched_by_lightning
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.prepare import plan_for
 from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.signals import SignalFlags
+from lit_fsdp.speak import speak
 from lit_fsdp.trainer_keys import check_trainer_keys
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
@@ -88,7 +87,7 @@ def run_verb(
     """
     check_trainer_keys(values, flags)
     signals = signals or SignalFlags()
-    _speak()
+    speak()
     shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=shows_help, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
@@ -287,16 +286,3 @@ class _ParsedOnly(RecipeCLI):
 
     def instantiate_classes(self) -> None:
         """Nothing."""
-
-
-def _speak() -> None:
-    """Our own log lines on standard error, from the first process; warnings from all; less from Lightning."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    own = logging.getLogger("lit_fsdp")
-    own.addHandler(handler)
-    own.setLevel(logging.INFO if is_first_process() else logging.WARNING)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # torch >= 2.12 deprecates a check that lightning 2.6 makes: delete when the minimum of lightning no longer does
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")

@@ -22,6 +22,7 @@ FLOORS = {
     "redaction": 0,
     "host": 1,
     "signals": 2,
+    "speak": 2,
     "config": 1,
     **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert", "launch"), 2),
     **dict.fromkeys(("plan", "report"), 3),
