@@ -64,7 +64,7 @@ def test_the_parser_refuses_with_words_and_imports_nothing(tmp_path: Path, monke
     (tmp_path / f"{CANARY}.py").write_text("class Logger: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(cli, "RecipeCLI", _ParsedOnly)
-    monkeypatch.setattr(cli, "_speak", lambda: None)
+    monkeypatch.setattr(cli, "speak", lambda: None)
     monkeypatch.setattr(SignalFlags, "install", lambda self: None)
     called: list[Any] = []
     monkeypatch.setattr(os, "system", called.append)
