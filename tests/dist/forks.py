@@ -85,6 +85,7 @@ class ForkServer:
 
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self._places = tempfile.TemporaryDirectory(prefix="lit_fsdp_jobs_")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.dist.forks", *modules],
             stdin=subprocess.PIPE,
@@ -96,7 +97,7 @@ class ForkServer:
 
     def start(self, job: str, ranks: int, env: dict[str, str] | None = None, **arguments: Any) -> Job:
         """Fork the ranks of ``job(**arguments)``; files of theirs go to a folder of their own."""
-        place = Path(tempfile.mkdtemp(prefix="lit_fsdp_job_"))
+        place = Path(tempfile.mkdtemp(dir=self._places.name))
         task = {"job": job, "ranks": ranks, "place": str(place), "env": env or {}, "arguments": arguments}
         return Job(self, place, self.ask({"start": task}))
 
@@ -116,6 +117,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server and whatever ranks it still has."""
         self._process.communicate()
+        self._places.cleanup()
         assert self._process.returncode == 0
 
 

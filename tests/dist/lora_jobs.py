@@ -18,7 +18,7 @@ from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import open_weights
 from tests.dist.jobs import Losses, TinyData, command, trainer_for
-from tests.dist.reference import LEARNING_RATE, global_batch
+from tests.dist.reference import LEARNING_RATE, step_loss
 
 SEED = 11
 
@@ -79,9 +79,7 @@ def peft_losses(folder: str, lora: dict[str, Any], steps: int = 10) -> list[floa
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
     losses = []
     for step in range(steps):
-        batch = global_batch(step)
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss = step_loss(model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

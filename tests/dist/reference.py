@@ -32,6 +32,13 @@ def global_batch(step: int, rows: int = ROWS, length: int = 14) -> dict[str, tor
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
+def step_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """Loss of a global batch, the mean over its supervised tokens."""
+    batch = global_batch(step)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
 def reference_losses(
     folder: str, steps: int = 10, clip_norm: float | None = None, clip_value: float | None = None, decay: float = 0.1
 ) -> list[float]:
@@ -44,9 +51,7 @@ def reference_losses(
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
     losses = []
     for step in range(steps):
-        batch = global_batch(step)
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss = step_loss(model, step)
         loss.backward()
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

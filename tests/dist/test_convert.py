@@ -19,6 +19,12 @@ STEPS = 4
 TOLERANCE = {"no": 1e-5, "bf16": 1e-3}
 
 
+def with_accelerate(workers: Workers, model: Path, env: dict[str, str], mixed_precision: str, forced: bool) -> Any:
+    """What the original configuration did under the real library, on the first of two ranks."""
+    job = {"folder": str(model), "env": env, "mixed_precision": mixed_precision, "steps": STEPS, "forced": forced}
+    return workers.run("train_with_accelerate", 2, **job)[0]
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_converted_recipe_trains_as_accelerate_does(
@@ -41,15 +47,7 @@ def test_the_converted_recipe_trains_as_accelerate_does(
     env = {name.upper(): str(value) for name, value in config.items()}
     env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = env.pop("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
     env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
-    theirs = workers.run(
-        "train_with_accelerate",
-        2,
-        folder=str(tiny_model),
-        env=env,
-        mixed_precision=mixed_precision,
-        steps=STEPS,
-        forced=True,
-    )[0]
+    theirs = with_accelerate(workers, tiny_model, env, mixed_precision, forced=True)
     strategy = found.recipe["trainer"]["strategy"]["init_args"]
     ours = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=STEPS)[0]
 
@@ -73,15 +71,7 @@ def test_on_a_cpu_both_train_with_ddp(workers: Workers, tiny_model: Path, tmp_pa
     assert found.recipe["trainer"]["accelerator"] == "cpu"
     env = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2"}
     env |= {"FSDP_OFFLOAD_PARAMS": "true"}
-    theirs = workers.run(
-        "train_with_accelerate",
-        2,
-        folder=str(tiny_model),
-        env=env,
-        mixed_precision=mixed_precision,
-        steps=STEPS,
-        forced=False,
-    )[0]
+    theirs = with_accelerate(workers, tiny_model, env, mixed_precision, forced=False)
     assert (theirs["type"], theirs["sharded"], theirs["units"]) == ("MULTI_CPU", False, [])
     strategy = found.recipe["trainer"]["strategy"]["init_args"]
     assert (strategy["engine"], strategy["precision"]) == ("ddp", "fp32" if mixed_precision == "no" else "mixed")

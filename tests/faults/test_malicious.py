@@ -163,9 +163,7 @@ def test_safetensors_headers(victim: Path, ledger: Ledger, name: str) -> None:
             safe_files.safetensors_tensors(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside", "/tmp/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""]
-)
+@pytest.mark.parametrize("name", ["../outside", "/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""])
 def test_names_that_lead_outside(victim: Path, tmp_path: Path, ledger: Ledger, name: str) -> None:
     """In the manifest, in the description of the tensors, among the files to be saved, in an index of shards."""
     (victim.parent / "outside").write_text("not ours")

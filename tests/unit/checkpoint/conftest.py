@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lit_fsdp.checkpoint.disk import FileEntry
 from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.store import save_checkpoint
 
 TENSORS = {
@@ -53,3 +55,16 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 def blanks() -> dict[str, torch.Tensor]:
     """Tensors of the right names, shapes and dtypes with other content."""
     return {name: torch.full_like(tensor, 1) for name, tensor in TENSORS.items()}
+
+
+def make(run: Path, step: int, name: str | None = None, **metrics: float) -> Path:
+    """A complete checkpoint of one file, written without torch: what finding and keeping look at."""
+    folder = step_folder(run, step) if name is None else run / "checkpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"1234")
+    manifest = Manifest(
+        folder=folder, layout="full", global_step=step, world_size=1, created="2026-01-01T00:00:00+00:00", versions={},
+        tensors={}, files={"data": FileEntry(4, "0" * 64)}, metrics=metrics,
+    )  # fmt: skip
+    (folder / "manifest.json").write_bytes(manifest.dumps())
+    return folder

@@ -7,22 +7,9 @@ from pathlib import Path
 import pytest
 
 from lit_fsdp.checkpoint.aside import move_newer_aside
-from lit_fsdp.checkpoint.disk import FileEntry
-from lit_fsdp.checkpoint.find import checkpoints, choose, damaged, moved_aside, step_folder, survey
-from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.checkpoint.find import checkpoints, choose, damaged, moved_aside, survey
 from lit_fsdp.errors import CheckpointError
-
-
-def make(run: Path, step: int, **metrics: float) -> Path:
-    folder = step_folder(run, step)
-    folder.mkdir(parents=True)
-    (folder / "data").write_bytes(b"1234")
-    manifest = Manifest(
-        folder=folder, layout="full", global_step=step, world_size=1, created="2026-01-01T00:00:00+00:00", versions={},
-        tensors={}, files={"data": FileEntry(4, "0" * 64)}, metrics=metrics,
-    )  # fmt: skip
-    (folder / "manifest.json").write_bytes(manifest.dumps())
-    return folder
+from tests.unit.checkpoint.conftest import make
 
 
 @pytest.fixture

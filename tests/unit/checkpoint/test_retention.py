@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.disk import FileEntry
 from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
-from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.typed import build
 from lit_fsdp.errors import CheckpointError, ConfigError
+from tests.unit.checkpoint.conftest import make
 
 
 def found(losses: dict[int, float | None]) -> list[Found]:
@@ -80,18 +79,6 @@ def test_what_cannot_be_kept_is_refused(values, field):
     with pytest.raises(ConfigError) as error:
         build(CheckpointConfig, values, "checkpoint")
     assert error.value.field == field
-
-
-def make(run: Path, step: int, **metrics: float) -> Path:
-    folder = step_folder(run, step)
-    folder.mkdir(parents=True)
-    (folder / "data").write_bytes(b"1234")
-    manifest = Manifest(
-        folder=folder, layout="full", global_step=step, world_size=1, created="2026-01-01T00:00:00+00:00", versions={},
-        tensors={}, files={"data": FileEntry(4, "0" * 64)}, metrics=metrics,
-    )  # fmt: skip
-    (folder / "manifest.json").write_bytes(manifest.dumps())
-    return folder
 
 
 def test_retention_removes_and_names_the_best(tmp_path):
