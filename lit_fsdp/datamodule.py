@@ -65,7 +65,7 @@ class CausalLMDataModule(LightningDataModule):
         """
         wanted = [split for split in splits if getattr(self.config, split) and split not in self._rows]
         if wanted:
-            template = ChatTemplate(self._tokenizer_or_the_models(), self._template_text(), self.config.supervise)
+            template = ChatTemplate(self._tokenizer_or_the_models(), self._template_text(), self.config.supervise)  # type: ignore[arg-type]
             for split in wanted:
                 rows = prepare_rows(getattr(self.config, split), self.config, template)
                 self._warn_of_long_rows(split, rows)

@@ -22,6 +22,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.typed import accepts, build
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.counts import STEP_COUNTS, batch_counts
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.description import model_entry, model_files
 from lit_fsdp.models.lora import LoraWeights
@@ -68,8 +69,8 @@ class CausalLMModule(LightningModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
         self.stop_votes = [0.0, 0.0]
-        # supervised tokens, summed loss, tokens, samples, votes to stop (interrupted, terminated), over all ranks
-        self.step_totals = torch.zeros(6, dtype=torch.float64)
+        # over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
+        self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
         self._window: torch.Tensor | None = None
         self._val_metrics, self._test_metrics = _EvalMetrics(), _EvalMetrics()
 
@@ -121,14 +122,8 @@ class CausalLMModule(LightningModule):
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
         loss = self._forward(batch, count_correct=False)
-        counts = torch.stack(
-            [
-                loss.num_tokens.double(),
-                loss.loss_sum.detach().double(),
-                batch["attention_mask"].sum().double(),
-                torch.as_tensor(float(len(batch["input_ids"])), dtype=torch.float64, device=loss.num_tokens.device),
-            ]
-        )
+        sums = torch.stack([loss.num_tokens.double(), loss.loss_sum.detach().double()])
+        counts = torch.cat([sums, batch_counts(batch).to(sums.device)])
         self._window = counts if self._window is None else self._window + counts
         return loss.loss_sum / self._loss_divisor
 

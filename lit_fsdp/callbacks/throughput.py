@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.metrics.counts import step_counts
 from lit_fsdp.metrics.memory import GIB, peak_device_bytes
 
 
@@ -70,7 +71,8 @@ class Throughput(Callback):
             self._log(trainer, pl_module, counts)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: list[float]) -> None:
-        supervised, _, tokens, samples, *_ = counts
+        found = step_counts(counts)
+        supervised, tokens, samples = found["supervised_tokens"], found["tokens"], found["samples"]
         seconds = max(self._seconds, 1e-9)
         self.total_tokens += tokens
         self.total_seconds += seconds

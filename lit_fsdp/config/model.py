@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.loss import LossConfig
 from lit_fsdp.config.optim import OptimConfig
 from lit_fsdp.errors import ConfigError
 
@@ -20,13 +21,19 @@ class ModelConfig:
     """Folder or hub name of the tokenizer; default: beside the model."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning-rate schedule."""
+    loss: LossConfig = LossConfig()
+    """Backend of the cross-entropy, z-loss and label smoothing."""
     lora: LoraConfig | None = None
     """Train adapters beside the frozen model instead of the model; {} for all defaults."""
     freeze: list[str] | None = None
     """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
     train_only: list[str] | None = None
     """Patterns of the only parameters that are trained."""
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    add_tokens: list[str] | None = None
+    """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
+    pad_token: str | None = None
+    """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
+    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """Attention backend of transformers."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
@@ -39,6 +46,10 @@ class ModelConfig:
         for field in ("freeze", "train_only"):
             if getattr(self, field) == []:
                 raise ConfigError(field, "[]", "at least one pattern, or null", f"drop {field}")
+        if self.add_tokens is not None and (
+            not all(self.add_tokens) or len(set(self.add_tokens)) < max(1, len(self.add_tokens))
+        ):
+            raise ConfigError("add_tokens", self.add_tokens, "different tokens, none of them empty", "drop add_tokens")
         if self.lora is not None and self.train_only is not None:
             fix = "drop train_only, or name whole modules in lora.modules_to_save"
             raise ConfigError("train_only", self.train_only, "nothing beside lora, which freezes the base", fix)

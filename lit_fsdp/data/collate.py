@@ -23,7 +23,8 @@ def collate(rows: TokenisedRows, indices: Sequence[int], pad_id: int) -> dict[st
 
     Returns:
         int64 tensors: ``input_ids``, ``attention_mask``, ``labels`` (B, T), the last aligned with the first and -100
-        where nothing is learnt, and ``row`` (B,).
+        where nothing is learnt, and ``row`` (B,). ``counts`` is float64, in the order of
+        :data:`lit_fsdp.metrics.counts.BATCH_COUNTS`.
     """
     parts = [(np.array([pad_id]), np.array([False])) if i == FILLER else rows.row(i) for i in indices]
     longest = max(len(ids) for ids, _ in parts)
@@ -38,4 +39,9 @@ def collate(rows: TokenisedRows, indices: Sequence[int], pad_id: int) -> dict[st
         batch["input_ids"][b, : len(ids)] = tokens
         batch["attention_mask"][b, : len(ids)] = 1
         batch["labels"][b, : len(ids)] = torch.where(torch.from_numpy(supervised.astype(bool)), tokens, IGNORED)
+    lengths = [len(ids) for (ids, _), index in zip(parts, indices, strict=True) if index != FILLER]
+    squared = sum(length * length for length in lengths)
+    batch["counts"] = torch.tensor(
+        [sum(lengths), len(lengths), batch["input_ids"].numel(), squared], dtype=torch.float64
+    )
     return batch

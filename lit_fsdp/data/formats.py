@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_fsdp.config.data import RowFormat
+from lit_fsdp.config.sources import RowFormat
 from lit_fsdp.errors import DataError
 
 Message = dict[str, Any]

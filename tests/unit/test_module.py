@@ -159,8 +159,9 @@ def test_gradients_are_scaled_before_they_are_clipped():
 
 def test_totals_of_the_step_travel_in_one_vector():
     net, _ = fit([rows(1, 6), rows(7, 3)], accumulate=2)
-    supervised, loss, tokens, samples, interrupted, terminated = net.step_totals.tolist()
+    supervised, loss, tokens, samples, slots, squared, interrupted, terminated = net.step_totals.tolist()
     assert (supervised, tokens, samples) == (7 + 0 + 1 + 3, 2 * (16 - 2), 4)
+    assert (slots, squared) == (2 * 16, 2 * (8 * 8 + 6 * 6))
     assert loss > 0
     assert (interrupted, terminated) == (0, 0)
 

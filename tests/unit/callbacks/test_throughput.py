@@ -40,7 +40,7 @@ class Run:
             self.now += seconds / micro_batches
             if index == micro_batches - 1:
                 self.trainer.global_step += 1
-                self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, 0, 0])
+                self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, tokens, tokens, 0, 0])
             self.callback.on_train_batch_end(self.trainer, self.module, None, None, index)
 
 

@@ -23,6 +23,7 @@ def test_batch_written_out():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 9], [-100, 9, -100], [-100, -100, -100]]
     assert batch["row"].tolist() == [0, 1, -1]
+    assert batch.pop("counts").tolist() == [3 + 2, 2, 9, 3 * 3 + 2 * 2]  # the filler is no sample
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
