@@ -21,13 +21,24 @@ _MARKS = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist, "faults": pytest.mar
 
 # Of tests with very many cases `make test` runs every n-th, `make test-long` (LIT_FSDP_LONG=1) all of them.
 _EVERY = {
-    "test_a_cell_trains_as_the_reference_does": 2,
-    "test_another_topology": 2,
-    "test_random_weights_equal_those_of_one_process": 3,
-    "test_files_are_loaded_bit_for_bit": 2,
-    "test_in_every_phase": 2,
-    "test_saved_stopped_and_resumed": 2,
+    "test_a_cell_trains_as_the_reference_does": 5,
+    "test_another_topology": 5,
+    "test_random_weights_equal_those_of_one_process": 5,
+    "test_files_are_loaded_bit_for_bit": 3,
+    "test_in_every_phase": 3,
+    "test_saved_stopped_and_resumed": 3,
     "test_with_loaders_in_a_save": 2,
+    "test_losses_and_parameters_are_bit_equal": 3,
+    "test_a_bad_gradient_on_one_rank_skips_the_step_on_all": 5,
+    "test_losses_equal_a_plain_loop": 3,
+    "test_losses_are_those_of_plain_peft": 3,
+    "test_it_says_what_a_run_does": 2,
+    "test_a_checkpoint_of_lightning": 3,
+    "test_the_same_bytes_as_a_save_that_training_waits_for": 3,
+    "test_frozen_weights_as_units_of_their_own": 3,
+    "test_experts_as_units": 3,
+    "test_reductions_are_held_back_until_the_last_micro_batch": 3,
+    "test_the_others_end_in_time": 3,
 }
 
 
