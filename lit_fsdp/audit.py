@@ -9,8 +9,10 @@ from typing import Any, TextIO
 from torch import nn
 
 from lit_fsdp.config.mesh import mesh_shape
+from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.models.attention import check_architecture
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.models.trainable import build_trainable
 from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
@@ -46,9 +48,15 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     assert run.world_size is not None
     strategy = run.strategy
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
-    config, model_config = strategy.precision_config, run.model
+    config = strategy.precision_config
+    attention = run.model.attn_implementation
+    model_config = run.model
+    if attention in FLASH_ATTENTION:  # its package need not be installed here, and parameters do not depend on it
+        model_config = dataclasses.replace(model_config, attn_implementation="eager")
     hf_config = resolve_architecture(model_config)
-    module = CausalLMModule(build_trainable(hf_config, model_config)[0])
+    model = build_trainable(hf_config, model_config)[0]
+    check_architecture(model, attention)
+    module = CausalLMModule(model)
     plan = prepare(module, _without_fp8_layers(strategy), STRATEGY)
     state = state_per_rank(module, plan, strategy, shards)
     return {

@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
+from lit_fsdp.callbacks.data_record import DataRecord
+from lit_fsdp.callbacks.isolation import IsolationProof
 from lit_fsdp.callbacks.predictions import PredictionWriter
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.run_record import RunRecord
@@ -38,6 +40,7 @@ from lit_fsdp.config.typed import field_docs
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_launched_by_lightning
+from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.prepare import plan_for
@@ -199,7 +202,9 @@ class RecipeCLI(LightningCLI):
         given = self._get(self.config_init, "trainer")
         checkpoint = self._get(self.config_init, "checkpoint")
         resumed = bool(self._get(self.config_init, "ckpt_path"))
-        callbacks: list[Any] = [StopOnSignal(self.signals), RunRecord(), Throughput(), PredictionWriter()]
+        self.data_record = DataRecord()
+        first = (StopOnSignal(self.signals), RunRecord(), self.data_record, IsolationProof())
+        callbacks: list[Any] = [*first, Throughput(), PredictionWriter()]
         if given.get("enable_progress_bar") is not False:
             callbacks.append(RunProgress())
         if given.get("enable_checkpointing") is not False:
@@ -231,6 +236,7 @@ class RecipeCLI(LightningCLI):
             if choose_again is not None:  # a job that has just ended there may have saved, and removed, in the meantime
                 ckpt_path, others = choose_again()
             self._write_recipe(folder / "recipe.yaml")
+        self.data_record.show(self.datamodule, self.verb, folder, self.trainer.is_global_zero)
         strategy: Any = self.trainer.strategy
         strategy.verify_on_load = self._get(self.config_init, "resume").verify
         strategy.fallback_checkpoints = tuple(others)
@@ -249,6 +255,7 @@ class RecipeCLI(LightningCLI):
         ranks = trainer.num_devices * trainer.num_nodes
         mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
         check_device(strategy.config, strategy.root_device.type, STRATEGY)
+        check_attention(self.model.config.attn_implementation, strategy.root_device.type)
         plan_for(self.model.build(), strategy.config, STRATEGY)
         resolve_ops(strategy.config.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
         if self.verb == "fit":

@@ -5,32 +5,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.typed import accepts, build
-from lit_fsdp.data.cache import TokenisedRows, prepare_rows
-from lit_fsdp.data.collate import collate
-from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
-from lit_fsdp.data.templates import ChatTemplate
-from lit_fsdp.data.workers import obey_parent_only, signals_held
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.loader import BatchLoader, SampleBatches
+from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
+from lit_fsdp.data.report import describe_data
+from lit_fsdp.data.samples import Samples, prepare_samples
+from lit_fsdp.data.stream import SampleStream, Share
+from lit_fsdp.data.stream_loader import StreamLoader
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process
+from lit_fsdp.models.tokenizers import pad_id
 
-Batch = dict[str, torch.Tensor]
 _log = logging.getLogger(__name__)
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
 class CausalLMDataModule(LightningDataModule):
-    """Chat rows as padded batches; its arguments are the ``data`` section of a recipe.
+    """Rows as padded or packed batches; its arguments are the ``data`` section of a recipe.
 
     In somebody's own Trainer ``prepare_data`` tokenises; the command line calls :meth:`prepare` before.
 
@@ -48,29 +47,38 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
-        self._rows: dict[str, TokenisedRows] = {}
+        self._samples: dict[str, Samples] = {}
+        self._stream: StreamLoader | None = None
+        self._streams_train = False
+        self._position: dict[str, Any] | None = None
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open."""
         self._tokenizer, self._seed = tokenizer, seed
 
-    def prepare(self, splits: Sequence[str]) -> dict[str, TokenisedRows]:
-        """Tokenise the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has, or map the cache.
+    def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
+        """Tokenise and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
 
-        Any number of processes may call it at the same time; one works.
+        What has been prepared before is mapped from the cache. Any number of processes may call it at the same time;
+        one works.
 
         Raises:
             DataError: A source or row is bad, or a split has nothing to learn.
             ConfigError: The chat template is missing.
         """
-        wanted = [split for split in splits if getattr(self.config, split) and split not in self._rows]
+        self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
+        cached = [split for split in splits if not (split == "train" and self.config.streaming)]
+        wanted = [split for split in cached if self.config.has(split) and split not in self._samples]
         if wanted:
-            template = ChatTemplate(self._tokenizer_or_the_models(), self._template_text(), self.config.supervise)  # type: ignore[arg-type]
-            for split in wanted:
-                rows = prepare_rows(getattr(self.config, split), self.config, template)
-                self._warn_of_long_rows(split, rows)
-                self._rows[split] = rows
-        return self._rows
+            found = prepare_samples(self.config, wanted, self._encoder())
+            for split, samples in found.items():
+                self._warn_of_long_rows(split, samples)
+            self._samples.update(found)
+        return self._samples
+
+    def describe(self) -> dict[str, Any]:
+        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
+        return describe_data(self._samples, self.config, self._encoder(), self._streams_train)
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process per node: the same as :meth:`prepare`."""
@@ -96,13 +104,14 @@ class CausalLMDataModule(LightningDataModule):
                 "drop accumulate_grad_batches",
             )
         trainer.accumulate_grad_batches = steps
-        if not self.config.val:
+        if not self.config.has("val"):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
 
-    def train_dataloader(self) -> BatchLoader:
+    def train_dataloader(self) -> BatchLoader | StreamLoader:
         """Micro-batches of this rank from the Trainer's step on."""
         trainer, config = self._trainer(), self.config
-        rows = self._split("train")
+        if config.streaming:
+            return self._streamed()
         order = self._order()
         ranks, rank, micro = trainer.world_size, trainer.global_rank, config.micro_batch_size
 
@@ -114,28 +123,40 @@ class CausalLMDataModule(LightningDataModule):
                     yield from micro_batches(order.global_batch(permutation, index), micro, ranks, rank)
                 epoch, first = epoch + 1, 0
 
-        return self._loader(rows, indices, num_micro_batches(order, micro, ranks))
+        return self._loader("train", indices, num_micro_batches(order, micro, ranks))
 
     def position_at(self, step: int) -> tuple[int, int, int]:
         """Where optimizer step ``step`` (>= 1) ends: epoch (from 0), micro-batches done in it, micro-batches it has."""
-        trainer, order = self._trainer(), self._order()
+        trainer = self._trainer()
+        if self.config.streaming:
+            return 0, step * trainer.accumulate_grad_batches, (step + 1) * trainer.accumulate_grad_batches
+        order = self._order()
         epoch, index = divmod(step - 1, order.batches_per_epoch)
         length = num_micro_batches(order, self.config.micro_batch_size, trainer.world_size)
         return epoch, min((index + 1) * trainer.accumulate_grad_batches, length), length
 
     def state_dict(self) -> dict[str, Any]:
-        """What the global order depends on, for the checkpoint; the position in it is the Trainer's step."""
-        return asdict(self._order()) if "train" in self._rows else {}
+        """What the global order depends on, for the checkpoint; the position in it is the Trainer's step.
+
+        A stream has a position of its own beside it, that after the step reached.
+        """
+        if self._stream is not None:
+            position = self._stream.position(int(self._trainer().global_step))
+            return {**self._stream.stream.record(), "position": position}
+        return self._order().record() if "train" in self._samples else {}
 
     def checkpoint_manifest(self, step: int) -> dict[str, Any]:
         """The data position after optimizer step ``step``: with the order, it is all that decides what comes next."""
+        if self._stream is not None:
+            return {"data": {**self._stream.stream.record(), "position": self._stream.position(step)}}
         order = self._order()
         epoch, done = divmod(step, order.batches_per_epoch)
-        return {"data": {**asdict(order), "epoch": epoch, "global_batches_done_in_epoch": done}}
+        return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Say so if a run is resumed on other global batches than the checkpoint was trained on."""
-        now = self.state_dict()
+        self._position = state_dict.get("position")
+        now = self._streamed().stream.record() if self.config.streaming else self.state_dict()
         other = [
             f"{name} {state_dict[name]} → {now[name]}" for name in now if state_dict.get(name, now[name]) != now[name]
         ]
@@ -146,7 +167,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Every validation row once, in file order; nothing if the recipe has no validation rows."""
-        return self._evaluation("val") if self.config.val else []
+        return self._evaluation("val") if self.config.has("val") else []
 
     def test_dataloader(self) -> BatchLoader:
         """Every test row once, in file order."""
@@ -156,35 +177,44 @@ class CausalLMDataModule(LightningDataModule):
         """Every row to be scored once, in file order."""
         return self._evaluation("predict")
 
+    def _streamed(self) -> StreamLoader:
+        if self._stream is None:
+            trainer, config = self._trainer(), self.config
+            stream = SampleStream(config, self._encoder(), self._order_seed())
+            share = Share(trainer.global_rank, trainer.world_size, config.micro_batch_size)
+            pad = pad_id(self._tokenizer_or_the_models())
+            self._stream = StreamLoader(stream, share, pad, config, self._pin())
+            self._stream.begin = lambda: (int(trainer.global_step), self._position)
+        return self._stream
+
     def _evaluation(self, split: str) -> BatchLoader:
-        trainer, rows = self._trainer(), self._split(split)
+        trainer, items = self._trainer(), np.arange(len(self._split(split)))
         micro = self.config.val_micro_batch_size or self.config.micro_batch_size
-        everything = GlobalOrder(len(rows), len(rows), rows.order_fingerprint, 0, shuffle=False)
-        batches = micro_batches(everything.permutation(0), micro, trainer.world_size, trainer.global_rank)
-        return self._loader(rows, lambda: iter(batches), len(batches))
+        batches = micro_batches(items, micro, trainer.world_size, trainer.global_rank)
+        return self._loader(split, lambda: iter(batches), len(batches))
 
-    def _loader(self, rows: TokenisedRows, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
-        tokenizer = self._tokenizer_or_the_models()
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        return BatchLoader(_Batches(rows, int(pad)), indices, length, self.config.num_workers, self._pin())
+    def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
+        batches = SampleBatches(self._split(split), pad_id(self._tokenizer_or_the_models()))
+        return BatchLoader(batches, indices, length, self.config.num_workers, self._pin())
 
-    def _warn_of_long_rows(self, split: str, rows: TokenisedRows) -> None:
-        limit, longest = self._tokenizer_or_the_models().model_max_length, rows.meta["longest"]
+    def _warn_of_long_rows(self, split: str, samples: Samples) -> None:
+        limit, longest = self._tokenizer_or_the_models().model_max_length, samples.meta["longest"]
         if longest > limit and is_first_process():
             _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 
     def _pin(self) -> bool:
         return self._trainer().strategy.root_device.type == "cuda"
 
-    def _split(self, name: str) -> TokenisedRows:
-        if name not in self._rows:
+    def _split(self, name: str) -> Samples:
+        if name not in self._samples:
             raise ConfigError(f"data.{name}", "null", "a source of rows", f"set data.{name}: rows.jsonl")
-        return self._rows[name]
+        return self._samples[name]
 
     def _order(self) -> GlobalOrder:
-        rows, config = self._split("train"), self.config
-        seed = self._order_seed()
-        return GlobalOrder(len(rows), config.global_batch_size, rows.order_fingerprint, seed, config.shuffle)
+        samples, config = self._split("train"), self.config
+        mix = (samples.groups, samples.weights) if samples.weights else ()
+        size, fingerprint = config.global_batch_size, samples.order_fingerprint
+        return GlobalOrder(len(samples), size, fingerprint, self._order_seed(), config.shuffle, *mix)
 
     def _order_seed(self) -> int:
         seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # the third by seed_everything
@@ -193,6 +223,14 @@ class CausalLMDataModule(LightningDataModule):
     def _trainer(self) -> Any:
         assert self.trainer is not None, "the loaders belong to a Trainer"
         return self.trainer
+
+    def _encoder(self) -> RowEncoder:
+        """Rows to samples; the tokenizer gets the template of ``data.chat_template``, so that exports carry it."""
+        tokenizer = self._tokenizer_or_the_models()
+        encoder = RowEncoder(tokenizer, self.config)
+        if self.config.chat_template is not None:
+            tokenizer.chat_template = encoder.chat_template
+        return encoder
 
     def _tokenizer_or_the_models(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -207,89 +245,3 @@ class CausalLMDataModule(LightningDataModule):
                 )
             self._tokenizer = tokenizer
         return self._tokenizer
-
-    def _template_text(self) -> str | None:
-        if self.config.chat_template is None:
-            return None
-        path = Path(self.config.chat_template).expanduser()
-        if not path.is_file():
-            raise ConfigError(
-                "data.chat_template", str(path), "an existing file with a Jinja template", "check the path"
-            )
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "data.chat_template", f"{path} ({error})", "a readable file in UTF-8", "save the file as UTF-8"
-            ) from error
-        if not text.strip():
-            raise ConfigError("data.chat_template", f"{path}, which is empty", "a Jinja template", "check the path")
-        return text
-
-
-class BatchLoader:
-    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
-
-    Args:
-        batches: Row ids to batch.
-        indices: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
-        length: Batches per epoch; the iterator may go on beyond it.
-        num_workers: Loader processes.
-        pin_memory: Copy batches into page-locked memory.
-    """
-
-    def __init__(
-        self,
-        batches: _Batches,
-        indices: Callable[[], Iterator[list[int]]],
-        length: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.batches, self.indices, self.length = batches, indices, length
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-
-    def __len__(self) -> int:
-        return self.length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is the Trainer's step. Having it tells Lightning that the loader can be resumed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing, see :meth:`state_dict`."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
-            self.batches,
-            batch_size=None,
-            sampler=_Lazy(self.indices),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
-            worker_init_fn=obey_parent_only,
-        )
-        with signals_held():
-            batches = iter(loader)
-        yield from batches
-
-
-class _Lazy:
-    """A sampler of row ids per batch."""
-
-    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices()
-
-
-class _Batches(Dataset[Batch]):
-    """Maps row ids to a padded batch."""
-
-    def __init__(self, rows: TokenisedRows, pad_id: int) -> None:
-        self._rows, self._pad_id = rows, pad_id
-
-    def __getitem__(self, indices: Sequence[int]) -> Batch:
-        assert all(FILLER <= index < len(self._rows) for index in indices)
-        return collate(self._rows, indices, self._pad_id)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -19,6 +21,8 @@ from lit_fsdp.errors import CheckpointError
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _REMIND_SECONDS = 30.0
+_IDLE_SECONDS = 3600.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def cache_root() -> Path:
@@ -42,7 +46,8 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
     """``folder``, made by ``make`` in a temporary folder and renamed when complete, unless it is there already.
 
     Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
-    is killed, the next takes over.
+    is killed, the next takes over. Where locks do not work, as on some network file systems, several make it at the
+    same time; the first to be ready wins and the others throw theirs away.
 
     Args:
         folder: Its name must identify the content, as an existing one is used as it is.
@@ -56,9 +61,9 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f"{folder.name}.lock", what):
+        with locked(folder.parent / f"{folder.name}.lock", what) as alone:
             if not folder.is_dir():
-                _make(folder, make, what)
+                _make(folder, make, what, alone)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error}); set data.cache_dir or LIT_FSDP_CACHE to another place"
@@ -66,29 +71,56 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
+def _make(folder: Path, make: Callable[[Path], None], what: str, alone: bool) -> None:
     start = time.monotonic()
-    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):  # of a killed process: we hold the lock
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(folder, alone)
     _log.info("%s: once, into %s", what, folder)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.{_boot()}.", suffix=".partial", dir=folder.parent))
     try:
         make(partial)
         for path in [*partial.rglob("*"), partial]:
             path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for their owner alone
             _sync(path)
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _log.info("%s: another process was first, its result is used", what)
         _sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _log.info("%s: done in %.1f s", what, time.monotonic() - start)
 
 
+def _remove_leftovers(folder: Path, alone: bool) -> None:
+    """Temporary folders of killed processes: of this machine if we hold its lock, else what has long been idle.
+
+    A lock may hold among the processes of one machine only, so that another one's folder may be at work.
+    """
+    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
+        try:
+            changed = max(path.stat().st_mtime for path in [leftover, *leftover.rglob("*")])
+        except OSError:  # it is just being renamed or removed
+            continue
+        if (alone and f".{_boot()}." in leftover.name) or time.time() - changed > _IDLE_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _boot() -> str:
+    """This machine since it was started: processes that have it in common share every lock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:13]
+    except OSError:
+        return platform.node().replace(".", "-") or "here"
+
+
 @contextmanager
-def _locked(lock: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive lock; polled, so that Ctrl-C works and waiting can be reported."""
+def locked(lock: Path, what: str) -> Iterator[bool]:
+    """Hold an exclusive lock, polled, so that Ctrl-C works and waiting can be reported; false: there are no locks."""
     with open(lock, "a", encoding="utf-8") as handle:
         start = reported = time.monotonic()
+        alone = True
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,7 +131,13 @@ def _locked(lock: Path, what: str) -> Iterator[None]:
                     _log.info("%s: waiting for another process (%.0f s, %s)", what, now - start, lock)
                     reported = now
                 time.sleep(_POLL_SECONDS)
-        yield
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                _log.warning("%s: no file locks here (%s), so every process may do this work", what, error)
+                alone = False
+                break
+        yield alone
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
-from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
@@ -23,19 +22,21 @@ from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.typed import accepts, build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.counts import STEP_COUNTS, batch_counts
+from lit_fsdp.metrics.losses import EvalMetrics, score_totals, step_metrics
+from lit_fsdp.models.attention import check_attention
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.description import model_entry, model_files
+from lit_fsdp.models.fused_loss import refuse_cpu
 from lit_fsdp.models.lora import LoraWeights
-from lit_fsdp.models.loss import TokenLoss, causal_lm_forward, per_sample_loss
+from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
+from lit_fsdp.models.packed import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer
-from lit_fsdp.models.trainable import build_trainable
+from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
 from lit_fsdp.models.weights import Weights, open_weights
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.sharded import ShardedStrategy
-
-_INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
 
 
 class CausalLMModule(LightningModule):
@@ -65,6 +66,7 @@ class CausalLMModule(LightningModule):
         self.model = None
         self._weights: Weights | LoraWeights | None = None
         self._adapter_config: dict[str, Any] | None = None
+        self._kept_with_adapter: list[str] = []
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
@@ -72,7 +74,8 @@ class CausalLMModule(LightningModule):
         # over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
         self._window: torch.Tensor | None = None
-        self._val_metrics, self._test_metrics = _EvalMetrics(), _EvalMetrics()
+        self._loss_plan: LossPlan | None = None
+        self._val_metrics, self._test_metrics = EvalMetrics(), EvalMetrics()
 
     @property
     def source(self) -> ModelSource:
@@ -92,7 +95,9 @@ class CausalLMModule(LightningModule):
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.hub_name)
+            self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
+            self._loss_plan = plan_loss(model, self.config.loss)
             self.model = model
         return self
 
@@ -100,7 +105,10 @@ class CausalLMModule(LightningModule):
         """Build the model on meta; the strategy fills it, or this does where there is nothing to shard."""
         if self._weights is not None:
             return
+        check_attention(self.config.attn_implementation, self.trainer.strategy.root_device.type)
         model: Any = self.build().model
+        if self.trainer.training:
+            refuse_cpu(self.config.loss.backend, self.trainer.strategy.root_device.type)
         seed = self.trainer.strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)
@@ -121,9 +129,10 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
-        loss = self._forward(batch, count_correct=False)
-        sums = torch.stack([loss.num_tokens.double(), loss.loss_sum.detach().double()])
-        counts = torch.cat([sums, batch_counts(batch).to(sums.device)])
+        loss = self._forward(batch)
+        sums = torch.stack([loss.num_tokens.double(), loss.nll_sum.double()])
+        scores = score_totals(loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
+        counts = torch.cat([sums, batch_counts(batch).to(sums.device), scores])
         self._window = counts if self._window is None else self._window + counts
         return loss.loss_sum / self._loss_divisor
 
@@ -145,8 +154,10 @@ class CausalLMModule(LightningModule):
         local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
         if local:
             torch._foreach_mul_(local, scale.to(torch.float32))
-        loss = (totals[1] / totals[0].clamp(min=1)).float()
-        self.log("train_loss", loss, prog_bar=True)
+        extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
+        has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
+        for name, value in step_metrics(totals, has_objective, extras.z_loss > 0).items():
+            self.log(name, value, prog_bar=name == "train_loss")
         self.log("lr", optimizer.param_groups[0]["lr"])
 
     @property
@@ -199,25 +210,25 @@ class CausalLMModule(LightningModule):
 
     def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
         """Add a batch to the validation metrics."""
-        self._val_metrics.add(self._forward(batch))
+        self._evaluate(self._val_metrics, batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and token accuracy over all supervised validation tokens of all ranks."""
+        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
         self.log_dict(self._val_metrics.finish("val"), prog_bar=True, sync_dist=True)
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
         """Add a batch to the test metrics."""
-        self._test_metrics.add(self._forward(batch))
+        self._evaluate(self._test_metrics, batch)
 
     def on_test_epoch_end(self) -> None:
-        """Log loss, perplexity and token accuracy over all supervised test tokens of all ranks."""
+        """Log loss, perplexity, token accuracy and entropy over all supervised test tokens of all ranks."""
         self.log_dict(self._test_metrics.finish("test"), sync_dist=True)
 
     def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
         """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
         assert self.model is not None
-        inputs = {k: v for k, v in batch.items() if k in _INPUTS and k != "labels"}
-        sums, tokens = per_sample_loss(self.model(**inputs).logits, batch["labels"])
+        inputs = model_inputs(batch, self.config.attn_implementation)
+        sums, tokens = sample_losses(self.model, inputs, self._loss_plan)
         rows = zip(batch["row"].tolist(), sums.tolist(), tokens.tolist(), strict=True)
         return [
             {
@@ -230,39 +241,28 @@ class CausalLMModule(LightningModule):
             if row >= 0
         ]
 
-    def _forward(self, batch: Mapping[str, torch.Tensor], count_correct: bool = True) -> TokenLoss:
+    def _evaluate(self, metrics: EvalMetrics, batch: Mapping[str, torch.Tensor]) -> None:
+        loss = self._forward(batch)
+        assert loss.num_correct is not None  # every backend tells them where nothing is trained
+        assert loss.entropy_sum is not None
+        metrics.add(loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
         assert self.model is not None
-        return causal_lm_forward(self.model, {k: v for k, v in batch.items() if k in _INPUTS}, count_correct)
+        return causal_lm_forward(self.model, model_inputs(batch, self.config.attn_implementation), self._loss_plan)
+
+    def last_hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated."""
+        assert self.model is not None
+        return last_hidden_states(self.model, batch, self.config.attn_implementation)
 
     # -- what a checkpoint holds beside tensors
 
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        return {"model": model_entry(self.source, ties, self._adapter_config)}
+        return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
         return model_files(self.source, self.tokenizer, self.model)
-
-
-class _EvalMetrics(nn.Module):
-    """Token-weighted loss and accuracy; every rank may have seen another number of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss, self.accuracy = MeanMetric().set_dtype(torch.float64), MeanMetric().set_dtype(torch.float64)
-
-    def add(self, sums: TokenLoss) -> None:
-        """Add the sums of one batch; one without supervised tokens changes nothing."""
-        weight = sums.num_tokens.double()
-        mean = sums.loss_sum.detach().double() / weight.clamp(min=1)
-        self.loss.update(mean, weight)
-        self.accuracy.update(sums.num_correct.double() / weight.clamp(min=1), weight)
-
-    def finish(self, stage: str) -> dict[str, torch.Tensor]:
-        """Metrics over all ranks, and a fresh start."""
-        loss, accuracy = self.loss.compute().float(), self.accuracy.compute().float()
-        self.loss.reset()
-        self.accuracy.reset()
-        return {f"{stage}_loss": loss, f"{stage}_perplexity": loss.exp(), f"{stage}_token_accuracy": accuracy}

@@ -32,6 +32,8 @@ _EVERY = {
     "test_a_bad_gradient_on_one_rank_skips_the_step_on_all": 5,
     "test_losses_equal_a_plain_loop": 3,
     "test_losses_are_those_of_plain_peft": 3,
+    "test_losses_are_those_of_the_resized_model": 5,
+    "test_adapters_with_new_tokens": 3,
     "test_it_says_what_a_run_does": 2,
     "test_a_checkpoint_of_lightning": 3,
     "test_the_same_bytes_as_a_save_that_training_waits_for": 3,

@@ -11,11 +11,19 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_SHOWN = {"train_loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "peak_memory_gib": "peak {:.2f} GiB"}
+_SHOWN = {
+    "train_loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "supervised_tokens_per_second": "{:,.0f} supervised",
+    "mfu": "MFU {:.1%}",
+    "padding_share": "padding {:.0%}",
+    "data_wait_share": "wait {:.0%}",
+    "peak_memory_gib": "peak {:.2f} GiB",
+}
 
 
 class RunProgress(ProgressBar):
-    """Loss, tokens per second, peak memory and time left of the run; plain lines where there is no terminal."""
+    """Loss, rates, MFU where it is known, peak memory and time left; plain lines where there is no terminal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -107,7 +107,8 @@ def plan_export(
     deltas: dict[str, Delta] = {}
     if form == "adapter":
         assert adapter is not None
-        sources, tied = _adapter_sources(found, str(adapter.get("bias", "none"))), {}
+        beside = {str(name) for name in entry.get("kept_with_adapter") or ()}
+        sources, tied = _adapter_sources(found, str(adapter.get("bias", "none")), beside), {}
     else:
         tied = {base_name(str(a)): base_name(str(b)) for a, b in (entry.get("tied") or {}).items()}
         sources = _model_sources(found, tied)
@@ -170,8 +171,11 @@ def _model_sources(found: Mapping[str, str], tied: Mapping[str, str]) -> dict[st
     return sources
 
 
-def _adapter_sources(found: Mapping[str, str], bias: str) -> dict[str, str]:
-    """The names that peft gives the tensors of an adapter in ``adapter_model.safetensors``."""
+def _adapter_sources(found: Mapping[str, str], bias: str, beside: set[str]) -> dict[str, str]:
+    """The names that peft gives the tensors of an adapter in ``adapter_model.safetensors``.
+
+    What is kept with it (embeddings) stands there under its own name, as with peft's ``save_embedding_layers``.
+    """
     layers = {name.partition(part)[0] for part in _LORA_PARTS for name in found if part in f"{name}."}
     sources = {}
     for name, source in found.items():
@@ -181,7 +185,7 @@ def _adapter_sources(found: Mapping[str, str], bias: str) -> dict[str, str]:
             kept = kept.removesuffix(".weight") if ".lora_magnitude_vector." in name else kept
         elif _WHOLE_COPY in name:
             kept = name.replace(_WHOLE_COPY, ".")
-        elif not _is_trained_bias(name, bias, layers):
+        elif name not in beside and not _is_trained_bias(name, bias, layers):
             continue
         sources[f"base_model.model.{kept}"] = source
     return sources

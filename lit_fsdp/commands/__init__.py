@@ -16,6 +16,8 @@ _TRAINER_VERBS = {
 _OTHER_VERBS = {
     "convert": "a configuration of Accelerate, Transformers or DeepSpeed as a recipe",
     "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
+    "data": "see what a recipe trains on (inspect), or tokenise it ahead (prepare)",
+    "model": "fetch or convert a model ahead of a run (prepare)",
     "ckpt": "list the checkpoints of a run, or verify them",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
@@ -58,13 +60,15 @@ def run(argv: list[str]) -> int:
 
 
 def _other_verb(verb: str, argv: list[str]) -> int:
-    from lit_fsdp.commands import checkpoints, convert, models, planning
+    from lit_fsdp.commands import checkpoints, convert, data, models, planning, prepare
 
     verbs = {
         "audit": planning.run_audit,
         "ckpt": checkpoints.run_ckpt,
         "convert": convert.run_convert,
+        "data": data.run_data,
         "export": models.run_export,
         "generate": models.run_generate,
+        "model": prepare.run_model,
     }
     return verbs[verb](argv)

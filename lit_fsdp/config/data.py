@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_fsdp.config.sources import RowFormat, Sources, check_sources
+from lit_fsdp.config.sources import RowFormat, Sources, check_columns, check_sources
 from lit_fsdp.errors import ConfigError
 
 Truncation = Literal["end", "start", "drop", "error"]
@@ -15,9 +15,10 @@ Truncation = Literal["end", "start", "drop", "error"]
 class DataConfig:
     """The ``data`` section: arguments of :class:`lit_fsdp.CausalLMDataModule`.
 
-    A source is a JSONL, JSON, Parquet, CSV or Arrow file, a glob, a folder of such files or one that ``datasets``
-    saved, a ``datasets`` name (``name:split``), or ``generated:N`` for N generated chat rows. A mix is a list of
-    sources; an entry may be a mapping ``{source, weight, format, columns}``.
+    A source is a JSONL, JSON, Parquet, CSV, TSV or Arrow file (text also as .gz), a glob, a folder of such files
+    (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``), or
+    ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry may be a mapping ``{source, weight,
+    format, columns}``.
     """
 
     train: Sources | None = None
@@ -45,7 +46,7 @@ class DataConfig:
     truncation: Truncation = "end"
     """What is cut off a longer conversation: its end or its start, the whole row (drop), or nothing (error)."""
     packing: bool = False
-    """Several samples to one sequence of max_seq_length, none of which sees another; batch sizes then count packs."""
+    """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
     max_dropped_share: float = 0.5
     """Largest share of rows cut so far that nothing is left to learn; more of them stop the run."""
     streaming: bool = False
@@ -88,9 +89,21 @@ class DataConfig:
             raise ConfigError("shuffle_window", self.shuffle_window, ">= 1", "write shuffle_window: 10000")
         if not 0 <= self.max_dropped_share <= 1:
             raise ConfigError("max_dropped_share", self.max_dropped_share, "0 to 1", "write max_dropped_share: 0.5")
+        if self.train_on_prompt and self.supervise != "all":
+            given = f"true with supervise: {self.supervise}"
+            raise ConfigError(
+                "train_on_prompt", given, "supervise: all, as every token is learnt", "drop one of the two"
+            )
         for split in ("train", "val", "test", "predict"):
-            check_sources(split, getattr(self, split))
+            entries = check_sources(split, getattr(self, split))
+            if split != "train" and any(entry.weight is not None for entry in entries):
+                raise ConfigError(split, "a source with a weight", "none: every row counts once", "drop the weights")
+        check_columns("columns", self.columns)
         self._check_val_split()
+
+    def has(self, split: str) -> bool:
+        """Whether there are rows for ``train``, ``val``, ``test`` or ``predict``; val_split makes those for val."""
+        return bool(getattr(self, split)) or (split == "val" and self.val_split is not None and self.has("train"))
 
     def _check_val_split(self) -> None:
         split = self.val_split

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lit_fsdp.config.model import GPU_ATTENTION
+
 _SMALL_UNIT = 1.0e4
 
 
@@ -43,6 +45,12 @@ def adapt_to_miniature(values: dict[str, Any], replaced: list[str]) -> list[str]
         wrap = args.get("wrap")
         if isinstance(wrap, dict) and _number(wrap.get("min_num_params")) > _SMALL_UNIT:
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
+    attention = model.get("attn_implementation")
+    if trainer.get("accelerator") == "cpu" and attention in GPU_ATTENTION:
+        replace(model, "model", "attn_implementation", "sdpa", f"{attention} is trained with on GPUs only")
+    loss = model.get("loss")
+    if trainer.get("accelerator") == "cpu" and isinstance(loss, dict) and loss.get("backend") in ("liger", "cce"):
+        replace(loss, "model.loss", "backend", "chunked", f"{loss['backend']} needs a GPU")
     optim = model.get("optim")
     steps = trainer.get("max_steps")
     if isinstance(optim, dict) and _number(steps) and _number(optim.get("warmup_steps")) > steps:

@@ -10,6 +10,11 @@ from lit_fsdp.config.loss import LossConfig
 from lit_fsdp.config.optim import OptimConfig
 from lit_fsdp.errors import ConfigError
 
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
+"""Attention backends that compute in bf16 or fp16 only, and come in packages of their own."""
+GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)
+"""Attention backends that have a backward pass on GPUs only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -33,8 +38,10 @@ class ModelConfig:
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     pad_token: str | None = None
     """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
-    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention backend of transformers."""
+    attn_implementation: Literal[
+        "sdpa", "eager", "by_sample", "flex_attention", "flash_attention_2", "flash_attention_3"
+    ] = "sdpa"
+    """Attention backend of transformers; by_sample is our own, the fastest one for short samples on CPUs."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     miniature: bool = False
@@ -53,3 +60,9 @@ class ModelConfig:
         if self.lora is not None and self.train_only is not None:
             fix = "drop train_only, or name whole modules in lora.modules_to_save"
             raise ConfigError("train_only", self.train_only, "nothing beside lora, which freezes the base", fix)
+
+
+def gpu_attention_on_cpu(name: str) -> ConfigError:
+    """What is said of an attention backend that only trains on GPUs, on a CPU."""
+    fix = "set attn_implementation: sdpa"
+    return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager without a GPU", fix)

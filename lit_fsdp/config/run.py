@@ -10,7 +10,7 @@ from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.mesh import mesh_shape
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.config.typed import build, unknown_key
@@ -162,6 +162,28 @@ def _training_ends(run: RunConfig) -> None:
         )
 
 
+def _a_stream_ends(run: RunConfig) -> None:
+    if run.verb != "fit" or not run.data.streaming:
+        return
+    steps, interval = run.trainer.get("max_steps"), run.trainer.get("val_check_interval")
+    if run.trainer.get("fast_dev_run"):
+        return
+    if not (isinstance(steps, int) and steps > 0) and not run.trainer.get("max_time"):
+        raise ConfigError(
+            "trainer.max_steps",
+            f"{steps} with data.streaming: true",
+            "max_steps >= 1: a stream goes on without end, and nobody has counted its rows, so max_epochs ends nothing",
+            "set trainer.max_steps: 1000",
+        )
+    if run.data.has("val") and (not isinstance(interval, int) or isinstance(interval, bool)):
+        raise ConfigError(
+            "trainer.val_check_interval",
+            f"{interval} with data.streaming: true and data.val",
+            "a whole number of micro-batches: a stream has no epoch that ends, after which validation would run",
+            "set trainer.val_check_interval: 500, or drop data.val",
+        )
+
+
 def _has_a_model(run: RunConfig) -> None:
     if run.model.name is None:
         raise ConfigError("model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
@@ -169,7 +191,7 @@ def _has_a_model(run: RunConfig) -> None:
 
 def _has_data(run: RunConfig) -> None:
     split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}.get(run.verb)
-    if split and getattr(run.data, split) in (None, [], ""):
+    if split and not run.data.has(split):
         raise ConfigError(f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
 
 
@@ -194,15 +216,63 @@ def _limits_whole_batches(run: RunConfig) -> None:
         )
 
 
+def _attention_has_its_device(run: RunConfig) -> None:
+    """Where the recipe names the device; elsewhere it is known later."""
+    if run.trainer.get("accelerator") == "cpu" and run.model.attn_implementation in GPU_ATTENTION:
+        raise gpu_attention_on_cpu(run.model.attn_implementation)
+
+
+def _flash_attention_has_few_bits(run: RunConfig) -> None:
+    compute = run.strategy.precision_config.row.compute
+    if run.model.attn_implementation in FLASH_ATTENTION and compute == "fp32" and run.verb != "audit":
+        raise ConfigError(
+            "model.attn_implementation",
+            f"{run.model.attn_implementation} with {STRATEGY}.precision {run.strategy.precision_config.mode}",
+            "bf16 or fp16 compute; it has no other",
+            f"set {STRATEGY}.precision: mixed, or attn_implementation: sdpa",
+        )
+
+
+def _fused_loss_has_a_gpu(run: RunConfig) -> None:
+    backend = run.model.loss.backend
+    if backend not in ("liger", "cce") or run.verb != "fit":
+        return
+    problem = None
+    if run.trainer.get("accelerator") == "cpu":
+        problem = "trainer.accelerator cpu"
+    elif backend == "cce" and run.strategy.precision_config.row.compute == "fp32":
+        problem = f"precision {run.strategy.precision_config.mode}"
+    elif run.model.lora is not None and "lm_head" in [
+        *_names(run.model.lora.target_modules),
+        *_names(run.model.lora.modules_to_save),
+    ]:
+        problem = "adapters on the head"
+    if problem:
+        raise ConfigError(
+            "model.loss.backend",
+            f"{backend} with {problem}",
+            "a GPU, and for cce bf16 or fp16 compute; a plain linear head",
+            "set model.loss.backend: chunked",
+        )
+
+
+def _names(value: str | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else []
+
+
 RULES: list[Callable[[RunConfig], None]] = [
     _counts_are_numbers,
     _has_a_model,
     _has_data,
     _training_ends,
+    _a_stream_ends,
     _precision_is_the_strategys,
     _mesh_fits,
     _batches_fit,
     _not_overfitting_batches,
     _limits_whole_batches,
+    _attention_has_its_device,
+    _flash_attention_has_few_bits,
+    _fused_loss_has_a_gpu,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""

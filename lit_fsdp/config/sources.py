@@ -30,6 +30,30 @@ class SourceConfig:
             raise ConfigError(
                 "weight", self.weight, "a finite number > 0", "write weight: 1.0, or leave the source out"
             )
+        check_columns("columns", self.columns)
+
+
+COLUMNS = (
+    *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
+    *("input_ids", "labels", "supervised", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
+)
+"""Our columns, of all row formats: what ``columns`` may map."""
+
+
+def check_columns(field: str, columns: dict[str, str] | None) -> None:
+    """Raise ConfigError unless every key is one of our columns, and no two keys name one column of the source."""
+    for ours, theirs in (columns or {}).items():
+        if ours not in COLUMNS:
+            near = next((name for name in COLUMNS if theirs == name), "messages")
+            raise ConfigError(
+                f"{field}.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", f"write {{{near}: {ours}}}"
+            )
+        if not isinstance(theirs, str) or not theirs:
+            raise ConfigError(f"{field}.{ours}", repr(theirs), "the name of a column of the source", "name it")
+    names = list((columns or {}).values())
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(field, f"{twice!r} for two of our columns", "each column of the source once", "drop one")
 
 
 Sources = str | list[str | SourceConfig]

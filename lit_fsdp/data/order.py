@@ -1,53 +1,133 @@
-"""Which rows form global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
+"""Which items form global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
 
-A run's data position is therefore one integer, the number of global batches it has consumed.
+An item is a row, or a pack of rows. A run's data position is one integer, the number of global batches it has
+consumed; of a mix with weights, too: how far each source has been read follows from the epoch.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from lit_fsdp.errors import ConfigError
+
 FILLER = -1
-"""Row id of a row without supervision, for a rank that is short of rows."""
+"""Id of an item without supervision, for a rank that is short of items."""
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The rows of every global batch of every epoch."""
+    """The items of every global batch of every epoch.
+
+    With ``weights``, an epoch has as many items as all sources together, and source i gives its share of them
+    (:attr:`shares`): whole passes over the source, each in an order of its own, then a part of one, which the next
+    epoch goes on with. Without them every item comes once per epoch.
+
+    Raises:
+        ConfigError: A weight so small that its source would never be read.
+    """
 
     num_rows: int
+    """Items: rows or packs."""
     global_batch_size: int
     fingerprint: str
     """Of the tokenised data; other data, another order."""
     seed: int
     shuffle: bool = True
+    groups: tuple[int, ...] = ()
+    """Items of each source of a mix with weights; they follow each other."""
+    weights: tuple[float, ...] = ()
+    """One for each group, or none."""
+
+    def __post_init__(self) -> None:
+        assert not self.weights or sum(self.groups) == self.num_rows
+        for group, share in enumerate(self.shares):
+            if not share:
+                raise ConfigError(
+                    "data.train",
+                    f"weight {self.weights[group]:g} of {sum(self.weights):g} for source {group + 1}",
+                    f"a share of at least one of the {self.num_rows} samples of an epoch",
+                    "give it a larger weight, or leave the source out",
+                )
 
     @property
     def batches_per_epoch(self) -> int:
         """Global batches per epoch; the last one may be short."""
         return -(-self.num_rows // self.global_batch_size)
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Items that each source of a mix with weights gives to every epoch, together ``num_rows``; else nothing."""
+        return apportion(self.num_rows, self.weights) if self.weights else ()
+
+    def record(self) -> dict[str, Any]:
+        """What decides the order, as JSON can hold it."""
+        plain = {name: getattr(self, name) for name in ("num_rows", "global_batch_size", "fingerprint", "seed")}
+        mix = {"groups": list(self.groups), "weights": list(self.weights)} if self.weights else {}
+        return {**plain, "shuffle": self.shuffle, **mix}
+
     def permutation(self, epoch: int) -> np.ndarray:
-        """Row ids of an epoch in order, int64 of shape (num_rows,); file order without shuffling."""
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        digest = hashlib.blake2b(f"{self.fingerprint}/{self.seed}/{epoch}".encode(), digest_size=16).digest()
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
-        return generator.permutation(self.num_rows)
+        """Item ids of an epoch in order, int64 of shape (num_rows,); file order without shuffling.
+
+        Of a mix with weights that is not shuffled, each source keeps its order, and they are spread evenly.
+        """
+        if self.weights:
+            return self._mix(epoch)
+        return self._generator(epoch).permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
     def global_batch(self, permutation: np.ndarray, index: int) -> np.ndarray:
-        """Row ids of one global batch of the epoch whose permutation is given; the last may be short."""
+        """Item ids of one global batch of the epoch whose permutation is given; the last may be short."""
         return permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+
+    def _mix(self, epoch: int) -> np.ndarray:
+        source_of = np.repeat(np.arange(len(self.groups)), self.shares)
+        if self.shuffle:
+            source_of = self._generator(epoch, "mix").permutation(source_of)
+        else:
+            places = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
+            source_of = source_of[np.argsort(places, kind="stable")]
+        order = np.empty(self.num_rows, dtype=np.int64)
+        first = 0
+        for group, (size, share) in enumerate(zip(self.groups, self.shares, strict=True)):
+            order[source_of == group] = first + self._taken(group, size, epoch * share, share)
+            first += size
+        return order
+
+    def _taken(self, group: int, size: int, start: int, count: int) -> np.ndarray:
+        """``count`` items of one source from the ``start``-th on, counted over pass after pass through it."""
+        passes = range(start // size, -(-(start + count) // size))
+        orders = [
+            self._generator(number, f"source {group}").permutation(size) if self.shuffle else np.arange(size)
+            for number in passes
+        ]
+        return np.concatenate(orders)[start - passes.start * size :][:count]
+
+    def _generator(self, number: int, what: str = "") -> np.random.Generator:
+        text = "/".join([self.fingerprint, str(self.seed), str(number), *([what] if what else [])])
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
+
+
+def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """``total`` in whole parts in proportion to ``weights``, by largest remainder, the first of equal ones first."""
+    whole = sum(weights)
+    exact = [total * weight / whole for weight in weights]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(parts)]:
+        parts[i] += 1
+    return tuple(parts)
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int) -> list[list[int]]:
     """One rank's micro-batches of a global batch, in the order of its accumulation steps.
 
-    Step m of rank r takes ``micro_batch_size`` rows from ``(m * ranks + r) * micro_batch_size`` on. All ranks get the
-    same number of micro-batches, ``ceil(len(rows) / (micro_batch_size * ranks))``; one without rows gets one filler.
+    Step m of rank r takes ``micro_batch_size`` items from ``(m * ranks + r) * micro_batch_size`` on. All ranks get the
+    same number of micro-batches, ``ceil(len(rows) / (micro_batch_size * ranks))``; one without any gets one filler.
     """
     per_step = micro_batch_size * ranks
     found = []

@@ -1,4 +1,4 @@
-"""Where rows come from: files, data sets that ``datasets`` saved or names, and generated ones.
+"""Where rows come from: files, folders, data sets of ``datasets`` by path or name, and generated ones.
 
 A source is found and its content hashed at once; its rows are read only when they have to be tokenised.
 """
@@ -7,78 +7,176 @@ from __future__ import annotations
 
 import difflib
 import glob
-import hashlib
+import itertools
+import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.data.files import READERS, Row
-from lit_fsdp.data.generated import generated_rows
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.sources import RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.data.files import Chunk, Position, Row
+from lit_fsdp.data.folders import folder_files, is_saved
+from lit_fsdp.data.formats import find_format
+from lit_fsdp.data.parts import READERS, GeneratedPart, Part, combined, file_part
+from lit_fsdp.data.saved import hub_data_set, saved_folder
 from lit_fsdp.errors import DataError
 
-_CHUNK = 1000
-_MOST_GENERATED = 1_000_000
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one source, not read yet."""
+    """The rows of one entry of the recipe, not read yet.
+
+    To tokenise with several processes, send each of :meth:`chunks` to one of them and call ``chunk.rows()`` there.
+    """
 
     name: str
-    digest: str
-    """Of the source's content."""
-    read: Callable[[], Iterator[Row]]
+    """As the recipe has it."""
+    parts: tuple[Part, ...]
+    format: RowFormat = "auto"
+    """As the recipe has it; :attr:`row_format` is what the rows have."""
+    weight: float | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    """Pairs of our column and the source's."""
+
+    @property
+    def digest(self) -> str:
+        """Of the content: bytes and kind of each file, not its place."""
+        digests = [part.digest for part in self.parts]
+        return digests[0] if len(digests) == 1 else combined(digests)
+
+    @cached_property
+    def row_format(self) -> RowFormat:
+        """The format of the rows, found from the columns of the first one unless the recipe says it.
+
+        Raises:
+            DataError: There is no row, its columns are of no known format, or a mapped column is not there.
+        """
+        chunks = self.chunks()
+        seen = []
+        rows: list[Row] = []
+        for chunk in chunks:
+            seen.append(chunk)
+            try:
+                rows.extend(chunk.each())
+            except DataError:
+                if not rows:  # else it is told when its turn comes, as a row before it may be bad in another way
+                    raise
+            if rows:
+                break
+        if not rows:
+            raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+        # JSON is parsed whole, so what is open is read on instead of beginning again, but by nobody else.
+        self.__dict__["_opened"] = os.getpid(), itertools.chain(seen, chunks)
+        self._check_columns(replace(seen[-1], columns=()).rows())
+        if self.format != "auto":
+            return self.format
+        form = find_format(set(rows[0][1]), rows[0][0])
+        _log.info("%s: rows of format %s, found from their columns (data.format sets another)", self.name, form)
+        return form
+
+    def _check_columns(self, rows: list[Row]) -> None:
+        for ours, theirs in self.columns:
+            if not any(theirs in row for _, row in rows):
+                there = {name for _, row in rows for name in row}
+                raise DataError(
+                    f"{rows[0][0]}: no column {theirs!r}, which columns maps to {ours!r}\n"
+                    f"  allowed: {', '.join(sorted(map(str, there)))}"
+                )
+
+    def chunks(self, start: Position | None = None) -> Iterator[Chunk]:
+        """Chunks of rows in order; cheap, as nothing is parsed.
+
+        Args:
+            start: ``chunk.start`` of an earlier chunk, from which to go on without reading what came before.
+
+        Raises:
+            DataError: A file cannot be read, or its content is not what was hashed.
+        """
+        process, opened = self.__dict__.pop("_opened", (None, iter(())))
+        return opened if start is None and process == os.getpid() else self._chunks(start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+
+    def _chunks(self, start: Position | None) -> Iterator[Chunk]:
+        first, inside = start or (0, None)
+        for index in range(first, len(self.parts)):
+            part = self.parts[index]
+            for chunk in part.chunks(inside if index == first else None):
+                yield replace(chunk, start=[index, chunk.start], columns=self.columns)
+            part.check()
 
     def rows(self) -> Iterator[Row]:
-        """Each row with its place (``file.jsonl:12``), in order.
+        """Each row with its place (``file.jsonl:12``), in order, parsed here.
 
         Raises:
             DataError: A row is broken, there is none, or the content is not what was hashed.
         """
         empty = True
-        for row in self.read():
-            empty = False
-            yield row
+        for chunk in self.chunks():
+            for row in chunk.rows():
+                empty = False
+                yield row
         if empty:
             raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
 
 
-def find_sources(sources: str | list[str]) -> list[Source]:
-    """One or several sources; globs become their files in sorted order.
+def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
+    """The sources of one split, one per entry; globs and folders hold their files in sorted order.
+
+    Args:
+        sources: The value of ``data.train`` (or val, test, predict).
+        config: Gives format and columns to entries without their own.
+        streaming: Hash only the edges of files and leave data sets on the hub there.
 
     Raises:
         DataError: A source that is missing, unreadable or of an unknown kind.
+        ConfigError: Some entries have a weight and some have none.
     """
-    found: list[Source] = []
-    for name in [sources] if isinstance(sources, str) else sources:
-        paths = [name]
-        if glob.has_magic(name) and not os.path.exists(os.path.expanduser(name)):
-            paths = sorted(glob.glob(os.path.expanduser(name), recursive=True))
+    config = config or DataConfig()
+    return [_find(entry, config, streaming) for entry in check_sources("train", sources)]
+
+
+def _find(entry: SourceConfig, config: DataConfig, streaming: bool) -> Source:
+    columns = config.columns if entry.columns is None else entry.columns
+    return Source(
+        name=entry.source,
+        parts=tuple(_parts(entry.source, streaming)),
+        format=entry.format or config.format,
+        weight=entry.weight,
+        columns=tuple(sorted((columns or {}).items())),
+    )
+
+
+def _parts(name: str, streaming: bool) -> list[Part]:
+    if name.startswith("generated:"):
+        return [GeneratedPart(name)]
+    # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
+    path = Path(os.path.expanduser(name))
+    if glob.has_magic(name) and not os.path.exists(path):
+        paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(found)]
         if not paths:
             raise DataError(
                 f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
             )
-        found.extend(_find(path) for path in paths)
-    if not found:
-        raise DataError("an empty list of sources\n  fix:     name at least one file, data set or generated:N")
-    return found
-
-
-def _find(name: str) -> Source:
-    if name.startswith("generated:"):
-        return _generated(name)
-    # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
-    path = Path(os.path.expanduser(name))
-    if os.path.isfile(path):
-        return _file(name, path)
-    folder, _, split = os.path.expanduser(name).rpartition(":")
+        return [file_part(path, streaming) for path in paths]
+    base, colon, split = name.rpartition(":")
+    folder, wanted = (Path(os.path.expanduser(base)), split) if colon and not os.path.exists(path) else (path, None)
     if os.path.isdir(folder):
-        return _data_set(name, Path(folder), split)
-    if os.path.isdir(path) or not (path.suffix in READERS or name.startswith((".", "/", "~"))):
-        return _data_set(name, path)
-    raise DataError(_missing(name, path))
+        if is_saved(folder):
+            return [saved_folder(name, folder, wanted)]
+        return [file_part(file, streaming) for file in folder_files(name, folder, wanted, frozenset(READERS))]
+    if os.path.isfile(path):
+        return [file_part(path, streaming)]
+    if path.suffix in (*READERS, ".gz") or name.startswith((".", "/", "~")):
+        raise DataError(_missing(name, path))
+    return [hub_data_set(name, streaming)]
 
 
 def _missing(name: str, path: Path) -> str:
@@ -91,67 +189,3 @@ def _missing(name: str, path: Path) -> str:
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     hint = f"did you mean {path.parent / near[0]}?" if near else "check the path of the source"
     return f"{name}: no such file in {path.parent.resolve()}\n  fix:     {hint}"
-
-
-def _file(name: str, path: Path) -> Source:
-    if path.suffix not in READERS:
-        raise DataError(f"{name}: unknown kind of file {path.suffix!r}\n  allowed: {', '.join(READERS)}")
-    digest = _digest(path)
-
-    def read() -> Iterator[Row]:
-        for place, row in READERS[path.suffix](path):
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: {type(row).__name__}, not an object with columns")
-            yield place, row
-        if _digest(path) != digest:
-            raise DataError(f"{name}: changed while it was read\n  fix:     start again once the file is complete")
-
-    return Source(name, digest, read)
-
-
-def _digest(path: Path) -> str:
-    """Of the bytes and of what they are read as."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest() + path.suffix
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})\n  fix:     check the permissions") from error
-
-
-def _generated(name: str) -> Source:
-    count = name.removeprefix("generated:")
-    if not (count.isascii() and count.isdigit() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED):
-        raise DataError(
-            f"{name}: not a number of rows\n  allowed: 1 to {_MOST_GENERATED}\n  fix:     write generated:64"
-        )
-    return Source(name, name, lambda: ((f"{name}: row {i}", row) for i, row in enumerate(generated_rows(int(count)))))
-
-
-def _data_set(name: str, path: Path, split: str = "train") -> Source:
-    """A folder that ``datasets`` saved, or a name on the hub with an optional ``:split``."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        if os.path.isdir(path):
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            base, _, named = name.partition(":")
-            loaded, split = datasets.load_dataset(base), named or split
-    except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise DataError(
-            f"{name}: no such file below {Path.cwd()}, and datasets cannot load it ({why})\n"
-            "  fix:     check the name; without a network name a file, or a folder written by save_to_disk"
-        ) from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(loaded)} (write name:split)")
-        loaded = loaded[split]
-    return Source(name, str(loaded._fingerprint), lambda: _data_set_rows(name, loaded))
-
-
-def _data_set_rows(name: str, loaded: Any) -> Iterator[Row]:
-    for start in range(0, len(loaded), _CHUNK):
-        part = loaded.select(range(start, min(start + _CHUNK, len(loaded)))).to_list()
-        yield from ((f"{name}: row {start + i}", row) for i, row in enumerate(part))

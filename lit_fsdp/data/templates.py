@@ -1,194 +1,134 @@
-"""Conversations to token ids with a mask that is exact to the token: what the assistant says, and its end of turn.
-
-A template with ``{% generation %}`` marks says itself what the assistant says. For others the mask is derived. A turn
-begins where the generation prompt of the conversation before it ends: there the model takes over. It ends where the
-text agrees again with the same conversation rendered with a placeholder as this turn, whatever the template does to
-other turns; the special token that follows belongs to it, as the model has to emit it to stop. Every step is checked
-against the full text; a template that does something else is refused, never unmasked in silence.
-"""
+"""Conversations to token ids with a mask that is exact to the token: what the assistant says, and its end of turn."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lit_fsdp.data.formats import Conversation, Message
-from lit_fsdp.data.masks import Encoded, Span, SpanEncoder
+import numpy as np
+
+from lit_fsdp.data.flags import learnt_turns, without_flags
+from lit_fsdp.data.formats import Conversation
+from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, sample
+from lit_fsdp.data.named import FoundTemplate, find_template, no_template
+from lit_fsdp.data.render import TODAY, Renderer
+from lit_fsdp.data.text import added_tokens
+from lit_fsdp.data.turns import TurnFinder
 from lit_fsdp.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIX = "give data.chat_template with {% generation %} … {% endgeneration %} around what the assistant says"
 
 
 class ChatTemplate:
-    """Renders conversations with one tokenizer and template.
+    """Renders conversations with one tokenizer and template, and marks what is learnt of them.
+
+    The template writes BOS and EOS where they belong. Where it writes no BOS although the tokenizer puts one before
+    every text, it is put in front, once.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        template: Jinja text; ``None`` for the tokenizer's own.
-        supervise: Loss on ``all`` assistant turns or on the ``last``.
+        template: What :func:`lit_fsdp.data.named.find_template` found, or Jinja text; ``None`` for the tokenizer's own.
+        supervise: Loss on ``all`` assistant turns, on the ``last``, or on those ``flagged`` with ``train: true``.
+        train_on_prompt: Loss on every token but the first, without turns whose message says ``train: false``.
+        encoder: The same tokenizer as one that marks spans, if there is one already.
+
+    Attributes:
+        source: Jinja text, of the default where there are several.
+        text: All the Jinja text that ids depend on.
 
     Raises:
         ConfigError: There is no template, or the tokenizer does not tell where its tokens lie in the text.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None, supervise: Literal["all", "last"] = "all") -> None:
-        self.tokenizer, self.supervise = tokenizer, supervise
-        own = tokenizer.chat_template
-        found = template or (own.get("default") if isinstance(own, dict) else own)
-        if not found:
-            raise ConfigError(
-                "data.chat_template",
-                "null, and the tokenizer has no chat template of its own",
-                "a file with a Jinja chat template",
-                "set data.chat_template: template.jinja, or model.tokenizer to one with a template",
-            )
-        if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(
-                "model.tokenizer",
-                f"{type(tokenizer).__name__}, which does not tell where its tokens lie in the text",
-                "a fast tokenizer (one with tokenizer.json)",
-                "name a folder or hub repository with a tokenizer.json",
-            )
-        self.text = str(found)
-        self.encoder = SpanEncoder(tokenizer)
-        self._has_marks = bool(_MARK.search(self.text))
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: FoundTemplate | str | None = None,
+        supervise: Literal["all", "last", "flagged"] = "all",
+        train_on_prompt: bool = False,
+        encoder: SpanEncoder | None = None,
+    ) -> None:
+        self.supervise, self._everything = supervise, train_on_prompt
+        found = FoundTemplate(template) if isinstance(template, str) else template or find_template(None, tokenizer)
+        if found is None:
+            raise no_template("conversations", tokenizer)
+        self._found, self.tokenizer = found, tokenizer
+        self.encoder = encoder or SpanEncoder(tokenizer)
+        self.source = found.default
+        self.text = json.dumps([found.default, found.tool_use]) if found.tool_use else found.default
         self._special = {str(token): int(number) for token, number in tokenizer.added_tokens_encoder.items() if token}
-        self._warned = False
+        self._plain = self._finder(found.default)
+        self._with_tools = self._finder(found.tool_use) if found.tool_use else self._plain
+        self._first = added_tokens(tokenizer)[0]
+        self._said: set[str] = set()
+        if "strftime_now" in self.text:
+            self._say(
+                "the chat template writes today's date, which is taken to be %s in every run", f"{TODAY:%d %B %Y}"
+            )
 
     def encode(self, conversations: Sequence[Conversation], places: Sequence[str]) -> list[Encoded]:
         """Tokens and masks of many conversations; ``places`` name them in errors.
 
         Raises:
             DataError: The template fails on a row, or its text cannot be marked exactly.
+            ConfigError: A row has tools, and the tokenizer lacks what the named template needs for them.
         """
         marked = [self._marked(talk, place) for talk, place in zip(conversations, places, strict=True)]
-        # The template has written BOS and EOS already where they belong, so nothing is added.
-        encoded = self.encoder.encode([text for text, _ in marked], [spans for _, spans in marked], places)
-        for row, place in zip(encoded, places, strict=True):
-            self._warn_of_no_end(row, place)
-        return encoded
+        found = self.encoder.encode([text for text, _ in marked], [spans for _, spans in marked], places)
+        return [self._finished(row, place) for row, place in zip(found, places, strict=True)]
+
+    def _finder(self, source: str) -> TurnFinder:
+        return TurnFinder(Renderer(source, self.tokenizer.special_tokens_map), self._special)
 
     def _marked(self, talk: Conversation, place: str) -> tuple[str, list[Span]]:
-        """The text of a conversation and the spans in it that are learnt."""
-        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
-        if self._has_marks:
-            text, spans = self._render(talk, place, marks=True)
-            self._check_marks(talk, turns, text, spans, place)
-        else:
-            text, _ = self._render(talk, place)
-            wanted = turns if self.supervise == "all" else turns[-1:]
-            spans = [self._span(talk, index, text, place) for index in wanted]
+        """The text of a conversation and the spans in it that are learnt; with train_on_prompt those that are not."""
+        wanted = learnt_turns(talk.messages, self.supervise, place)
+        if self._everything:
+            turns = learnt_turns(talk.messages, "all", place)
+            wanted = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and i not in turns]
+        if self._found.missing_for_tools and (talk.tools or any(len(m) > 2 for m in talk.messages)):
+            self._check_tools(talk, place)
+        clean = Conversation(without_flags(talk.messages), talk.tools)
+        text, spans = (self._with_tools if talk.tools else self._plain).find(clean, wanted, place)
         try:
             text.encode()
         except UnicodeEncodeError as error:  # in what formats does not look at, such as the arguments of a call
             raise DataError(f"{place}: half a character (\\u{ord(text[error.start]):04x}), which is no text") from None
-        return text, spans if self.supervise == "all" else spans[-1:]
+        return text, spans
 
-    def _check_marks(self, talk: Conversation, turns: list[int], text: str, spans: list[Span], place: str) -> None:
-        """The template's marks hold each turn, and hold a placeholder in its place.
-
-        transformers counts wrongly where the marks are inside a macro or a block that is set, whose text comes later.
-        """
-        if len(spans) != len(turns):
-            raise DataError(
-                f"{place}: the chat template marks {len(spans)} of {len(turns)} assistant turns\n  fix:     {_FIX}"
-            )
-        words = {index: f"qzx{index}xzq" for index in turns}
-        others = [{"role": m["role"], "content": words[i]} if i in words else m for i, m in enumerate(talk.messages)]
-        probe, marked = self._render(Conversation(others, talk.tools), place, marks=True)
-        held = [word in probe[start:end] for word, (start, end) in zip(words.values(), marked, strict=False)]
-        shown = [_shows(text[a:b], talk.messages[i]) for i, (a, b) in zip(turns, spans, strict=True)]
-        if len(held) != len(turns) or not all(held) or not all(shown):
-            raise DataError(
-                f"{place}: the chat template's {{% generation %}} marks do not hold what the assistant says\n"
-                "  fix:     mark the content and its end of turn, outside any macro, set block or filter"
-            )
-
-    def _render(
-        self, talk: Conversation, place: str, generation_prompt: bool = False, marks: bool = False
-    ) -> tuple[str, list[Span]]:
-        """The text, and the spans between the template's own marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        render: Any = render_jinja_template  # annotated as returning the text alone
-        try:
-            texts, spans = render(
-                [talk.messages],
-                tools=talk.tools,
-                chat_template=self.text,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **self.tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # Jinja's errors, and whatever a template raises
-            raise DataError(f"{place}: the chat template refuses it ({' '.join(str(error).split())})") from error
-        return texts[0], [(int(start), int(end)) for start, end in (spans[0] if marks else ())]
-
-    def _span(self, talk: Conversation, index: int, text: str, place: str) -> Span:
-        """Characters of one assistant turn, from where the model takes over to its end of turn."""
-        word = next(w for w in (f"qzx{n}xzq" for n in itertools.count()) if w not in text)
-        turn = {"role": "assistant", "content": word}
-        messages = talk.messages
-        probe = self._text([*messages[:index], turn, *messages[index + 1 :]], talk, place)
-        before, seen, after = probe.partition(word)
-        start = self._start(talk, index, before, text, place)
-        end = len(text) - len(after)
-        fits = seen and start is not None and text.endswith(after) and start <= end
-        if not fits or start is None or not _shows(text[start:end], messages[index]):
-            raise DataError(
-                f"{place}: the chat template does not show assistant turn {index} whole and in one piece, so that it "
-                f"cannot be marked\n  fix:     {_FIX}"
-            )
-        return start, end + len(self._end_mark(messages[:index], turn, after, talk, place))
-
-    def _start(self, talk: Conversation, index: int, before: str, text: str, place: str) -> int | None:
-        """Where the model takes over; ``None`` if the text is another than expected.
-
-        A template without a generation prompt leaves the header of the turn to whoever asks, so it is not learnt.
-        """
-        shown = len(before) if text.startswith(before) else None
-        if index == 0:
-            return shown
-        prompt = self._text(talk.messages[:index], talk, place, generation_prompt=True)
-        if not text.startswith(prompt):
-            return shown
-        if shown is None or text[len(prompt) : shown].strip():
-            return shown if prompt == self._text(talk.messages[:index], talk, place) else len(prompt)
-        return len(prompt)
-
-    def _end_mark(self, earlier: list[Message], turn: Message, after: str, talk: Conversation, place: str) -> str:
-        """The text after the content up to the special token that ends the turn; empty if the template has none.
-
-        It is what follows when the conversation ends here, so that the header of a next turn is never taken for it.
-        """
-        alone = self._text([*earlier, turn], talk, place).partition(turn["content"])[2]
-        blanks = len(alone) - len(alone.lstrip())
-        special = max((s for s in self._special if alone.startswith(s, blanks)), key=len, default=None)
-        mark = alone[: blanks + len(special)] if special else ""
-        return mark if after.startswith(mark) else ""
-
-    def _text(self, messages: list[Message], talk: Conversation, place: str, generation_prompt: bool = False) -> str:
-        return self._render(Conversation(messages, talk.tools), place, generation_prompt)[0]
-
-    def _warn_of_no_end(self, row: Encoded, place: str) -> None:
-        learnt = row.input_ids[row.supervised]
-        if len(learnt) and int(learnt[-1]) not in self._special.values() and not self._warned:
-            self._warned = True
-            _log.warning(
+    def _finished(self, row: Marked, place: str) -> Encoded:
+        """With BOS in front where it is missing, and with the mask that is asked for."""
+        ids, mask = row
+        if mask.any() and not self._everything and ids[int(mask.nonzero()[0][-1])] not in self._special.values():
+            self._say(
                 "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
                 "not learn to stop",
                 place,
             )
+        mask = ~mask if self._everything else mask
+        if ids[: len(self._first)] != self._first:
+            self._say(
+                "%s: the chat template writes no BOS, which the tokenizer puts first, so it is put there; with "
+                "{{ bos_token }} at its beginning it will be there in inference too",
+                place,
+            )
+            ids, mask = [*self._first, *ids], np.concatenate([np.zeros(len(self._first), bool), mask])
+        return sample(ids, mask)
 
+    def _check_tools(self, talk: Conversation, place: str) -> None:
+        if talk.tools or any(message.get("tool_calls") or message["role"] == "tool" for message in talk.messages):
+            missing = self._found.missing_for_tools
+            raise ConfigError(
+                "data.chat_template",
+                f"{self._found.name} for rows with tools ({place}), and the tokenizer lacks {', '.join(missing)}",
+                "a template whose special tokens the tokenizer has",
+                f"write model.add_tokens: {list(missing)}, or set another data.chat_template",
+            )
 
-def _shows(text: str, message: Message) -> bool:
-    """Whether a turn's text has its content, but for blanks around it and thoughts, and its calls of tools."""
-    content = message["content"].rpartition("</think>")[2].strip()
-    calls = message.get("tool_calls") or []
-    names = [str(call.get("function", call).get("name", "")) for call in calls]
-    return content in text and all(name in text for name in names)
+    def _say(self, text: str, value: str) -> None:
+        """Once, whatever the row."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text, value)

@@ -9,7 +9,11 @@ import torch
 BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
 """Counted while a batch is put together: tokens without padding; samples; places of ``input_ids``, padding too; and
 the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
-STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS)
+SCORE_COUNTS = ("correct_tokens", "entropy_sum", "objective_sum", "z_loss_sum")
+"""Counted where the loss is computed: supervised tokens whose most likely prediction was right and the entropy of the
+predictions, both NaN where a fused backend does not tell; what backward runs on (``loss_sum`` is the plain
+cross-entropy, always), and the part of it that is z-loss."""
+STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, *SCORE_COUNTS)
 """First entries of ``CausalLMModule.step_totals``; votes to stop follow."""
 
 

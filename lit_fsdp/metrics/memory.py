@@ -31,3 +31,8 @@ def reset_peak_host_bytes() -> None:
 def peak_device_bytes(device: torch.device) -> int:
     """Largest allocation on a CUDA device so far in bytes, or the peak of the host's memory on CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Largest memory that torch's allocator has held on a CUDA device so far, in bytes; None on CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models import by_sample
+from lit_fsdp.models.attention import check_package
 
 
 def build_on_meta(
@@ -21,7 +23,8 @@ def build_on_meta(
 
     Args:
         hf_config: Not changed; the model gets a copy.
-        attn_implementation: ``sdpa`` or ``eager``; a model that lacks it is refused.
+        attn_implementation: ``sdpa``, ``eager``, ``flex_attention``, ...; a model that lacks it is refused, and so is
+            one whose package is missing (see :func:`lit_fsdp.models.attention.check_package`).
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -30,6 +33,8 @@ def build_on_meta(
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+    check_package(attn_implementation)
+    by_sample.register()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -54,12 +59,12 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 def _refusal(config: PretrainedConfig, attn_implementation: str, error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
-    if "attention implementation" in text:
+    if "attention implementation" in text or "does not support Flash Attention" in text:
         return ConfigError(
             "model.attn_implementation",
             f"{attn_implementation} for {config.model_type}",
             "an attention backend that the model has",
-            "set attn_implementation: eager",
+            f"set attn_implementation: {'eager' if attn_implementation == 'sdpa' else 'sdpa'}",
         )
     if "trust_remote_code" in text:
         return ConfigError(

@@ -45,13 +45,22 @@ def convert_gguf(file: Path) -> Path:
         key.update(handle.read(_MIB))
 
     def make(folder: Path) -> None:
+        write_gguf_tokenizer(file, folder)
         with _reading(file):
-            tokenizer = gguf_tokenizer(file)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer.save_pretrained(folder)
         save_folder(model, folder)
 
     return _converted(file, key.hexdigest(), make)
+
+
+def write_gguf_tokenizer(file: Path, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file as :func:`convert_gguf` does, without its weights.
+
+    Raises:
+        ConfigError: The ``gguf`` package is missing, or the file is of a kind that cannot be read.
+    """
+    with _reading(file):
+        gguf_tokenizer(file).save_pretrained(folder)
 
 
 def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:

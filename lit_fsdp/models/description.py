@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,17 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.tokenizers import end_of_turn_id
 
 
 def model_files(
     source: ModelSource, tokenizer: PreTrainedTokenizerBase, model: nn.Module | None = None
 ) -> dict[str, bytes]:
     """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
+
+    The generation config names the tokenizer's pad token if it named none, and stops at the end of a turn of the chat
+    template too: a base model's own end of text is not what it has learnt to answer with. ``config.json`` keeps its
+    ``pad_token_id``: models make of it a row of the embedding without gradient.
 
     Args:
         source: Where the model came from; its generation config is kept if it has one.
@@ -29,18 +36,37 @@ def model_files(
         source.hf_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if generation is not None:
-            generation.save_pretrained(folder)
+            _generation_of(tokenizer, generation).save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
 
 
-def model_entry(source: ModelSource, ties: dict[str, str], adapter_config: dict[str, Any] | None) -> dict[str, Any]:
+def _generation_of(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> GenerationConfig:
+    """A copy that fits the tokenizer as it was trained with."""
+    fitting = copy.deepcopy(generation)
+    if fitting.pad_token_id is None:
+        fitting.pad_token_id = tokenizer.pad_token_id
+    given = fitting.eos_token_id
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    turn = end_of_turn_id(tokenizer)
+    if turn is not None and turn not in stops:
+        fitting.eos_token_id = [*stops, turn] if stops else turn
+    return fitting
+
+
+def model_entry(
+    source: ModelSource,
+    ties: dict[str, str],
+    adapter_config: dict[str, Any] | None,
+    kept_with_adapter: Sequence[str] = (),
+) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
     Args:
         source: Named as the base; never by a path.
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
         adapter_config: Of the adapters, or None.
+        kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
     """
     prefix = "model."
     return {
@@ -49,4 +75,5 @@ def model_entry(source: ModelSource, ties: dict[str, str], adapter_config: dict[
         "base": source.label,
         "hub_name": source.hub_name,
         "adapter": adapter_config,
+        "kept_with_adapter": list(kept_with_adapter),
     }

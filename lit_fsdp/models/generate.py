@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.quiet import no_progress_bars
+from lit_fsdp.models.tokenizers import pad_id
 
 
 def chat(
@@ -72,7 +73,7 @@ def answer_batch(
     texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     longest = max(map(len, encoded))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = pad_id(tokenizer)
     ids = torch.tensor([[pad] * (longest - len(e)) + e for e in encoded], device=model.device)
     mask = torch.tensor([[0] * (longest - len(e)) + [1] * len(e) for e in encoded], device=model.device)
     settings = GenerationConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,11 +76,18 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
+def match_names(
+    model: PreTrainedModel, tensors: dict[str, Stored], stored_rows: Mapping[str, int] | None = None
+) -> Match:
     """Hold ``model`` (any device) against the tensors of a folder.
 
     A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or carry one that the
     model lacks; a tied parameter may be stored under any of its names.
+
+    Args:
+        model: Names and shapes.
+        tensors: Of the folder.
+        stored_rows: Rows in the folder of tensors that have more of them in the model, by name there.
     """
     prefix = f"{model.base_model_prefix}."
     found: dict[str, Stored] = {}
@@ -91,6 +99,7 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
                 used.add(candidate)
                 found.update({name: found.get(name, tensors[candidate]) for name in names})
     shapes = {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items()}
+    shapes |= {name: (rows, *shapes[name][1:]) for name, rows in (stored_rows or {}).items()}
     return Match(
         found=found,
         missing=[names[0] for names in groups if names[0] not in found],

@@ -15,13 +15,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.added_tokens import with_added_tokens
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.convert import convert_checkpoint, convert_gguf
 from lit_fsdp.models.hub import fetch_config, fetch_model
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
 from lit_fsdp.models.source import ModelSource
-from lit_fsdp.models.tokenizers import miniature_tokenizer, read_tokenizer
+from lit_fsdp.models.tokenizers import add_special_tokens, miniature_tokenizer, read_tokenizer
 
 __all__ = ["ModelSource", "resolve_architecture", "resolve_model"]
 
@@ -48,6 +49,12 @@ def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
         raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
     if config.miniature:
         return _miniature(config, seed)
+    return with_added_tokens(_as_it_is(config, seed), config)
+
+
+def _as_it_is(config: ModelConfig, seed: int) -> ModelSource:
+    """The model without the recipe's own tokens."""
+    assert config.name is not None
     if isinstance(config.name, Mapping) or config.name.endswith(".json"):
         hf_config = _from_values(*_values(config.name))
         label = f"{_label(config.name)}, random init (seed {seed})"
@@ -74,6 +81,21 @@ def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
     name = config.name
     if config.miniature or name is None or isinstance(name, Mapping) or name.endswith(".json"):
         return resolve_model(config, seed=0).hf_config
+    hf_config = _architecture(name, config)
+    if not config.add_tokens:
+        return hf_config
+    source = ModelSource(hf_config, None, config.tokenizer or name, _label(name))
+    try:
+        return with_added_tokens(source, config).hf_config
+    except ConfigError as error:
+        if error.field != "model.tokenizer" or config.tokenizer is not None:
+            raise
+        _log.warning("model.add_tokens: no tokenizer at hand for %s, so their rows are not counted", _label(name))
+        return hf_config
+
+
+def _architecture(name: str, config: ModelConfig) -> PretrainedConfig:
+    """Of a folder, GGUF file or hub repository, as it is there."""
     path = Path(name).expanduser()
     if path.is_dir():
         return _trainable(_read_config(path, config.trust_remote_code), name)
@@ -138,6 +160,7 @@ def _miniature(config: ModelConfig, seed: int) -> ModelSource:
             )
     label = f"{_label(config.name)} miniature, random init (seed {seed})"
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
+    add_special_tokens(loaded, config.add_tokens or ())
     small = shrink(full, loaded, config.trust_remote_code)
     layers, hidden = (getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size"))
     _log.info(

@@ -9,6 +9,18 @@ from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
+class AddedRows:
+    """Rows of embedding and head that no file has a value for, because their tokens were added by the recipe."""
+
+    ids: tuple[int, ...]
+    """Rows that start at the mean of the others, ascending."""
+    num_used: int
+    """Rows that the tokenizer had tokens for before; the first ones, whose mean is taken."""
+    num_stored: int
+    """Rows in the files."""
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """Where the parts of a model come from; nothing large has been read yet."""
 
@@ -22,3 +34,5 @@ class ModelSource:
     """Short name for logs and reports."""
     hub_name: str | None = None
     """Name of the repository on the hub, where it is one: what exports name as their base model."""
+    added_rows: AddedRows | None = None
+    """Rows for ``model.add_tokens``; ``hf_config`` has them, ``weights_folder`` has not. None with random init."""

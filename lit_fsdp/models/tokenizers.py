@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -26,7 +28,8 @@ CHATML_TEMPLATE = (
 )
 """ChatML with the assistant's words and its end mark as the part that is learnt."""
 
-_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""What files of a folder are a tokenizer, as patterns."""
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),
@@ -34,35 +37,134 @@ _MERGED = (
 )
 
 
-def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that goes with a model, with a pad token.
+class TokensAdded(NamedTuple):
+    """What became of the tokens that a recipe adds."""
 
-    Without a pad token of its own it gets the end-of-sequence token as one, which is logged: labels must then be
-    masked by position, never by token.
+    added: tuple[str, ...]
+    """New, with a number of their own."""
+    kept: tuple[str, ...]
+    """There already."""
+    made_special: tuple[str, ...]
+    """In the vocabulary already, but as ordinary pieces of text; they keep their numbers."""
+
+
+def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
+
+    Args:
+        source: Where it is, and the vocabulary it must fit.
+        config: The ``model`` section.
 
     Raises:
-        ConfigError: There is no tokenizer, it cannot be read, or it has more tokens than the model has embeddings.
+        ConfigError: There is no tokenizer, it cannot be read, has more tokens than the model has embeddings, or lacks
+            what it would be padded with.
     """
-    if source.tokenizer_source is None:
-        if not config.miniature:
-            raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
-        return miniature_tokenizer()
-    tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            fix = "add eos_token and pad_token to its tokenizer_config.json"
-            raise ConfigError("model.tokenizer", source.tokenizer_source, "a tokenizer with an eos or pad token", fix)
-        tokenizer.pad_token = tokenizer.eos_token
-        _log.info("%s has no pad token: padding with %s", source.tokenizer_source, tokenizer.eos_token)
+    label = source.tokenizer_source or "the miniature's tokenizer"
+    if source.tokenizer_source is not None:
+        tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
+    elif config.miniature:
+        tokenizer = miniature_tokenizer()
+    else:
+        raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
+    if config.add_tokens:
+        done = add_special_tokens(tokenizer, config.add_tokens)
+        for tokens, text in (
+            (done.added, "added to %s as special tokens: %s"),
+            (done.kept, "in %s already, left as they are: %s"),
+            (done.made_special, "pieces of text in %s, special tokens from now on under their old numbers: %s"),
+        ):
+            if tokens:
+                _log.info(f"model.add_tokens: {text}", label, " ".join(tokens))
+    set_pad_token(tokenizer, config.pad_token, label)
     embeddings = source.hf_config.get_text_config().vocab_size
     if len(tokenizer) > embeddings:
         raise ConfigError(
             "model.tokenizer",
-            f"{source.tokenizer_source} with {len(tokenizer)} tokens",
+            f"{label} with {len(tokenizer)} tokens",
             f"at most the {embeddings} embeddings of {source.label}",
-            "name the tokenizer that belongs to the model",
+            "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding",
         )
     return tokenizer
+
+
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> TokensAdded:
+    """Make ``tokens`` special tokens of a tokenizer, in place: never split, and left out of decoded text.
+
+    Raises:
+        ConfigError: The tokenizer does not read one of them as one token afterwards.
+    """
+    from tokenizers import AddedToken
+
+    known = tokenizer.added_tokens_encoder
+    kept = tuple(token for token in tokens if token in known)
+    vocabulary = tokenizer.get_vocab()
+    pieces = tuple(token for token in tokens if token in vocabulary and token not in known)
+    fresh = [token for token in tokens if token not in known]
+    if fresh:
+        marked = [AddedToken(token, special=True, normalized=False) for token in fresh]
+        tokenizer.add_tokens(marked, special_tokens=True)
+    for token in tokens:
+        number = tokenizer.convert_tokens_to_ids(token)
+        if tokenizer.encode(token, add_special_tokens=False) != [number]:
+            fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
+            raise ConfigError("model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
+    return TokensAdded(tuple(token for token in fresh if token not in pieces), kept, pieces)
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
+    """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
+
+    No token is made up for it, so the vocabulary stays as it is. Labels are masked by position, never by token, so
+    the end of text is learnt although it is padded with.
+
+    Raises:
+        ConfigError: ``pad_token`` is no token, or there is neither a pad token nor an end of text.
+    """
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ConfigError(
+                "model.pad_token",
+                f"{pad_token!r}, which {label} does not have",
+                "one of its tokens, or one that is added",
+                f"write add_tokens: ['{pad_token}'] beside it, or drop pad_token",
+            )
+        if tokenizer.pad_token != pad_token:
+            _log.info("%s: padding with %s (model.pad_token), was %s", label, pad_token, tokenizer.pad_token)
+        tokenizer.pad_token = pad_token
+    elif tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            fix = "set model.pad_token to one of its tokens"
+            raise ConfigError("model.tokenizer", label, "a tokenizer with an eos or pad token", fix)
+        tokenizer.pad_token = tokenizer.eos_token
+        _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number put where a batch has no token: the pad token's, of a foreign tokenizer without one its end's, or 0.
+
+    Nothing is learnt there and nothing looks there, so any number will do.
+    """
+    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if number is not None:
+            return int(number)
+    return 0
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that its chat template writes after what the assistant says; None if it writes none.
+
+    Found by rendering a placeholder; templates that refuse such a conversation have none here.
+    """
+    word = "qzx0xzq"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except Exception:  # Jinja's errors, whatever a template raises, and ValueError where there is none
+        return None
+    after = text.partition(word)[2].lstrip()
+    special = {str(token): int(number) for token, number in tokenizer.added_tokens_encoder.items() if token}
+    mark = max((token for token in special if after.startswith(token)), key=len, default=None)
+    return None if mark is None else special[mark]
 
 
 def miniature_tokenizer() -> PreTrainedTokenizerBase:
@@ -109,7 +211,7 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = fetch_tokenizer(name, trust_remote_code)
-    if not any(path for pattern in _FILES for path in folder.glob(pattern)):
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers may make an empty tokenizer up from config.json
         fix = "set model.tokenizer to a folder or hub name that has one"
         raise ConfigError("model.tokenizer", f"{folder}, without tokenizer files", "a folder with tokenizer.json", fix)

@@ -100,8 +100,9 @@ class DtypeContract:
     def watch_autocast(self, model: nn.Module) -> None:
         """Compare, in the next forward passes, what linear layers return under autocast with the compute dtype."""
 
-        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self._compare("linear layers under autocast", {type(module).__name__: output.dtype}, self.row.compute)
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.shape[-1] == module.out_features:  # a head may return the loss of its rows instead
+                self._compare("linear layers under autocast", {type(module).__name__: output.dtype}, self.row.compute)
 
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         self._handles.extend(module.register_forward_hook(hook, prepend=True) for module in linears)

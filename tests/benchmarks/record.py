@@ -15,13 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "lightning", "transformers")
 
 
-def describe(command: str, device: str | None = None) -> dict[str, Any]:
-    """Everything a row of the measured table needs beside its number; ``device`` defaults to this machine's CPU."""
+def describe(command: str, device: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Everything a row of the measured table needs beside its number.
+
+    Args:
+        command: What was typed.
+        device: Its name; default: this machine's CPU.
+        packages: Whose versions count beside those of torch, lightning and transformers.
+    """
     return {
         "device": device or f"{os.cpu_count()} cores of {cpu_name()}",
         "versions": {
             "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in _PACKAGES},
+            **{package: importlib.metadata.version(package) for package in (*_PACKAGES, *packages)},
         },
         "commit": commit(),
         "command": command,

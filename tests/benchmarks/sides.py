@@ -18,30 +18,39 @@ from record import ROOT
 from workload import Workload
 
 _HERE = Path(__file__).parent
-_LIMIT_SECONDS = 600
+_LIMIT_SECONDS = 1800
 
 
 def fit(work: Workload, ranks: int) -> dict[str, Any]:
     """``lit-fsdp fit`` on the workload's recipe, in a run folder of its own."""
-    run = Path(tempfile.mkdtemp(prefix="run-", dir=work.folder))
-    recipe = work.folder / f"recipe-{ranks}.yaml"
-    words = ["timed_fit.py", "OUT", "fit", "--config", str(recipe), "--trainer.default_root_dir", str(run)]
+    return fit_recipe(work.folder / f"recipe-{ranks}.yaml", ranks)
+
+
+def fit_recipe(recipe: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    """``lit-fsdp fit`` on a recipe, in a run folder of its own beside it."""
+    run = Path(tempfile.mkdtemp(prefix="run-", dir=recipe.parent))
+    words = ["timed_fit.py", "OUT", "fit", "--config", str(recipe), "--trainer.default_root_dir", str(run), *flags]
     try:
-        return _record([words], [{}], work, ranks)
+        return _record([words], [{}], recipe.parent, ranks)
     finally:
         shutil.rmtree(run, ignore_errors=True)
+
+
+def peer_trainer(folder: Path, side: str) -> dict[str, Any]:
+    """TRL or the Transformers Trainer, on one process."""
+    return _record([["train_peer.py", str(folder), "OUT", side]], [{}], folder, 1)
 
 
 def hand_written(work: Workload, ranks: int) -> dict[str, Any]:
     """The loop without Lightning; each rank is started here."""
     place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     words = ["hand_written.py", str(work.folder), "OUT"]
-    return _record([words] * ranks, [{"RANK": rank, **place} for rank in range(ranks)], work, ranks)
+    return _record([words] * ranks, [{"RANK": rank, **place} for rank in range(ranks)], work.folder, ranks)
 
 
 def lightning_script(work: Workload, ranks: int) -> dict[str, Any]:
     """The minimal Lightning script."""
-    return _record([["minimal_lightning.py", str(work.folder), "OUT", str(ranks)]], [{}], work, ranks)
+    return _record([["minimal_lightning.py", str(work.folder), "OUT", str(ranks)]], [{}], work.folder, ranks)
 
 
 def seconds_of(words: list[str], code: int) -> float:
@@ -56,11 +65,11 @@ def seconds_of(words: list[str], code: int) -> float:
     return seconds
 
 
-def _record(commands: list[list[str]], places: list[dict[str, Any]], work: Workload, ranks: int) -> dict[str, Any]:
+def _record(commands: list[list[str]], places: list[dict[str, Any]], folder: Path, ranks: int) -> dict[str, Any]:
     """Run the processes of one side and return what they wrote, with the time of their launch."""
-    out = work.folder / "record.json"
+    out = folder / "record.json"
     out.unlink(missing_ok=True)
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
     env = {
         **os.environ,
         "OMP_NUM_THREADS": threads,  # Lightning would set the same for its own processes only

@@ -17,26 +17,36 @@ from typing import Any
 from lit_fsdp.__main__ import main
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.host import is_first_process
+from lit_fsdp.metrics.counts import step_counts
+from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
 
 
-def record_steps(times: list[float], cpu: list[float], losses: list[float]) -> None:
-    """Note clock, CPU seconds of this process and loss at the end of each step, of one forward each."""
+def record_steps(recorded: dict[str, Any]) -> None:
+    """Note clock, CPU seconds of this process, loss and counts at the end of each optimizer step, and peak memory."""
     original = Throughput.on_train_batch_end
 
     @functools.wraps(original)
     def timed(self: Throughput, trainer: Any, pl_module: Any, *args: Any) -> None:
         original(self, trainer, pl_module, *args)
-        losses.append(float(pl_module.step_totals[1] / pl_module.step_totals[0]))
-        times.append(time.time())
-        cpu.append(time.process_time())
+        if trainer.global_step == len(recorded["times"]):
+            return  # inside an accumulation
+        if not recorded["times"]:
+            reset_peak_host_bytes()  # from here on the optimizer state is there
+        counts = step_counts(pl_module.step_totals)
+        recorded["losses"].append(counts["loss_sum"] / counts["supervised_tokens"])
+        recorded["supervised"].append(counts["supervised_tokens"])
+        recorded["slots"].append(counts["slots"])
+        recorded["times"].append(time.time())
+        recorded["cpu"].append(time.process_time())
+        recorded["peak_bytes"] = peak_host_bytes()
 
     Throughput.on_train_batch_end = timed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    recorded: dict[str, list[float]] = {"times": [], "cpu": [], "losses": []}
+    recorded: dict[str, Any] = {name: [] for name in ("times", "cpu", "losses", "supervised", "slots")}
     writes = is_first_process()  # asked now: the launcher will set LOCAL_RANK here too
-    record_steps(**recorded)
+    record_steps(recorded)
     code = main(sys.argv[2:])
     if writes:
         Path(sys.argv[1]).write_text(json.dumps(recorded))

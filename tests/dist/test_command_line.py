@@ -54,7 +54,7 @@ def test_the_run_folder(smoke: Path) -> None:
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000004"]
     names = sorted(path.name for path in run.iterdir())
-    assert names == ["audit.json", "checkpoints", "dtypes.json", "metrics.csv", "recipe.yaml", "run.lock"]
+    assert names == ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml", "run.lock"]
     with (run / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]

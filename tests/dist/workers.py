@@ -23,6 +23,7 @@ _JOBS = (
     "audit_jobs",
     "choice_jobs",
     "foreign_options",
+    "grown_jobs",
     "foreign",
     "jobs",
     "units_jobs",
@@ -31,6 +32,8 @@ _JOBS = (
     "elastic_jobs",
     "import_jobs",
     "lora_jobs",
+    "loss_jobs",
+    "packing_jobs",
     "retention_jobs",
 )
 _REFUSED = "lit_fsdp.errors.ConfigError"

@@ -88,7 +88,7 @@ def train(
     if run is not None:
         callbacks.append(Checkpoint(every_steps=STEPS_PER_CHECKPOINT, keep_last=-1))
         options["default_root_dir"] = str(run)
-    ckpt_path = options.pop("ckpt_path", None)
+    ckpt_path, model = options.pop("ckpt_path", None), options.pop("model", {})
     trainer = Trainer(
         accelerator=accelerator,
         devices=1,
@@ -102,7 +102,8 @@ def train(
         max_epochs=-1,
         **options,
     )
-    module = CausalLMModule(name=str(folder), optim={"lr": LEARNING_RATE, "schedule": "constant", "weight_decay": 0.1})
+    optim = {"lr": LEARNING_RATE, "schedule": "constant", "weight_decay": 0.1}
+    module = CausalLMModule(name=str(folder), optim=optim, **model)
     trainer.fit(module, datamodule=data or TinyData(), ckpt_path=ckpt_path)
     live: Any = trainer.strategy
     return {

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import threading
+import time
 
 import pytest
 
+from lit_fsdp import host
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
 
@@ -58,11 +63,48 @@ def test_failure_leaves_nothing_and_can_be_repeated(tmp_path):
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    leftover = tmp_path / ".m.abc.partial"
-    leftover.mkdir()
-    (leftover / "half").write_text("")
+    """Those of another machine, which a lock here may say nothing about, once they have been idle for an hour."""
+    mine, other, old = (tmp_path / f".m.{name}.x.partial" for name in (host._boot(), "other", "older"))
+    for leftover in (mine, other, old):
+        leftover.mkdir()
+        (leftover / "half").write_text("")
+    for path in (old / "half", old):
+        os.utime(path, (0, time.time() - 4000))
     make_once(tmp_path / "m", _write, "x")
-    assert not leftover.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m", "m.lock"]
+
+
+@pytest.mark.parametrize("locks", ["none", "of one machine"])
+def test_without_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch, caplog, locks):
+    """A network file system may refuse locks, or hold them among the processes of one machine only."""
+
+    def flock(handle, flags):
+        if locks == "none":
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(host, "_boot", lambda: str(threading.get_ident()))  # every thread is a machine of its own
+    together = threading.Barrier(3)
+
+    def make(folder):
+        together.wait(10)
+        (folder / "file").write_text(str(threading.get_ident()))
+
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append((make_once(tmp_path / "m", make, "x") / "file").read_text()))
+        for _ in range(3)
+    ]
+    with caplog.at_level(logging.INFO):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m.lock"]
+    assert caplog.text.count("another process was first, its result is used") == 2
+    assert ("no file locks here" in caplog.text) == (locks == "none")
 
 
 def test_full_disk_names_the_way_out(tmp_path):

@@ -159,10 +159,14 @@ def test_gradients_are_scaled_before_they_are_clipped():
 
 def test_totals_of_the_step_travel_in_one_vector():
     net, _ = fit([rows(1, 6), rows(7, 3)], accumulate=2)
-    supervised, loss, tokens, samples, slots, squared, interrupted, terminated = net.step_totals.tolist()
+    supervised, loss, tokens, samples, slots, squared, *scores, interrupted, terminated = net.step_totals.tolist()
     assert (supervised, tokens, samples) == (7 + 0 + 1 + 3, 2 * (16 - 2), 4)
     assert (slots, squared) == (2 * 16, 2 * (8 * 8 + 6 * 6))
     assert loss > 0
+    correct, entropy, objective, z_loss = scores
+    assert 0 <= correct <= supervised
+    assert 0 < entropy <= supervised * math.log(20) * (1 + 1e-6)
+    assert (objective, z_loss) == (pytest.approx(loss, rel=1e-6), 0)
     assert (interrupted, terminated) == (0, 0)
 
 
@@ -211,7 +215,7 @@ def test_validation_weighs_by_token_over_batches():
     ]
     assert found["val_token_accuracy"] == pytest.approx(float(sum(hits)) / 11, rel=1e-6)
     (again,) = quiet().test(net, DataLoader(batches[:1], batch_size=None), verbose=False)
-    assert again.keys() == {"test_loss", "test_perplexity", "test_token_accuracy"}
+    assert again.keys() == {"test_loss", "test_perplexity", "test_token_accuracy", "test_entropy"}
     (fresh,) = quiet().validate(net, DataLoader(batches[:1], batch_size=None), verbose=False)
     assert fresh["val_loss"] == pytest.approx(again["test_loss"])
 

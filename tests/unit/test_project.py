@@ -27,6 +27,8 @@ _BROUGHT_BY = {
     "gguf": "the extra of that name",
     "torchao": "the extra fp8",
     "peft": "the extra lora",
+    "liger_kernel": "the extra liger",
+    "cut_cross_entropy": "the extra cce",
 }
 _MODULE_OF = {"pyyaml": "yaml"}
 

@@ -19,9 +19,13 @@ class Run:
         self.now = 100.0
         monkeypatch.setattr(throughput.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(throughput, "peak_device_bytes", lambda device: 3 * 2**29)
+        monkeypatch.setattr(throughput, "peak_reserved_bytes", lambda device: None)
         self.logged: list[dict[str, float]] = []
         self.trainer: Any = SimpleNamespace(
-            global_step=0, log_every_n_steps=every, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+            global_step=0,
+            log_every_n_steps=every,
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            is_global_zero=True,
         )
         self.module: Any = SimpleNamespace(log=self._log)
         self.callback = Throughput()
@@ -33,14 +37,16 @@ class Run:
         self.logged[-1][name] = value
 
     def step(self, seconds: float, tokens: int = 0, wait: float = 0.0, micro_batches: int = 1) -> None:
-        """One optimizer step: supervised a quarter of the tokens, samples a tenth."""
-        self.now += wait
+        """One optimizer step: supervised a quarter of the tokens, samples a tenth, a fifth of the places empty."""
         for index in range(micro_batches):
+            self.now += wait
             self.callback.on_train_batch_start(self.trainer, self.module, None, index)
             self.now += seconds / micro_batches
             if index == micro_batches - 1:
                 self.trainer.global_step += 1
-                self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, tokens, tokens, 0, 0])
+                self.module.step_totals = torch.tensor(
+                    [tokens / 4, 1.0, tokens, tokens / 10, tokens * 1.25, tokens**2, 0, 0]
+                )
             self.callback.on_train_batch_end(self.trainer, self.module, None, None, index)
 
 
@@ -55,6 +61,8 @@ def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: py
             "supervised_tokens_per_second": 50.0,
             "samples_per_second": 20.0,
             "step_seconds": 4.0,
+            "padding_share": pytest.approx(0.2),
+            "data_wait_share": 0.25,
             "peak_memory_gib": 1.5,
         }
     ]

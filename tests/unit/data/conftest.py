@@ -9,6 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data import tokenizers as shipped
+
 _MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
 
 
@@ -48,6 +50,21 @@ def small() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def sentencepiece() -> PreTrainedTokenizerFast:
     return metaspace_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def mistral() -> PreTrainedTokenizerFast:
+    return shipped.mistral_v3()
+
+
+@pytest.fixture(scope="session")
+def qwen() -> PreTrainedTokenizerFast:
+    return shipped.qwen()
+
+
+@pytest.fixture(scope="session")
+def deepseek() -> PreTrainedTokenizerFast:
+    return shipped.deepseek()
 
 
 @pytest.fixture(scope="session")

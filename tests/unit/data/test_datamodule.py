@@ -11,12 +11,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_fsdp.datamodule import BatchLoader, CausalLMDataModule
+from lit_fsdp.data.loader import BatchLoader
+from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
     "ignore:.*GPU available but not used",
+    "ignore:The `srun` command is available",
 )
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{{ '<s>' if add_generation_prompt }}"
@@ -215,7 +217,7 @@ def test_bad_input(tokenizer: Any, tmp_path: Path):
 
 def test_a_template_of_ones_own(tokenizer: Any, tmp_path: Path):
     (tmp_path / "own.jinja").write_text("[INST]" + TEMPLATE, encoding="utf-8")
-    rows = _module(tokenizer, chat_template=str(tmp_path / "own.jinja"))._rows["train"]
+    rows = _module(tokenizer, chat_template=str(tmp_path / "own.jinja"))._samples["train"].rows
     assert tokenizer.decode(rows.row(0)[0]).startswith("[INST]<s>What is")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from lit_fsdp.errors import DataError
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 SYSTEM = {"role": "system", "content": "S"}
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,68 @@ def test_empty_texts_are_texts():
 def test_tool_calls_and_other_keys_reach_the_template():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
     made = to_conversation({"messages": [HI, call]}, "messages", "x").messages[1]
-    assert made == {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    assert made == {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        '[{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]',
+    ],
+)
+def test_arguments_of_a_call_as_object_or_text(calls: Any):
+    answer = {"role": "tool", "content": "2", "name": "f"}
+    made = to_conversation({"messages": [HI, {"role": "assistant", "tool_calls": calls}, answer]}, "messages", "x")
+    wanted = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert made.messages[1:] == [{"role": "assistant", "content": "", "tool_calls": wanted}, answer]
+
+
+def test_older_ways_of_calling():
+    called = {"name": "f", "arguments": {"a": 1}}
+    openai = [{"role": "assistant", "content": None, "function_call": called}, {"role": "function", "content": "2"}]
+    made = to_conversation({"messages": openai}, "messages", "x").messages
+    assert [(m["role"], m.get("tool_calls")) for m in made] == [("assistant", [called]), ("tool", None)]
+    sharegpt = [{"from": "function_call", "value": json.dumps(called)}, {"from": "observation", "value": "2"}]
+    assert to_conversation({"conversations": sharegpt}, "sharegpt", "x").messages == made
+
+
+def test_turns_may_be_written_in_either_way():
+    mixed = [SYSTEM, {"from": "human", "value": "Hi"}, YO]
+    for form, column in (("messages", "messages"), ("sharegpt", "conversations")):
+        assert to_conversation({column: mixed}, form, "x").messages == [SYSTEM, HI, YO]  # type: ignore[arg-type]
+
+
+def test_a_content_in_text_parts():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert to_conversation({"messages": [{"role": "user", "content": parts}]}, "messages", "x").messages == [HI]
+    image = [{"type": "image_url", "image_url": {}}]
+    with pytest.raises(DataError, match="user: text expected, not list"):
+        to_conversation({"messages": [{"role": "user", "content": image}]}, "messages", "x")
+
+
+@pytest.mark.parametrize(
+    ("flag", "wanted"),
+    [
+        ({"train": True}, True),
+        ({"train": 0}, False),
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"train": False, "weight": 0}, False),
+        ({"train": None, "weight": None}, None),
+    ],
+)
+def test_flags_of_a_turn(flag: dict[str, Any], wanted: bool | None):
+    turns: dict[str, Any] = {
+        "messages": [HI, {**YO, **flag}],
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo", **flag}],
+    }
+    for form, column in (("messages", "messages"), ("sharegpt", "conversations")):
+        last = to_conversation(turns, form, "x").messages[1]  # type: ignore[arg-type]
+        assert column in turns
+        assert last.get("train") is wanted
+        assert "weight" not in last
 
 
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
@@ -60,19 +126,38 @@ def test_no_tools():
 @pytest.mark.parametrize(
     ("form", "row", "message"),
     [
-        ("messages", {"text": "a"}, "no 'messages'; a messages row has messages"),
+        ("messages", {"text": "a"}, "no 'messages'; a row of format messages has messages"),
         ("messages", {"messages": []}, "a list of at least one message, not list '"),
         ("messages", {"messages": "Hi"}, "a list of at least one message, not str 'Hi'"),
-        ("messages", {"messages": [HI, "Yo"]}, "message 1: a message has role and content, not str 'Yo'"),
-        ("messages", {"messages": [{"role": "bot", "content": "x"}]}, "message 0: role 'bot'\n  allowed: system, user"),
+        (
+            "messages",
+            {"messages": [HI, "Yo"]},
+            "message 1: a message has role and content, or from and value, not str 'Yo'",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "message 0: role 'bot'\n  allowed: system, developer, user",
+        ),
         ("messages", {"messages": [{"role": "user"}]}, "message 0: user: text expected, not NoneType"),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "message 0: user: text expected, not int '3'"),
         ("messages", {"messages": [{"role": "user", "content": "a\ud83d"}]}, r"half a character at 1 .\\ud83d"),
         ("messages", {"messages": [HI], "tools": "[{"}, "tools are not JSON"),
+        ("messages", {"messages": [{**YO, "train": "yes"}]}, "message 0: train str 'yes'\n  allowed: true or false"),
+        ("messages", {"messages": [{**YO, "weight": 0.5}]}, "message 0: weight float '0.5'\n  allowed: 0 .not learnt"),
+        (
+            "messages",
+            {"messages": [{**YO, "train": True, "weight": 0}]},
+            "train True and weight 0\n  fix: .*keep one",
+        ),
+        ("messages", {"messages": [{**YO, "tool_calls": 3}]}, "tool_calls are a list of calls with a function name"),
+        ("messages", {"messages": [{**YO, "tool_calls": [{"id": 1}]}]}, "tool_calls are a list of calls"),
+        ("messages", {"messages": [_calling("{")]}, "message 0: arguments of 'f' are not JSON"),
+        ("messages", {"messages": [_calling("[1]")]}, "message 0: arguments of 'f' are an object, not list"),
         ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
         ("sharegpt", {"conversations": [{"from": "human"}]}, "turn 0: a turn has from and value"),
         ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "turn 0: from 'alien'\n  allowed: system"),
-        ("instruction", {"instruction": "a"}, "no 'output'; a instruction row has instruction, output"),
+        ("instruction", {"instruction": "a"}, "no 'output'; a row of format instruction has instruction, output"),
         ("instruction", {"instruction": "a", "output": None}, "assistant: text expected"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
         ("prompt_completion", {"prompt": "a", "completion": 1}, "a list of at least one message, not int"),
@@ -83,7 +168,9 @@ def test_a_bad_row_is_named(form: Any, row: dict[str, Any], message: str):
         to_conversation(row, form, "rows.jsonl:3")
 
 
-@pytest.mark.parametrize("columns", [{"text"}, set(), {"instruction"}, {"prompt", "response"}])
+@pytest.mark.parametrize("columns", [{"content"}, set(), {"instruction"}, {"prompt", "response"}])
 def test_unknown_columns(columns: set[str]):
-    with pytest.raises(DataError, match=r"are of no known row format\n  allowed: messages: messages; sharegpt: conv"):
+    with pytest.raises(DataError, match="are of no known row format") as refused:
         find_format(columns, "rows.jsonl:1")
+    assert "allowed: messages: messages; sharegpt: conversations; " in str(refused.value)
+    assert "data.columns: {messages: chat}" in str(refused.value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
 
-from lit_fsdp.data.order import FILLER, GlobalOrder, micro_batches, num_micro_batches
+from lit_fsdp.data.order import FILLER, GlobalOrder, apportion, micro_batches, num_micro_batches
+from lit_fsdp.errors import ConfigError
 
 
 def _epoch(order: GlobalOrder, epoch: int, micro: int, ranks: int) -> list[list[list[list[int]]]]:
@@ -68,3 +70,66 @@ def test_depends_on_data_seed_and_epoch_alone():
 def test_order_stays_as_it_is():
     """Numbers as text: a run that was begun with an earlier version resumes in the same order."""
     assert GlobalOrder(12, 4, "data", 1234).permutation(2).tolist() == [11, 8, 9, 4, 3, 10, 7, 1, 2, 6, 0, 5]
+
+
+def _mix(shuffle: bool = True, **options: object) -> GlobalOrder:
+    given = {"num_rows": 20, "global_batch_size": 4, "fingerprint": "data", "seed": 1, "shuffle": shuffle}
+    return GlobalOrder(**{**given, "groups": (4, 16), "weights": (1.0, 1.0), **options})
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_mix_gives_every_source_its_share(seed: int):
+    """As many items per epoch as without weights; over epochs each source goes on where it stopped, pass by pass."""
+    draw = random.Random(seed)
+    groups = tuple(draw.randint(1, 40) for _ in range(draw.randint(2, 4)))
+    weights = tuple(draw.choice([0.5, 1.0, 2.0, 3.5]) for _ in groups)
+    total = sum(groups)
+    if any(total * weight < sum(weights) for weight in weights):
+        return
+    order = GlobalOrder(total, 8, "data", seed, bool(seed % 2), groups, weights)
+    assert sum(order.shares) == total
+    assert all(abs(s - total * w / sum(weights)) < 1 for s, w in zip(order.shares, weights, strict=True))
+    epochs = [order.permutation(epoch) for epoch in range(5)]
+    borders = np.cumsum([0, *groups])
+    for group, size in enumerate(groups):
+        first = borders[group]
+        taken = [epoch[(epoch >= first) & (epoch < first + size)] for epoch in epochs]
+        assert [len(part) for part in taken] == [order.shares[group]] * 5
+        stream = np.concatenate(taken)
+        for start in range(0, len(stream) - size + 1, size):  # every whole pass has each item once
+            assert sorted(stream[start : start + size]) == list(range(first, first + size))
+
+
+def test_a_mix_is_a_function_of_data_seed_and_epoch():
+    first = _mix().permutation(3).tolist()
+    assert _mix(global_batch_size=8).permutation(3).tolist() == first
+    others = [_mix(seed=2), _mix(fingerprint="other"), _mix(weights=(1.0, 3.0))]
+    assert all(other.permutation(3).tolist() != first for other in [*others, _mix(shuffle=False)])
+    assert _mix().permutation(4).tolist() != first
+
+
+def test_a_mix_in_file_order_is_spread_evenly():
+    """Four items of the first source come round and round, one after each of the second, whose rest comes later."""
+    order = _mix(shuffle=False)
+    assert order.shares == (10, 10)
+    assert order.permutation(0).tolist() == [x for i in range(10) for x in (i % 4, 4 + i)]
+    assert order.permutation(1).tolist() == [x for i in range(10, 20) for x in (i % 4, 4 + i % 16)]
+
+
+def test_largest_remainder():
+    assert apportion(10, [1, 1, 1]) == (4, 3, 3)
+    assert apportion(7, [0.6, 0.3, 0.1]) == (4, 2, 1)
+    assert apportion(0, [1.0]) == (0,)
+
+
+def test_a_weight_that_never_counts_is_refused():
+    with pytest.raises(ConfigError, match=r"weight 0\.01 of 1\.01 for source 2"):
+        _mix(weights=(1.0, 0.01))
+
+
+def test_what_is_recorded_is_json():
+    assert _mix().record() == json.loads(json.dumps(_mix().record()))
+    assert list(_mix().record())[-2:] == ["groups", "weights"]
+    assert list(GlobalOrder(5, 2, "data", 1).record()) == [
+        *("num_rows", "global_batch_size", "fingerprint", "seed", "shuffle")
+    ]

@@ -124,7 +124,7 @@ def test_without_a_generation_prompt(small: Any):
 
 def test_system_text_in_the_last_user_turn(small: Any, sentencepiece: Any):
     assert _shown(small, _encode(small, INSTRUCT, "s:S", "u:1", "a:2", "u:3", "a:4")) == (
-        "<s>[INST]1[/INST] ⟦2</s>⟧[INST]S-3[/INST]⟦ 4</s>⟧"
+        "<s>[INST]1[/INST]⟦ 2</s>⟧[INST]S-3[/INST]⟦ 4</s>⟧"
     )
     encoded = _encode(sentencepiece, INSTRUCT, "s:b", "u:a", "a:b", "u:a", "a:b")
     learnt = sentencepiece.convert_ids_to_tokens(encoded.input_ids[encoded.supervised].tolist())

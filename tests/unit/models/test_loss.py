@@ -1,17 +1,24 @@
-"""The summed loss: shift, mask, and the head applied only where it is needed."""
+"""The summed loss: shift, mask, chunks, and the same loss and gradients whichever way it is computed."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lit_fsdp.models import loss as loss_module
+from lit_fsdp.config.loss import LossConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models import plain_loss
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.loss import TokenLoss, causal_lm_forward, per_sample_loss, summed_loss
+from lit_fsdp.models.head import head_of
+from lit_fsdp.models.loss import LossPlan, causal_lm_forward, next_targets, plan_loss, sample_losses, summed_loss
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.weights import open_weights
+
+PLAIN = LossPlan(LossConfig(backend="plain"), None)
 
 
 def _labels():
@@ -25,12 +32,17 @@ def test_sum_is_written_out():
     labels, targets = _labels()
     log_probs = logits.log_softmax(-1)
     result = summed_loss(logits, labels)
-    assert isinstance(result, TokenLoss)
     assert result.loss_sum.item() == pytest.approx(-sum(log_probs[b, t, v].item() for b, t, v in targets), rel=1e-6)
+    assert result.nll_sum.item() == pytest.approx(result.loss_sum.item(), rel=1e-6)
     assert result.num_tokens.item() == 4
     assert result.num_correct.item() == sum(logits[b, t].argmax().item() == v for b, t, v in targets)
-    assert [t.dtype for t in result] == [torch.float32, torch.int64, torch.int64]
-    assert [t.dim() for t in result] == [0, 0, 0]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    assert result.entropy_sum.item() == pytest.approx(sum(entropies[b, t].item() for b, t, _ in targets), rel=1e-6)
+    assert [t.dtype for t in result] == [torch.float32, torch.int64, torch.float32, torch.float32] + [
+        torch.int64,
+        torch.float32,
+    ]
+    assert all(t.dim() == 0 for t in result)
 
 
 def test_bf16_logits_are_summed_in_fp32():
@@ -54,17 +66,11 @@ def test_first_label_is_never_learnt():
     assert summed_loss(torch.randn(1, 3, 9), labels).num_tokens.item() == 0
 
 
-def test_each_sample_alone():
-    torch.manual_seed(0)
-    logits, (labels, _) = torch.randn(2, 6, 9), _labels()
-    sums, counts = per_sample_loss(logits, labels)
-    assert counts.tolist() == [3, 1]
-    for row in range(2):
-        assert sums[row].item() == pytest.approx(
-            summed_loss(logits[row : row + 1], labels[row : row + 1]).loss_sum.item(), rel=1e-6
-        )
-    empty, none = per_sample_loss(logits, torch.full((2, 6), -100))
-    assert (empty.tolist(), none.tolist()) == ([0.0, 0.0], [0, 0])
+def test_the_first_token_of_a_packed_sample_is_never_learnt():
+    labels = torch.tensor([[7, 8, 9, 4, 5, 6]])
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
+    assert next_targets({"labels": labels, "position_ids": positions}).tolist() == [[8, -100, 4, 5, -100, -100]]
+    assert next_targets({"labels": labels}).tolist() == [[8, 9, 4, 5, 6, -100]]
 
 
 def _model(config, fill):
@@ -87,45 +93,93 @@ def _grads(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _use(selection, model_class, monkeypatch):
-    """Have the loss select what ``selection`` says, as it does with models and versions that can do no better."""
-    able = ["none", "positions", "tokens"]
-    best = loss_module._head_selection(model_class.forward)
-    if able.index(selection) > able.index(best):
-        pytest.skip(f"this transformers selects {best}")
-    monkeypatch.setattr(loss_module, "_head_selection", lambda forward: selection)
-
-
-@pytest.mark.parametrize("selection", ["none", "positions", "tokens"])
-def test_skipping_unsupervised_positions_changes_nothing(family, tiny, fill, selection, monkeypatch):
-    model, batch = _model(tiny(family), fill), _batch()
-    _use(selection, type(model), monkeypatch)
-    plain = summed_loss(
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, batch["labels"]
-    )
-    expected = _grads(model, plain.loss_sum)
-    result = causal_lm_forward(model, batch)
-    assert result.loss_sum.item() == pytest.approx(plain.loss_sum.item(), rel=1e-6)
-    assert torch.equal(result.num_tokens, plain.num_tokens)
-    assert torch.equal(result.num_correct, plain.num_correct)
-    grads = _grads(model, result.loss_sum)
+def _check_same(model, batch, plan, other, tolerance=1e-6):
+    """Loss and gradients within 1e-6 relative, and all other sums."""
+    wanted, found = (causal_lm_forward(model, batch, p) for p in (other, plan))
+    expected, grads = _grads(model, wanted.loss_sum), _grads(model, found.loss_sum)
+    for name in wanted._fields:
+        assert getattr(found, name).item() == pytest.approx(getattr(wanted, name).item(), rel=1e-5, abs=1e-5), name
+    assert found.loss_sum.item() == pytest.approx(wanted.loss_sum.item(), rel=1e-6)
     assert grads.keys() == expected.keys()
     difference, norm = (
         torch.cat([g.flatten() for g in gs]).norm()
         for gs in ([grads[name] - grad for name, grad in expected.items()], expected.values())
     )
-    assert difference <= 1e-6 * norm
+    assert difference <= tolerance * norm
+
+
+EXTRAS = {"z_loss": 0.01, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_chunks_give_the_loss_and_gradients_of_all_logits(family, tiny, fill, extras):
+    model = _model(tiny(family), fill)
+    plan = plan_loss(model, LossConfig(chunk_tokens=3, **extras))
+    assert plan.backend == "chunked"
+    _check_same(model, _batch(), plan, LossPlan(LossConfig(backend="plain", **extras), None))
+
+
+_AFTER_THE_HEAD = {
+    "gemma2": ({"final_logit_softcapping": 2.0, "head_dim": 16, "initializer_range": 0.3}, (1.0, 2.0)),
+    "granite": ({"logits_scaling": 6.0}, (1 / 6, None)),
+    "cohere": ({"logit_scale": 0.3}, (0.3, None)),
+    "olmo2": ({}, (1.0, None)),
+    "phi": ({}, (1.0, None)),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(_AFTER_THE_HEAD))
+def test_what_a_model_does_with_its_logits_is_found_and_done(model_type, tiny, fill, monkeypatch):
+    changes, use = _AFTER_THE_HEAD[model_type]
+    monkeypatch.setitem(tiny.__globals__["_TINY"], model_type, tiny.__globals__["_LLAMA"])
+    model = _model(tiny(model_type, **changes), fill)
+    plan = plan_loss(model, LossConfig(chunk_tokens=4, **EXTRAS))
+    assert plan.use is not None
+    assert (plan.use.scale, plan.use.cap) == (pytest.approx(use[0], rel=1e-9), use[1])
+    _check_same(model, _batch(), plan, LossPlan(LossConfig(backend="plain", **EXTRAS), None))
+
+
+def test_the_router_loss_of_a_mixture_is_kept(tiny, fill):
+    model, batch = _model(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.1), fill), _batch()
+    plan = plan_loss(model)
+    _check_same(model, batch, plan, PLAIN)
+    found = causal_lm_forward(model, batch, plan)
+    own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+    assert found.loss_sum.item() / 10 == pytest.approx(own.item(), rel=1e-5)
+    assert found.loss_sum.item() > found.nll_sum.item()
 
 
 @pytest.mark.parametrize("selection", ["none", "positions", "tokens"])
-def test_unsupervised_batch_reaches_every_parameter(tiny, fill, selection, monkeypatch):
+def test_all_logits_or_only_those_needed(tiny, fill, selection, monkeypatch):
+    """The plain way selects what ``logits_to_keep`` can, as it does with models and versions that can do no better."""
+    model, batch = _model(tiny("llama"), fill), _batch()
+    able = ["none", "positions", "tokens"]
+    if able.index(selection) > able.index(plain_loss.head_selection(type(model).forward)):
+        pytest.skip("this transformers selects less")
+    monkeypatch.setattr(plain_loss, "head_selection", lambda forward: selection)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
+    _check_same(model, batch, plan_loss(model), PLAIN)
+    assert seen[0] == {"none": 32, "positions": 20, "tokens": 10}[selection]
+
+
+@pytest.mark.parametrize("backend", ["chunked", "plain"])
+def test_unsupervised_batch_reaches_every_parameter(tiny, fill, backend):
     model, batch = _model(tiny("qwen2"), fill), _batch(((0, 0), (0, 1)))
-    _use(selection, type(model), monkeypatch)
-    result = causal_lm_forward(model, batch)
+    result = causal_lm_forward(model, batch, plan_loss(model, LossConfig(backend=backend)))
     assert (result.loss_sum.item(), result.num_tokens.item()) == (0.0, 0)
     grads = _grads(model, result.loss_sum)
     assert grads.keys() == dict(model.named_parameters()).keys()
     assert not any(grad.any() for grad in grads.values())
+
+
+def test_losses_of_rows(tiny, fill):
+    model, batch = _model(tiny("llama"), fill), _batch(((9, 16), (0, 0), (4, 7)))
+    sums, tokens = sample_losses(model, batch)
+    assert tokens.tolist() == [7, 0, 3]
+    for row in range(3):
+        one = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        assert sums[row].item() == pytest.approx(causal_lm_forward(model, one).nll_sum.item(), rel=1e-5)
 
 
 class _Wrapper(nn.Module):
@@ -137,14 +191,49 @@ class _Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_head_runs_on_supervised_tokens_only(tiny, fill, wrapped):
+def test_a_wrapper_is_called_as_a_whole(tiny, fill):
     model, batch = _model(tiny("llama"), fill), _batch()
-    seen = []
-    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
-    causal_lm_forward(_Wrapper(model) if wrapped else model, batch)
-    union, tokens = 2 * 10, 10  # positions 3-5 and 8-14 in both rows; 7 + 3 tokens
-    assert seen[0] in (union, tokens)
+    calls = []
+    wrapped = _Wrapper(model)
+    wrapped.register_forward_hook(lambda *args: calls.append(1))
+    assert causal_lm_forward(wrapped, batch).loss_sum == causal_lm_forward(model, batch).loss_sum
+    assert calls == [1]
+
+
+def test_nothing_of_it_stays_in_the_model(tiny, fill):
+    model, batch = _model(tiny("llama"), fill), _batch()
+    names, attributes = list(model.state_dict()), set(model.lm_head.__dict__)
+    causal_lm_forward(model, batch).loss_sum.backward()
+    with pytest.raises(IndexError):
+        causal_lm_forward(model, {**batch, "input_ids": batch["input_ids"] + 99})
+    assert "forward" not in model.lm_head.__dict__
+    assert set(model.lm_head.__dict__) == attributes
+    assert list(model.state_dict()) == names
+    assert model(input_ids=batch["input_ids"]).logits.shape == (2, 16, 99)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "modules_to_save"])
+def test_adapters_on_the_head(tiny, fill, target):
+    peft = pytest.importorskip("peft")
+    options = {"modules_to_save": ["lm_head"]} if target == "modules_to_save" else {}
+    targets = ["q_proj"] if options else ["q_proj", "lm_head"]
+    model = _model(tiny("llama", tie_word_embeddings=False), fill)
+    settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    peft.LoraModel(model, settings, "default")  # in place
+    assert type(head_of(model)) is not nn.Linear
+    _check_same(model, _batch(), plan_loss(model, LossConfig(chunk_tokens=3)), PLAIN)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and "lm_head" in name}
+    assert len(trained) == (1 if options else 2)
+    assert all(p.grad.any() for p in trained.values())
+
+
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_frozen_parts(tiny, fill, frozen):
+    model = _model(tiny("llama", tie_word_embeddings=False), fill)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("lm_head") == (frozen == "body"))
+    _check_same(model, _batch(), plan_loss(model, LossConfig(chunk_tokens=3)), PLAIN)
+    assert (model.lm_head.weight.grad is None) == (frozen == "head")
 
 
 class _NoSelection(nn.Module):
@@ -156,7 +245,36 @@ class _NoSelection(nn.Module):
         return type("Out", (), {"logits": self.embed(input_ids)})
 
 
-def test_model_whose_forward_cannot_select():
+def test_a_model_without_a_head_gets_the_plain_way_with_words(caplog):
     batch, model = _batch(), _NoSelection()
     expected = summed_loss(model.embed(batch["input_ids"]), batch["labels"])
-    assert torch.equal(causal_lm_forward(model, batch).loss_sum, expected.loss_sum)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(causal_lm_forward(model, batch).loss_sum, expected.loss_sum)
+        causal_lm_forward(model, batch)
+    assert len(caplog.records) == 1
+    assert "no output head" in caplog.text
+
+
+def test_what_is_not_understood_is_said_and_done_plainly(tiny, fill, monkeypatch, caplog):
+    model, batch = _model(tiny("llama"), fill), _batch()
+    own = type(model).forward
+
+    def shifted(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.logits = out.logits + torch.arange(99)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    plan = plan_loss(model)
+    assert plan.backend == "plain"
+    assert "something else than a factor" in caplog.text
+    wanted = summed_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+    assert causal_lm_forward(model, batch, plan).loss_sum.item() == pytest.approx(wanted.loss_sum.item(), rel=1e-6)
+    with pytest.raises(ConfigError):
+        plan_loss(model, LossConfig(backend="liger"))
+
+
+@pytest.mark.parametrize("backend", ["liger", "cce"])
+def test_a_missing_kernel_is_refused(tiny, backend):
+    with pytest.raises(ConfigError, match=rf"not installed[\s\S]*pip install lit-fsdp\[{backend}\]"):
+        plan_loss(build_on_meta(tiny("llama"), "eager"), LossConfig(backend=backend))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import types
 
 import pytest
-from huggingface_hub import errors as hub_errors
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
@@ -99,37 +97,6 @@ def test_quantized_weights_are_refused(saved):
 def test_no_name():
     with pytest.raises(ConfigError, match=r"model\.name: got None"):
         _resolve(None)
-
-
-def _raises(error):
-    def snapshot_download(*args, **kwargs):
-        raise error
-
-    return snapshot_download
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("gated", "HF_TOKEN"),
-        ("unknown", "for a folder write ./some/model"),
-        ("offline", "hf download some/model --local-dir model"),
-        ("no network", "hf download some/model"),
-    ],
-)
-def test_hub_failures_say_what_to_do(monkeypatch, kind, said):
-    response = types.SimpleNamespace(headers={}, status_code=403, request=None)
-    error = {
-        "gated": lambda: hub_errors.GatedRepoError("403", response=response),
-        "unknown": lambda: hub_errors.RepositoryNotFoundError("404", response=response),
-        "offline": lambda: hub_errors.OfflineModeIsEnabled("offline"),
-        "no network": lambda: hub_errors.LocalEntryNotFoundError("no connection"),
-    }[kind]()
-    monkeypatch.setattr(hub, "snapshot_download", _raises(error))
-    with pytest.raises(ConfigError) as raised:
-        _resolve("some/model")
-    assert raised.value.field == "model.name"
-    assert said in raised.value.fix
 
 
 def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):

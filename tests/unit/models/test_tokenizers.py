@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.source import ModelSource
-from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, pad_id
 
 
 def _source(tiny, folder, **changes):
@@ -71,8 +71,38 @@ def test_no_token_to_pad_with(tmp_path, tiny):
     tokenizer = miniature_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="an eos or pad token"):
+    with pytest.raises(ConfigError, match=r"an eos or pad token(.|\n)*set model\.pad_token"):
         load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))
+    loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<|endoftext|>"))
+    assert pad_id(loaded) == loaded.convert_tokens_to_ids("<|endoftext|>")
+
+
+def test_a_pad_token_of_the_recipes_own(tmp_path, tiny, caplog):
+    miniature_tokenizer().save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="lit_fsdp"):
+        loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<|im_start|>"))
+    assert (loaded.pad_token, len(loaded)) == ("<|im_start|>", len(miniature_tokenizer()))
+    assert "padding with <|im_start|> (model.pad_token), was <|pad|>" in caplog.text
+    with pytest.raises(ConfigError, match=r"'<pad>', which .* does not have(.|\n)*add_tokens: \['<pad>'\]"):
+        load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>"))
+    added = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>", add_tokens=["<pad>"]))
+    assert pad_id(added) == len(added) - 1
+
+
+def test_pad_id_of_foreign_tokenizers():
+    tokenizer = miniature_tokenizer()
+    assert pad_id(tokenizer) == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    assert pad_id(tokenizer) == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    assert pad_id(tokenizer) == 0
+
+
+def test_a_token_that_is_not_read_as_one(monkeypatch):
+    tokenizer = miniature_tokenizer()
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: [1, 2])  # a slow tokenizer with rules of its own
+    with pytest.raises(ConfigError, match=r"model\.add_tokens: got '<\|tool\|>'"):
+        add_special_tokens(tokenizer, ["<|tool|>"])
 
 
 def test_more_tokens_than_embeddings(tmp_path, tiny):

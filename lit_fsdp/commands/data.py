@@ -1,0 +1,223 @@
+"""``data inspect`` and ``data prepare``: see what is trained on, and make it ahead."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_fsdp.commands.parsing import verb_parser
+from lit_fsdp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lit_fsdp.config.run import RunConfig
+    from lit_fsdp.data.samples import Samples
+    from lit_fsdp.report.inspection import Item
+
+_SPLITS = ("train", "val", "test", "predict")
+_USAGE = """usage: lit-fsdp data inspect --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]
+       lit-fsdp data prepare --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--json]
+
+  inspect   what a recipe trains on: counts, lengths, packing, and samples with what is learnt made visible
+  prepare   tokenise and pack every split ahead, into the cache that fit uses; needs no GPU and no weights
+
+lit-fsdp data VERB --help explains one of them
+"""
+
+
+def run_data(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp data …`` and return the exit code."""
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {"inspect": _inspect, "prepare": _prepare}
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        near = difflib.get_close_matches(argv[0], verbs, n=1) or ["inspect"]
+        raise ConfigError("lit-fsdp data", argv[0], ", ".join(verbs), f"lit-fsdp data {near[0]} ...")
+    return verbs[argv[0]](argv[1:])
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    parser = verb_parser(
+        "data inspect",
+        "What a recipe trains on, by the same code, from the same cache; exit code 1 if it could not be trained on.",
+    )
+    parser.add_argument("--n", type=int, default=5, help="samples (packs) to show, from the first on (default 5)")
+    parser.add_argument("--split", choices=_SPLITS, help="which rows to show; default: the first split the recipe has")
+    parser.add_argument("--row", type=int, help="show what becomes of this row of the sources, counted from 0, instead")
+    parser.add_argument("--ids", action="store_true", help="every token alone, with its number")
+    parser.add_argument("--full", action="store_true", help="long samples whole")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="lengths, supervised shares and packs as a picture")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables and text, samples complete")
+    options, run = _read(parser, argv)
+    if options is None:
+        return 0
+    for name in ("n", "row"):
+        if getattr(options, name) is not None and getattr(options, name) < 0:
+            raise ConfigError(f"--{name}", getattr(options, name), ">= 0", f"write --{name} 0 or more")
+    split = _shown_split(options.split, run)
+    if options.plot is not None:
+        from lit_fsdp.report.data_plot import check_plot
+
+        check_plot(options.plot)
+    return _show(options, run, split)
+
+
+def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
+    from lit_fsdp.data.encode import RowEncoder
+    from lit_fsdp.data.report import describe_data
+    from lit_fsdp.data.samples import prepare_samples
+    from lit_fsdp.models.tokenizer_alone import tokenizer_alone
+    from lit_fsdp.report.inspection import Inspector
+    from lit_fsdp.report.sample_text import visible_lines
+
+    tokenizer = tokenizer_alone(run.model)
+    encoder = RowEncoder(tokenizer, run.data)
+    samples: dict[str, Samples] = {}
+    record, at_work = None, "train"
+    try:
+        for at_work in _cached_splits(run):
+            samples |= prepare_samples(run.data, [at_work], encoder)
+        at_work = "train"  # a stream, if anything fails now
+        record = describe_data(samples, run.data, encoder, _streams(run))
+    except DataError as error:
+        print(f"error: {visible_lines(str(error))}", file=sys.stderr)
+        split = options.split or at_work
+    inspector = Inspector(tokenizer, run.data, split)
+    if options.row is not None:
+        items = [inspector.outcome(inspector.row(options.row))]
+    elif split in samples:
+        items = inspector.items(samples[split], options.n)
+    else:
+        items = inspector.first_outcomes(options.n)
+    _say(options, tokenizer, record, items)
+    if options.plot is not None and record is not None:
+        _plot(samples, run, options.plot)
+    return 1 if record is None else 0
+
+
+def _streams(run: RunConfig) -> bool:
+    return run.data.streaming and run.data.has("train")
+
+
+def _cached_splits(run: RunConfig) -> list[str]:
+    return [split for split in _SPLITS if run.data.has(split) and not (split == "train" and run.data.streaming)]
+
+
+def _say(options: argparse.Namespace, tokenizer: Any, record: dict[str, Any] | None, items: Sequence[Item]) -> None:
+    from lit_fsdp.report.data_tables import print_data
+    from lit_fsdp.report.inspection_text import Look, explanation, item_record, print_items
+    from lit_fsdp.report.tables import wide_console
+
+    if options.json:
+        print(json.dumps({"data": record, "items": [item_record(tokenizer, item) for item in items]}, indent=1))
+        return
+    console = wide_console(sys.stdout)
+    if record is not None:
+        print_data(record, sys.stdout)
+    if items:
+        console.print(explanation(console), soft_wrap=True)
+        print_items(console, tokenizer, items, Look(options.ids, options.full))
+
+
+def _plot(samples: Mapping[str, Samples], run: RunConfig, path: Path) -> None:
+    from lit_fsdp.report.data_plot import plotted, write_plot
+
+    write_plot({name: plotted(split) for name, split in samples.items()}, run.data.max_seq_length, path)
+    print(f"{path}: lengths, supervised shares and packs of {', '.join(samples)}", file=sys.stderr)
+
+
+def _prepare(argv: Sequence[str]) -> int:
+    parser = verb_parser("data prepare", "Tokenise and pack every split of a recipe into the cache that fit uses.")
+    parser.add_argument("--json", action="store_true", help="JSON instead of lines")
+    options, run = _read(parser, argv)
+    if options is None:
+        return 0
+    splits = _cached_splits(run)
+    if not splits:
+        allowed = "false: a stream is tokenised while it is trained on, and nothing of it is kept"
+        raise ConfigError("data.streaming", "true", allowed, "train without data prepare, or set streaming: false")
+    if _streams(run):
+        print("data.train is a stream: it is tokenised while it is trained on", file=sys.stderr)
+    from lit_fsdp.data.encode import RowEncoder
+    from lit_fsdp.data.report import describe_data
+    from lit_fsdp.data.samples import prepare_samples
+    from lit_fsdp.models.tokenizer_alone import tokenizer_alone
+    from lit_fsdp.report.data_tables import print_data
+
+    encoder = RowEncoder(tokenizer_alone(run.model), run.data)
+    made: dict[str, Any] = {}
+    found: dict[str, Samples] = {}
+    for split in splits:
+        start = time.time()
+        found |= prepare_samples(run.data, [split], encoder)
+        made[split] = _made(found[split], start, time.time() - start)
+    record = describe_data(found, run.data, encoder)
+    if options.json:
+        print(json.dumps({"data": record, "prepared": made}, indent=1))
+        return 0
+    print_data(record, sys.stderr)
+    for split, what in made.items():
+        print(_line(split, what))
+    return 0
+
+
+def _made(samples: Samples, start: float, seconds: float) -> dict[str, Any]:
+    """What was made since ``start``; a folder that is older was found."""
+    is_new = samples.rows.folder.stat().st_mtime >= start
+    read = samples.rows.meta["rows_read"]
+    return {
+        "folder": str(samples.rows.folder),
+        "plan": str(samples.folder),
+        "fingerprint": samples.fingerprint,
+        "made": is_new,
+        "seconds": round(seconds, 3),
+        "rows_per_second": round(read / seconds, 1) if is_new else None,
+    }
+
+
+def _line(split: str, what: Mapping[str, Any]) -> str:
+    if not what["made"]:
+        return f"data.{split}: there already, {what['folder']}"
+    return f"data.{split}: made in {what['seconds']:.1f} s ({what['rows_per_second']:,.0f} rows/s), {what['folder']}"
+
+
+def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:
+    """The verb's own flags, and the checked recipe; no options where help was asked for and given."""
+    parser.usage = f"{parser.prog} --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return None, None
+    try:
+        options, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(parser.prog, str(error), "see --help", f"{parser.prog} --help") from None
+    from lit_fsdp.config.miniature import adapt_to_miniature
+    from lit_fsdp.config.recipe import read_recipe
+    from lit_fsdp.config.run import check_recipe
+    from lit_fsdp.speak import speak
+
+    also = [name for action in parser._actions for name in (action.dest,) if name != "help"]
+    recipe = read_recipe(rest, also=also)
+    if recipe.only_shows:
+        raise ConfigError(parser.prog, "--print_config", "flags of this verb", "lit-fsdp fit ... --print_config")
+    adapt_to_miniature(recipe.values, recipe.replaced)
+    run = check_recipe(recipe.values, "data")
+    if not any(run.data.has(split) for split in _SPLITS):
+        raise ConfigError("data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
+    speak()
+    return options, run
+
+
+def _shown_split(wanted: str | None, run: RunConfig) -> str:
+    there = [split for split in _SPLITS if run.data.has(split)]
+    if wanted is None:
+        return there[0]
+    if wanted not in there:
+        raise ConfigError("--split", wanted, f"a split the recipe has: {', '.join(there)}", f"--split {there[0]}")
+    return wanted

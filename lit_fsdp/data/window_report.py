@@ -1,0 +1,83 @@
+"""The supervision proof of a stream, from the first rows of it: more of them are never there at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import CUT, TOO_LONG, RowEncoder
+from lit_fsdp.data.packing import plan_packs
+from lit_fsdp.data.row_numbers import describe_rows, expected_padding, sample_digest
+from lit_fsdp.data.stream import first_window
+from lit_fsdp.errors import DataError
+
+
+class WindowSeen:
+    """The first ``data.shuffle_window`` rows of a streamed data.train, tokenised.
+
+    Args:
+        config: The ``data`` section.
+        encoder: Makes samples of rows.
+
+    Raises:
+        DataError: A row is bad, no token is supervised, or more rows than ``data.max_dropped_share`` are cut to
+            nothing.
+    """
+
+    def __init__(self, config: DataConfig, encoder: RowEncoder) -> None:
+        self._config = config
+        self._rows, self._encoded, self._formats = first_window(config, encoder)
+        samples = [sample for row in self._encoded for sample in row.samples]
+        self._dropped = Counter(row.dropped for row in self._encoded if row.dropped is not None)
+        self._lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+        self._learnt = np.array([np.count_nonzero(sample.supervised) for sample in samples], dtype=np.int64)
+        self.digests = np.array([sample_digest(sample.input_ids) for sample in samples], dtype=np.uint64)
+        self._check()
+
+    def _check(self) -> None:
+        read, cut = len(self._rows), self._dropped[CUT] + self._dropped[TOO_LONG]
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
+        if not self._learnt.any():
+            raise DataError(
+                f"data.train: no token of the first {read} rows of the stream is supervised; dropped {reasons or 0}\n"
+                "  fix:     rows need an assistant turn within data.max_seq_length tokens"
+            )
+        if cut > self._config.max_dropped_share * read:
+            raise DataError(
+                f"data.train: of {cut} of the first {read} rows of the stream nothing is left within "
+                f"data.max_seq_length {self._config.max_seq_length}\n"
+                f"  allowed: data.max_dropped_share {self._config.max_dropped_share:g} of the rows\n"
+                "  fix:     raise data.max_seq_length, set data.truncation: start, or raise data.max_dropped_share"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The same as of a split that is tokenised as a whole, but for what only the end of it could tell."""
+        config, read = self._config, len(self._rows)
+        counts: dict[str, Any] = {
+            "rows_read": read,
+            "dropped": dict(self._dropped),
+            "truncated": sum(row.truncated for row in self._encoded),
+            "split": sum(len(row.samples) > 1 for row in self._encoded),
+        }
+        numbers = describe_rows(self._lengths, self._learnt, self.digests)
+        packs = None
+        if config.packing:
+            count = len(plan_packs(self._lengths, config.max_seq_length)[1]) - 1
+            fill = numbers["tokens"] / (count * config.max_seq_length)
+            packs = {"count": count, "capacity": config.max_seq_length, "fill": fill}
+        forms = ", ".join(dict.fromkeys(self._formats))
+        return {
+            "seen": f"the first {read:,} rows of a stream",
+            **counts,
+            **numbers,
+            "tokens_per_epoch": None,
+            "supervised_tokens_per_epoch": None,
+            "packs": packs,
+            "padding_share_unpacked": expected_padding(self._lengths, config.micro_batch_size),
+            "fingerprint": None,
+            "cache": None,
+            "sources": [{"name": "data.train", "weight": None, "format": forms, **counts, **numbers}],
+        }

@@ -1,0 +1,238 @@
+"""Floating-point operations of a training step, from the shapes of a model and what a step has counted.
+
+One multiplication with its addition is two operations; only matrix products count. For every token:
+
+- a weight of N elements that is multiplied by costs 2 N forward; backward 2 N for the gradient of its input, if
+  anything before it (or in the same block) is trained, and 2 N for its own gradient, if it is trained itself. Full
+  fine-tuning therefore costs 6 N; a frozen weight under adapters 4 N, and the adapters' own products 6 N.
+- embeddings are looked up and cost nothing. Of experts, those count that a token is sent to.
+- attention: a query meets the keys before it in its own sample. A sample of T tokens has T² / 2 such pairs, with a
+  window of W tokens W T - W² / 2; each costs 2 (D_qk + D_v) per query head forward, and twice that backward. Other
+  samples of a pack are never met.
+- the head counts at supervised tokens only, since the loss needs no other.
+
+This is the work that the loss and its gradients need, whatever a backend really does (padding, logits of prompts, the
+masked half of attention): dividing it by time and by the device's peak rate gives MFU. PaLM's formula (appendix B)
+counts all T² pairs, and the head at every token; pre-training without the causal half agrees with it. HFU adds
+what activation checkpointing computes again, and nothing else.
+
+Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198, appendix A.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_WINDOWED = ("sliding_attention", "chunked_attention")
+_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWED)
+_NO_PRODUCT = ("original_module", "lora_embedding_A", "token_adapter")
+_NORM_AFTER_MLP = re.compile(r"post_(feedforward|mlp|ffn)\w*norm")
+_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFlops:
+    """Operations of one block: per token for its weights, per pair of query and key for its attention."""
+
+    forward_per_token: float
+    train_per_token: float
+    """Forward and backward."""
+    forward_per_pair: float
+    train_per_pair: float
+    window: int | None
+    """Keys a query meets at most; None for all before it."""
+    last_product: float
+    """Part of ``forward_per_token`` that recomputing skips: nothing in the backward pass needs its result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """What a model costs; made by :func:`flop_formula`."""
+
+    blocks: Mapping[str, BlockFlops]
+    """By module name, as in ``model.named_modules()``."""
+    outside_per_token: float
+    """Forward and backward of weights that are in no block, without the head."""
+    head_per_supervised_token: float
+    """Forward and backward."""
+
+    def train_flops(self, counts: Mapping[str, float]) -> float:
+        """Operations that loss and gradients of a step need, over all ranks, without recomputation.
+
+        Args:
+            counts: ``tokens``, ``supervised_tokens`` and ``squared_tokens``, as :func:`~.counts.step_counts` names
+                them.
+        """
+        tokens = counts["tokens"]
+        blocks = sum(b.train_per_token * tokens + b.train_per_pair * num_pairs(counts, b.window) for b in self._blocks)
+        head = self.head_per_supervised_token * counts["supervised_tokens"]
+        return blocks + self.outside_per_token * tokens + head
+
+    def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
+        """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
+
+        ``full`` repeats a block up to the last product whose result is needed (exact for the dense architectures and
+        mixtures that the tests name; where experts are shared, one product too many); ``selective`` keeps all products
+        by default, so none is repeated. What a compiler keeps within a memory budget, only the compiler knows.
+
+        Args:
+            counts: As for :meth:`train_flops`.
+            words: ``no``, ``full``, ``selective``, ... by block name; a block that is not named repeats nothing.
+        """
+        total = 0.0
+        for name, block in self.blocks.items():
+            word = words.get(name, "no").partition(",")[0]
+            if word not in ("no", "full", "selective"):
+                return None
+            if word == "full":
+                again = block.forward_per_token - block.last_product
+                total += again * counts["tokens"] + block.forward_per_pair * num_pairs(counts, block.window)
+        return total
+
+    @property
+    def _blocks(self) -> Iterator[BlockFlops]:
+        return iter(self.blocks.values())
+
+
+def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
+    """Pairs of a query and a key it may see, each sample on its own: half the sum of squared lengths.
+
+    With a window, samples are taken as equally long, weighted by tokens: exact if they are, or if none is longer than
+    the window; else a little too many.
+    """
+    tokens, squared = counts["tokens"], counts["squared_tokens"]
+    if not tokens:
+        return 0.0
+    length = squared / tokens
+    return squared / 2 if window is None or length <= window else tokens * (window - window * window / (2 * length))
+
+
+def flop_formula(model: nn.Module) -> ModelFlops:
+    """The cost of a transformers causal LM, with adapters and frozen weights, from its unsharded shapes.
+
+    Call it before weights are sharded; meta tensors suffice. Input gradients count from the first block on that trains
+    something. (In that one block, adapters save those of the first projections: a little less is done than counted.)
+
+    Raises:
+        ValueError: No formula is known for this model; the text says why.
+    """
+    config = _text_config(model)
+    names = _block_names(model, config.num_hidden_layers)
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
+    if head is None:
+        raise ValueError("it has no head over a vocabulary")
+    in_head = set(head.modules())
+    flows = any(p.requires_grad for p in _embedding_parameters(model))
+    blocks: dict[str, BlockFlops] = {}
+    outside = 0.0
+    for name, module in model.named_modules():
+        if name in names:
+            flows = flows or any(p.requires_grad for p in module.parameters())
+            blocks[name] = _block(module, flows, config, len(blocks))
+        elif module not in in_head and not any(name.startswith(f"{block}.") for block in names):
+            flows = flows or any(p.requires_grad for p in module.parameters(recurse=False))
+            outside += _train(_own_products(name, module, config), flows)
+    in_the_head = [p for name, module in head.named_modules() for p in _own_products(name, module, config)]
+    return ModelFlops(
+        blocks=blocks,
+        outside_per_token=outside,
+        head_per_supervised_token=_train(in_the_head, flows or any(trained for _, trained in in_the_head)),
+    )
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ValueError("it is no transformers model")
+    config = config.get_text_config()
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ValueError(f"its config has no single {name}")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYERS))
+    if unknown:
+        raise ValueError(f"no formula is known for layers of type {', '.join(unknown)}")
+    return config
+
+
+def _block_names(model: nn.Module, count: int) -> list[str]:
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f"it has no list of {count} blocks")
+    name, _ = min(lists, key=lambda found: found[0].count("."))
+    return [f"{name}.{index}" for index in range(count)]
+
+
+def _embedding_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield from module.parameters(recurse=False)
+
+
+def _own_products(name: str, module: nn.Module, config: Any) -> list[tuple[float, bool]]:
+    """Elements that one token is multiplied by, and whether they are trained, of each weight of this very module."""
+    if isinstance(module, nn.Embedding) or any(part in name.split(".") for part in _NO_PRODUCT):
+        return []
+    return [
+        (p.numel() * _active_share(f"{name}.{own}", p.ndim, p.shape[0], config), p.requires_grad)
+        for own, p in module.named_parameters(recurse=False)
+        if p.ndim >= 2 and not own.endswith("bias") and own not in _NO_PRODUCT
+    ]
+
+
+def _active_share(name: str, ndim: int, first: int, config: Any) -> float:
+    """Share of the weight that a token meets: of experts in one tensor, or one module each, those it is sent to."""
+    fields = ("num_local_experts", "num_experts", "n_routed_experts")
+    found = [getattr(config, field, None) for field in fields]
+    num_experts = next((number for number in found if isinstance(number, int) and number > 1), None)
+    if num_experts is None or not ((ndim == 3 and first == num_experts) or _EXPERT.search(name)):
+        return 1.0
+    return config.num_experts_per_tok / num_experts
+
+
+def _train(products: list[tuple[float, bool]], flows: bool) -> float:
+    return sum(2 * elements * (1 + flows + trained) for elements, trained in products)
+
+
+def _block(block: nn.Module, flows: bool, config: Any, index: int) -> BlockFlops:
+    products = [p for name, module in block.named_modules() for p in _own_products(name, module, config)]
+    qk_dim, v_dim = _head_dims(config)
+    per_pair = 2.0 * config.num_attention_heads * (qk_dim + v_dim)
+    return BlockFlops(
+        forward_per_token=_train([(elements, False) for elements, _ in products], False),
+        train_per_token=_train(products, flows),
+        forward_per_pair=per_pair,
+        train_per_pair=per_pair * (3 if flows else 1),
+        window=_window(config, index),
+        last_product=0.0 if _uses_last_product(block) or not products else 2 * products[-1][0],
+    )
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim, dim
+
+
+def _window(config: Any, index: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds else "sliding_attention"
+    field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
+    return getattr(config, field, None) if kind in _WINDOWED else None
+
+
+def _uses_last_product(block: nn.Module) -> bool:
+    """Whether something that backward needs follows the last product: a norm, dropout, or the weights of experts."""
+    for name, module in block.named_modules():
+        if _NORM_AFTER_MLP.search(name) or "experts" in name.split("."):
+            return True
+        if isinstance(module, nn.Dropout) and module.p > 0 and not re.search(r"att(n|ention)|lora_", name):
+            return True
+    rate = getattr(block, "dropout", 0.0)  # some blocks call the function instead of a module
+    return isinstance(rate, float) and rate > 0

@@ -1,0 +1,112 @@
+"""Runs whose recipe adds tokens, on rows that use them, and the plain loop they are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lit_fsdp import Checkpoint
+from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.lora import LoraWeights, apply_lora
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.models.weights import open_weights
+from tests.dist import reference
+from tests.dist.jobs import FromStep, Losses, Rows, TinyData, trainer_for
+from tests.dist.lora_jobs import SEED, lora_module
+from tests.dist.reference import LEARNING_RATE
+
+TOKENS = ["<|tool|>", "<|think|>"]
+FIRST = len(miniature_tokenizer())
+
+
+def with_new_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The reference's batch with two of its ids replaced by those of the new tokens."""
+    return {
+        name: tensor if name == "attention_mask" else tensor.where((tensor != 5) & (tensor != 9), FIRST + tensor // 9)
+        for name, tensor in batch.items()
+    }
+
+
+class _Rows(Rows):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return with_new_tokens(super().__getitem__(index))
+
+
+class GrownData(TinyData):
+    """:class:`TinyData` with new tokens in every batch."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """One loader per rank."""
+        assert self.trainer is not None
+        rows = _Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
+        return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=torch.Generator())
+
+
+def train_grown(
+    folder: str, strategy: dict[str, Any], run: str, ckpt_path: str | None = None, **model: Any
+) -> list[float]:
+    """Losses of six steps, or of what is left of them; saves every third step in ``run``."""
+    torch.manual_seed(SEED)
+    losses = Losses()
+    trainer = trainer_for(strategy, [losses, Checkpoint(every_steps=3)], max_steps=6, default_root_dir=run)
+    module = lora_module(folder, add_tokens=TOKENS, **model)
+    trainer.fit(module, datamodule=GrownData(), ckpt_path=ckpt_path)
+    return losses.values
+
+
+def grown_model(folder: str) -> PreTrainedModel:
+    """Plain transformers: the model resized, its new rows set to the mean of the old ones."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    means = [module.weight.detach().double().mean(0).float() for module in ends]
+    model.resize_token_embeddings(FIRST + len(TOKENS), mean_resizing=False)
+    for module, mean in zip((model.get_input_embeddings(), model.get_output_embeddings()), means, strict=True):
+        module.weight.data[FIRST:] = mean
+    return model.train()
+
+
+def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
+    """Plain PyTorch, and peft from the same random adapters, in one process: the loss of each global batch."""
+    model: Any = grown_model(folder)
+    if lora is not None:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        source = resolve_model(ModelConfig(name=folder, add_tokens=TOKENS), 0)
+        meta, bare = build_on_meta(source.hf_config), build_on_meta(source.hf_config)
+        settings = apply_lora(meta, LoraConfig(**lora))
+        weights = LoraWeights(open_weights(source, bare, SEED), meta, SEED)
+        config = peft.PeftConfig.from_peft_type(**{**settings, "inference_mode": False})
+        model = peft.LoraModel(model, config, "default").model
+        for name, module in meta.named_modules():
+            if ".lora_A." in name:
+                model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
+        for module in ends:
+            module.requires_grad_(True)
+    return _losses(model)
+
+
+def _losses(model: Any) -> list[float]:
+    named = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in named if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
+    losses = []
+    for step in range(6):
+        batch = with_new_tokens(reference.global_batch(step))
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses

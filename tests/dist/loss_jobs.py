@@ -1,0 +1,124 @@
+"""Runs that differ in how the loss is computed, or in how a global batch is cut."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+
+from lit_fsdp import CausalLMModule
+from tests.dist.jobs import Losses, TinyData, trainer_for
+
+_SAMPLES, _LENGTH = 16, 14
+
+
+def train_with_loss(strategy: dict[str, Any], model: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    """Losses of a random model, and what else the last step logged; adapters start as random, not as zeros."""
+    torch.manual_seed(5)
+    losses = Losses()
+    trainer = trainer_for(strategy, [losses], max_steps=steps)
+    module = CausalLMModule(**{"optim": {"lr": 3e-3, "schedule": "constant"}, **model})
+    trainer.fit(module, datamodule=TinyData())
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    model_now: Any = module.model
+    head = model_now.get_output_embeddings()
+    names = sorted(name.replace("_fsdp_wrapped_module.", "") for name, _ in module.named_parameters())
+    patched = [name for name, m in module.named_modules() if "loss_forward" in repr(m.__dict__.get("forward"))]
+    return {
+        "losses": losses.values,
+        "metrics": metrics,
+        "names": names,
+        "head": type(head).__name__,
+        "patched": patched,
+    }
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Sixteen samples of different lengths; each supervises another number of tokens, one none at all."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for index in range(_SAMPLES):
+        ids = torch.randint(0, 40, (6 + index % 9,), generator=generator)
+        labels = ids.clone()
+        labels[: len(ids) if index == 4 else index % 5] = -100
+        found.append({"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))})
+    return found
+
+
+def micro_batches(packed: bool) -> list[dict[str, torch.Tensor]]:
+    """The samples in pairs: two padded rows, or one row that holds both and a sequence of padding."""
+    pairs, all_samples = [], samples()
+    for a, b in zip(all_samples[::2], all_samples[1::2], strict=True):
+        if packed:
+            fill = torch.arange(2 * _LENGTH + 1 - len(a["input_ids"]) - len(b["input_ids"]))
+            ends = {"input_ids": fill * 0, "labels": fill * 0 - 100, "position_ids": fill}
+            pairs.append({name: torch.cat([a[name], b[name], ends[name]])[None] for name in a})
+            continue
+        fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        both = [{**s, "attention_mask": torch.ones_like(s["labels"])} for s in (a, b)]
+        pairs.append(
+            {
+                name: torch.stack(
+                    [torch.cat([s[name], s[name].new_full((_LENGTH - len(s[name]),), fill)]) for s in both]
+                )
+                for name, fill in fills.items()
+            }
+        )
+    return pairs
+
+
+class _Cut(LightningDataModule):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        mine = micro_batches(self.packed)[self.trainer.global_rank :: self.trainer.world_size]
+        return DataLoader(mine, batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
+
+
+class _Gradients(Callback):
+    def __init__(self) -> None:
+        self.full: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.optimizers[0].register_step_pre_hook(lambda *ignored: self._keep(pl_module))
+
+    def _keep(self, module: LightningModule) -> None:
+        root: Any = module.trainer.strategy.model
+        whole: Any = nullcontext()
+        if isinstance(root, FullyShardedDataParallel):
+            whole = FullyShardedDataParallel.summon_full_params(root, with_grads=True, writeback=False)
+        with whole:
+            for name, param in module.named_parameters():
+                grad: Any = param.grad
+                if grad is not None:
+                    full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                    self.full[name.replace("_fsdp_wrapped_module.", "")] = full.clone()
+
+
+def gradients_of_a_cut(folder: str, file: str, engine: str, packed: bool) -> dict[str, Any]:
+    """Loss of one global batch of eight micro-batches over the ranks, and its gradients in ``file``."""
+    import os
+
+    torch.manual_seed(5)
+    ranks = int(os.environ["WORLD_SIZE"])
+    gradients, losses = _Gradients(), Losses()
+    trainer = trainer_for(
+        {"engine": engine, "precision": "fp32"},
+        [gradients, losses],
+        max_steps=1,
+        accumulate_grad_batches=len(micro_batches(packed)) // ranks,
+    )
+    module = CausalLMModule(name=folder, optim={"lr": 1e-3, "schedule": "constant"})
+    trainer.fit(module, datamodule=_Cut(packed))
+    if trainer.is_global_zero:
+        torch.save(gradients.full, Path(file))
+    weights: Any = trainer.strategy
+    return {"loss": losses.values[0], "tokens": float(module.step_totals[0]), "ranks": weights.world_size}

@@ -1,0 +1,152 @@
+"""Jobs of test_packing.py: packed and padded training of the same rows, and the proof of isolation in live runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
+from lit_fsdp.callbacks.isolation import IsolationProof, prove_isolation
+from tests.dist.jobs import Losses, digest, trainer_for
+
+
+class Proofs(IsolationProof):
+    """Keeps what was proved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[dict[str, Any]] = []
+
+    def prove(self, trainer: Trainer, batch: Any) -> dict[str, Any]:
+        """As the callback does, and remembers; also whether it left random numbers and modes alone."""
+        before = torch.get_rng_state()
+        record = prove_isolation(trainer, batch)
+        same = torch.equal(before, torch.get_rng_state())
+        is_training = all(child.training for child in trainer.lightning_module.model.modules())
+        self.records.append({**record, "left_alone": same and is_training})
+        return self.records[-1]
+
+
+class Gradients(Callback):
+    """The first step's gradients on this rank, one after the other, as the optimizer saw them."""
+
+    def __init__(self) -> None:
+        self.values: torch.Tensor | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """They are there until the next backward pass."""
+        if self.values is None and trainer.global_step:
+            grads = [param.grad for _, param in sorted(pl_module.named_parameters()) if param.grad is not None]
+            local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+            self.values = torch.cat([torch.zeros(0), *(grad.detach().flatten() for grad in local)])
+
+
+def packed_run(
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    steps: int,
+    data: dict[str, Any],
+    ckpt_path: str | None = None,
+    model: dict[str, Any] | None = None,
+    every: int | None = None,
+    grads: str | None = None,
+) -> dict[str, Any]:
+    """Train on generated rows; losses, a hash of the state at the end, what was proved, and gradients as a file."""
+    torch.manual_seed(5)
+    losses, proofs, gradients = Losses(), Proofs(), Gradients()
+    trainer = trainer_for(
+        {"precision": "fp32", **strategy},
+        [losses, proofs, gradients, Checkpoint(every_steps=every, keep_last=-1)],
+        max_steps=steps,
+        default_root_dir=run,
+    )
+    optim = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 4, "weight_decay": 0.1}
+    module = CausalLMModule(name=folder, optim=optim, **(model or {}))
+    rows = {"train": "generated:60", "max_seq_length": 64, "seed": 3, "cache_dir": f"{Path(run).parent}/cache", **data}
+    trainer.fit(module, datamodule=CausalLMDataModule(**rows), ckpt_path=ckpt_path)
+    if grads is not None:
+        torch.save(gradients.values, f"{grads}-{trainer.global_rank}.pt")
+    return {
+        "losses": losses.values,
+        "proofs": proofs.records,
+        "supervised": float(module.step_totals[0]),
+        "slots": float(module.step_totals[4]),
+        "digest": digest(module, getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])),
+        "epoch": trainer.current_epoch,
+    }
+
+
+def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> None:
+    """A run in which something is broken: the mask overlooks packs, there is a 2-D mask, or positions do not restart.
+
+    Args:
+        folder: The model.
+        run: The run folder.
+        strategy: Of the run.
+        how: ``mask``, ``2d`` or ``positions``.
+    """
+    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
+
+    from lit_fsdp.data import loader
+
+    places: dict[str, tuple[Any, str, Any]] = {
+        "mask": (masking_utils, "find_packed_sequence_indices", lambda positions: None),
+        "2d": (loader, "collate_packs", _with_mask(loader.collate_packs)),
+        "positions": (modeling_llama.LlamaRotaryEmbedding, "forward", _place_as_angle),
+    }
+    module, name, other = places[how]
+    before = getattr(module, name)
+    setattr(module, name, other)
+    data = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}
+    try:
+        packed_run(folder, run, strategy, 1, data)
+    finally:
+        setattr(module, name, before)
+
+
+def _with_mask(collate_packs: Any) -> Any:
+    def with_mask(*args: Any) -> dict[str, Any]:
+        batch = collate_packs(*args)
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    return with_mask
+
+
+def _place_as_angle(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotations by the square of the place in the pack: they differ between places, other than rotary ones do."""
+    places = torch.arange(position_ids.shape[1], device=x.device, dtype=torch.float32).expand_as(position_ids)
+    angles = (places.square()[..., None] * self.inv_freq).repeat(1, 1, 2)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class Validation(Callback):
+    """Supervised tokens of the validation over all ranks."""
+
+    def __init__(self) -> None:
+        self.supervised = torch.zeros((), dtype=torch.int64)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
+    ) -> None:
+        """Once per batch."""
+        self.supervised += (batch["labels"][:, 1:] != -100).sum()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Over all ranks."""
+        torch.distributed.all_reduce(self.supervised)
+
+
+def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any]) -> dict[str, Any]:
+    """Validation loss of generated rows, and how many tokens it is over."""
+    torch.manual_seed(5)
+    seen = Validation()
+    trainer = trainer_for({"precision": "fp32", **strategy}, [seen])
+    (metrics,) = trainer.validate(CausalLMModule(name=folder), CausalLMDataModule(**data), verbose=False)
+    return {"val_loss": metrics["val_loss"], "supervised": int(seen.supervised)}

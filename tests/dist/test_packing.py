@@ -1,0 +1,117 @@
+"""Packed training is padded training of the same samples, it resumes bit-equal, and leaking attention is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.workers import RankError, Workers
+
+WHOLE = {"global_batch_size": 64, "micro_batch_size": 4, "max_seq_length": 160}  # all 60 rows in one global batch
+STEPS = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}  # 29 packs: 8 steps
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "single"), (2, "fsdp2"), (2, "fsdp1")])
+def test_packed_and_padded_have_the_same_loss_and_gradients(
+    workers: Workers, tiny_model: Path, tmp_path: Path, ranks: int, engine: str
+) -> None:
+    """All rows are one global batch, so that both ways train on the same samples."""
+    found: dict[bool, dict[str, Any]] = {}
+    for packing in (False, True):
+        name = f"{'packed' if packing else 'padded'}"
+        options = {"run": str(tmp_path / name), "grads": str(tmp_path / name), "data": {**WHOLE, "packing": packing}}
+        job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "steps": 2}
+        found[packing] = workers.run("packed_run", ranks, **job, **options)[0]
+    assert found[True]["losses"] == pytest.approx(found[False]["losses"], rel=1e-5)
+    assert found[True]["supervised"] == found[False]["supervised"] > 0
+    assert found[True]["slots"] < found[False]["slots"]
+    for rank in range(ranks):
+        padded, packed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("padded", "packed"))
+        assert (packed - padded).norm() / padded.norm() <= 1e-5
+    assert found[False]["proofs"] == []
+    (proof,) = found[True]["proofs"]
+    assert (proof["bit_equal"], proof["largest_change"], proof["tolerance"]) == (True, 0.0, 0.0)
+    assert proof["sequences"] > proof["packs"] == 4 * ranks
+    assert (proof["engine"], proof["ranks"], proof["attn_implementation"]) == (engine, ranks, "sdpa")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
+    workers: Workers, dropout_model: Path, tmp_path: Path, engine: str
+) -> None:
+    """With dropout, so that a proof that drew random numbers would show; the resumed run proves again."""
+    job: dict[str, Any] = {"folder": str(dropout_model), "strategy": {"engine": engine}, "data": STEPS, "every": 5}
+    whole = workers.run("packed_run", 2, run=str(tmp_path / "whole"), steps=25, **job)
+    workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=5, **job)
+    resumed = workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=25, ckpt_path="last", **job)
+    for before, after in zip(whole, resumed, strict=True):
+        assert len(after["losses"]) == 20
+        assert after["losses"] == before["losses"][5:]
+        assert after["digest"] == before["digest"]
+        assert [proof["step"] for proof in before["proofs"] + after["proofs"]] == [0, 5]
+        assert all(proof["left_alone"] for proof in before["proofs"] + after["proofs"])
+
+
+def test_resumed_on_other_ranks(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "data": STEPS, "every": 5}
+    (whole, _) = workers.run("packed_run", 2, run=str(tmp_path / "whole"), steps=15, **job)
+    workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=5, **job)
+    (one,) = workers.run("packed_run", 1, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job)
+    assert one["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
+    assert one["epoch"] == whole["epoch"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ({"engine": "fsdp1", "precision": "mixed", "activation_checkpointing": "full"}, {"lora": {}}),
+        ({"engine": "ddp", "precision": "mixed"}, {"attn_implementation": "eager"}),
+        ({"engine": "fsdp2", "precision": "low_precision", "sharding": "no_shard"}, {}),
+    ],
+    ids=["fsdp1-lora", "ddp-eager", "fsdp2-bf16"],
+)
+def test_isolation_holds_in_bf16(
+    workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], model: dict[str, Any]
+) -> None:
+    job = {"folder": str(tiny_model), "strategy": strategy, "model": model, "data": STEPS, "steps": 1}
+    (proof,) = workers.run("packed_run", 2, run=str(tmp_path / "run"), **job)[0]["proofs"]
+    assert proof["bit_equal"]
+    assert proof["compute_dtype"] == "bf16"
+    assert 0 <= proof["largest_change_when_moved"] < proof["tolerance_when_moved"]
+
+
+@pytest.mark.parametrize(
+    ("how", "engine", "words"),
+    [
+        ("mask", "fsdp2", r"with other tokens in the other samples sequence \d+ of \d+ on rank [01] changes by"),
+        ("mask", "fsdp1", r"with other tokens in the other samples sequence"),
+        ("2d", "fsdp2", r"the batch has a 2-D attention_mask|a 2-D attention_mask"),
+        ("positions", "fsdp2", r"its states depend on a sample's place in the pack"),
+    ],
+)
+def test_what_leaks_is_refused_on_all_ranks(
+    workers: Workers, tiny_model: Path, tmp_path: Path, how: str, engine: str, words: str
+) -> None:
+    job = {"folder": str(tiny_model), "run": str(tmp_path / "run"), "strategy": {"engine": engine}, "how": how}
+    with pytest.raises(RankError, match=words) as refused:
+        workers.run("leaking_run", 2, **job)
+    assert str(refused.value).count("data.packing: got true, but llama with attn_implementation sdpa") >= 2
+    assert "set data.packing: false" in str(refused.value)
+    assert not (tmp_path / "run" / "isolation.json").exists()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_uneven_validation_counts_every_row_once(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+    """Seven rows in few packs, on more ranks than packs; the same validation loss as one rank finds without packs."""
+    found = []
+    for ranks, packing in ((1, False), (1, True), (4, True), (4, False)):
+        data = {"val": "generated:7", "max_seq_length": 160, "packing": packing, "cache_dir": str(tmp_path / "cache")}
+        job = {"folder": str(tiny_model), "data": data, "strategy": {"engine": "fsdp2"}}
+        found.append(workers.run("validate_run", ranks, **job)[0])
+    assert found[0]["supervised"] > 0
+    for other in found[1:]:
+        assert other["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-6)
+        assert other["supervised"] == found[0]["supervised"]

@@ -1,0 +1,45 @@
+"""A run that streams goes on where it was, inside a window, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.data.generated import generated_rows
+from tests.dist.workers import Workers
+
+STEPS, CUT = 10, 4
+
+
+def _job(folder: Path, model: Path, **data: Any) -> dict[str, Any]:
+    """Two files with weights; eight rows to a global batch, so that windows of 21 rows end inside one."""
+    sources = []
+    for name, count, weight in (("a", 31, 2.0), ("b", 22, 1.0)):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(count, len(name))))
+        sources.append({"source": str(path), "weight": weight})
+    data = {"train": sources, "streaming": True, "shuffle_window": 21, "max_seq_length": 64, **data}
+    return {"folder": str(model), "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": data}
+
+
+@pytest.mark.parametrize("data", [{"packing": True, "global_batch_size": 4}, {"num_workers": 2}], ids=["packs", "rows"])
+def test_resumed_inside_a_window(workers: Workers, tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
+    job = _job(tmp_path, tiny_model, **data)
+    (whole, _) = workers.run("elastic_run", 2, run=str(tmp_path / "whole"), steps=STEPS, micro=2, **job)
+    assert len(whole["losses"]) == STEPS
+    workers.run("elastic_run", 2, run=str(tmp_path / "cut"), steps=CUT, micro=2, **job)
+    saved = checkpoints(tmp_path / "cut")[-1].path
+    position = read_manifest(saved).extra["data"]["position"]
+    assert position["item"] > 0
+    job["ckpt_path"] = str(saved)
+    (two, _) = workers.run("elastic_run", 2, run=str(tmp_path / "two"), steps=STEPS, micro=2, **job)
+    assert two["losses"] == whole["losses"][CUT:]
+    assert two["rows"] == [seen for seen in whole["rows"] if seen[0] >= CUT]
+    (one,) = workers.run("elastic_run", 1, run=str(tmp_path / "one"), steps=STEPS, micro=2, **job)
+    assert one["losses"] == pytest.approx(whole["losses"][CUT:], rel=1e-5)
+    assert one["accumulate"] == 2 * two["accumulate"]

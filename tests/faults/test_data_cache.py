@@ -1,0 +1,118 @@
+"""Tokenised rows under kill -9 at any moment, jobs that start together, and full disks: whole, or not there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data import files, pool
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.samples import prepare_samples
+from lit_fsdp.errors import DataError
+from tests.faults.conftest import Counts
+from tests.faults.ledger import Ledger
+from tests.unit.data.conftest import byte_level_tokenizer
+from tests.unit.data.test_samples import TEMPLATE, _row
+
+KILLED = "kill -9 while rows are tokenised and packed"
+TOGETHER = "two jobs that tokenise the same rows, one killed"
+FULL = "full disk while rows are tokenised"
+Prepare = Callable[..., None]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Tokenises 2,000 rows in small chunks with two workers, into the folder that is given."""
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 8000)
+    monkeypatch.setattr(pool, "_ALONE_SECONDS", 0.02)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(_row(n) for n in range(2000)))
+    tokenizer = byte_level_tokenizer()
+
+    def run(cache: Path) -> None:
+        names: dict[str, Any] = {"train": str(source), "cache_dir": str(cache), "num_tokenizers": 2}
+        config = DataConfig(packing=True, max_seq_length=64, val_split=100, **names)
+        prepare_samples(config, ("train", "val"), RowEncoder(tokenizer, config, TEMPLATE))
+
+    return run
+
+
+def _content(cache: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+def _start(prepare: Prepare, cache: Path) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=_job, args=(prepare, cache))
+    process.start()
+    return process
+
+
+def _job(prepare: Prepare, cache: Path) -> None:
+    os.setsid()  # a job of its own, which is killed alone
+    prepare(cache)
+
+
+def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare, counts: Counts, ledger: Ledger) -> None:
+    """The next run ends with the same bytes, and leaves nothing of the one before it."""
+    start = time.monotonic()
+    prepare(tmp_path / "whole")
+    takes, whole, draw = time.monotonic() - start, _content(tmp_path / "whole"), random.Random(7)
+    early = 0
+    for number in range(counts.kills_of_ranks):
+        with ledger.trial(KILLED):
+            cache = tmp_path / str(number)
+            job = _start(prepare, cache)
+            time.sleep(draw.random() * takes * 1.1)
+            job.kill()
+            job.join(20)
+            early += job.exitcode == -9
+            assert not list(cache.glob("data/*/meta.json")) or len(list(cache.glob("data/*/*.bin"))) == 7
+            prepare(cache)
+            assert _content(cache) == whole
+    assert early > counts.kills_of_ranks // 3
+    ledger.note(KILLED, f"{early} before the end")
+
+
+def test_jobs_that_start_together(tmp_path: Path, prepare: Prepare, ledger: Ledger) -> None:
+    prepare(tmp_path / "whole")
+    for number in range(2):
+        with ledger.trial(TOGETHER):
+            cache = tmp_path / str(number)
+            jobs = [_start(prepare, cache) for _ in range(3)]
+            time.sleep(0.05 + 0.1 * number)
+            jobs[0].kill()
+            for job in jobs:
+                job.join(60)
+            assert [job.exitcode for job in jobs[1:]] == [0, 0]
+            assert _content(cache) == _content(tmp_path / "whole")
+
+
+def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str, int], Path], ledger: Ledger) -> None:
+    """It says so and what to do, half of nothing is left, and with room the same call succeeds."""
+    prepare(tmp_path / "whole")
+    whole = _content(tmp_path / "whole")
+    needed = sum(-(-len(content) // 4096) * 4096 for content in whole.values())
+    failed = 0
+    for share in (10, 50, 95):
+        disk = small_disk(f"disk{share}", needed * share // 100)
+        with ledger.trial(FULL):
+            with pytest.raises(DataError) as told:
+                prepare(disk)
+            assert "No space left on device" in str(told.value)
+            assert "\n  fix:     make room there, or set data.cache_dir or LIT_FSDP_CACHE" in str(told.value)
+            left = _content(disk)
+            assert not [name for name in left if ".partial" in name]
+            assert all(content == whole[name] for name, content in left.items())
+            failed += 1
+    roomy = small_disk("roomy", needed * 3)
+    prepare(roomy)
+    assert _content(roomy) == whole
+    assert failed == 3

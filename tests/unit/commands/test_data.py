@@ -1,0 +1,300 @@
+"""``data inspect`` and ``data prepare``: what is shown is what is trained on, whatever the rows hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp import commands
+from lit_fsdp.__main__ import main
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data import cache
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.samples import prepare_samples
+from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.report import data_plot
+from lit_fsdp.report.sample_text import visible
+
+Out = pytest.CaptureFixture[str]
+MODEL = {"name": "meta-llama/Llama-3.2-1B", "miniature": True}
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e\x00 שלום 日本 [bold]x[/bold] ⟦no⟧"
+
+
+def chat(question: str, answer: str | None = None) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}]
+    return {"messages": turns + ([] if answer is None else [{"role": "assistant", "content": answer}])}
+
+
+def write(name: str, *rows: dict[str, Any]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder and a cache of its own with a recipe; log lines go where the test's end takes them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
+    Path("r.yaml").write_text(json.dumps({"model": MODEL, "data": {"max_seq_length": 64, "num_tokenizers": 1}}))
+    log = logging.getLogger("lit_fsdp")
+    before, level = list(log.handlers), log.level
+    yield
+    log.handlers[:] = before
+    log.setLevel(level)
+
+
+def data(verb: str, *words: str) -> int:
+    return commands.run(["data", verb, "--config", "r.yaml", *words])
+
+
+def inspected(capsys: Out, *words: str, code: int = 0) -> dict[str, Any]:
+    assert data("inspect", *words, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_shown_is_what_is_trained_on(capsys: Out):
+    train = write("t.jsonl", chat("a", "b"), chat("dropped"), chat("c", "d"))
+    record = inspected(capsys, "--data.train", train, "--n", "9")
+    config = DataConfig(train=train, max_seq_length=64)
+    rows = prepare_samples(config, ["train"], RowEncoder(miniature_tokenizer(), config))["train"].rows
+    shown = [sample for item in record["items"] for sample in item["samples"]]
+    assert [sample["place"] for sample in shown] == ["t.jsonl:1", "t.jsonl:3"]
+    for index, sample in enumerate(shown):
+        ids, supervised = rows.row(index)
+        assert (sample["input_ids"], sample["supervised"]) == (ids.tolist(), supervised.tolist())
+        learnt = "".join(piece["text"] for piece in sample["pieces"] if piece["supervised"])
+        assert learnt == "bd"[index] + "<|im_end|>"
+        assert "".join(p["text"] for p in sample["pieces"]) == miniature_tokenizer().decode(ids)
+    assert record["data"]["splits"]["train"]["fingerprint"]
+
+
+def test_marks_stand_where_there_is_no_colour(capsys: Out):
+    assert data("inspect", "--data.train", write("t.jsonl", chat("a\tq", "b\nc"))) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>user↵\na⇥   q<|im_end|>↵\n<|im_start|>assistant↵\n⟦b↵\nc<|im_end|>⟧" in out
+    assert "loss on all assistant turns, samples of at most 64 tokens, padded, 1 to a micro-batch" in " ".join(
+        out.replace("\n", " ").split()
+    )
+    assert "t.jsonl:1: " in out
+
+
+def test_ids_stand_behind_every_token(capsys: Out):
+    assert data("inspect", "--data.train", write("t.jsonl", chat("a", "b")), "--ids") == 0
+    tokenizer = miniature_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert f"⟦b[{tokenizer.encode('b')[0]}]<|im_end|>[{end}]⟧" in capsys.readouterr().out
+
+
+def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
+    train = write("t.jsonl", chat(EVIL, EVIL), chat(EVIL))
+    for words in (["--full"], ["--ids"], ["--row", "1"], ["--row", "0"]):
+        assert data("inspect", "--data.train", train, "--data.max_seq_length", "900", *words) == 0
+        out, err = capsys.readouterr()
+        assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
+        assert "[bold]" in out or "--ids" in words
+    assert "⟨U+001B⟩[2J⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+009B⟩31m⟨U+000D⟩⟨U+202E⟩⟨U+0000⟩ שלום 日本" in visible(EVIL)
+
+
+def test_borders_of_a_pack(capsys: Out):
+    train = write("t.jsonl", chat("a", "b"), chat("c" * 40, "d"), chat("e", "f"))
+    item, *_ = inspected(capsys, "--data.train", train, "--data.packing", "true")["items"]
+    assert item["capacity"] == 64
+    assert [s["place"] for s in item["samples"]] in (["t.jsonl:1", "t.jsonl:2"], ["t.jsonl:1", "t.jsonl:3"])
+    assert data("inspect", "--data.train", train, "--data.packing", "true", "--n", "1") == 0
+    out = capsys.readouterr().out
+    used = sum(len(s["input_ids"]) for s in item["samples"])
+    first = len(item["samples"][0]["input_ids"])
+    assert f"pack 0 of 2: 2 samples, {used} of 64 tokens" in out
+    assert f"sample 1 of 2, position 0 to {first - 1} of the pack, t.jsonl:1" in out
+    assert f"sample 2 of 2, position {first} to {used - 1} of the pack" in out
+    assert used == 64 or f"{64 - used} tokens of padding, never learnt" in out
+
+
+def test_places_of_several_sources(capsys: Out):
+    write("a.jsonl", chat("x"), chat("a", "b"), chat("y"))
+    write("b.jsonl", chat("z"), chat("c", "d"))
+    words = ["--data.train", "[a.jsonl, b.jsonl]"]
+    record = inspected(capsys, *words)
+    assert [item["samples"][0]["place"] for item in record["items"]] == ["a.jsonl:2", "b.jsonl:2"]
+    (item,) = inspected(capsys, *words, "--row", "4")["items"]
+    assert item["samples"][0]["place"] == "b.jsonl:2"
+    assert data("inspect", *words) == 0
+    assert "sources of data.train" in capsys.readouterr().out
+
+
+def test_where_a_row_was_cut(capsys: Out):
+    train = write("t.jsonl", chat("a", "b" * 100))
+    cut = inspected(capsys, "--data.train", train)["items"][0]["samples"][0]["cut"]
+    assert cut.startswith("cut here: ")
+    assert cut.endswith("tokens lie beyond data.max_seq_length 64 (data.truncation: end)")
+    left, total = (int(word) for word in cut.split()[2:5:2])
+    assert total - left == 64
+
+
+def test_what_becomes_of_one_row(capsys: Out):
+    train = write("t.jsonl", chat("a", "b"), chat("x"), chat("q" * 100, "z"))
+    for number, dropped in enumerate([None, "without an assistant turn", "cut before the assistant's turn"]):
+        (item,) = inspected(capsys, "--data.train", train, "--row", str(number))["items"]
+        assert [(s["place"], s["dropped"]) for s in item["samples"]] == [(f"t.jsonl:{number + 1}", dropped)]
+    assert data("inspect", "--data.train", train, "--row", "2") == 0
+    out = capsys.readouterr().out
+    assert "not trained on: cut before the assistant's turn" in out
+    assert "✂ data.max_seq_length 64: what follows is beyond it" in out
+    with pytest.raises(ConfigError, match=r"0 to 2, as data\.train has 3 rows"):
+        data("inspect", "--data.train", train, "--row", "3")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ([], [], "no rows"),
+        ([chat("only asked")], [], "no token of any row is supervised"),
+        ([chat("q" * 100, "z"), chat("q" * 99, "z"), chat("a", "b")], [], "data.max_dropped_share"),
+        ([chat("a", "b"), {"messages": [{"role": "boss", "content": "x"}]}], [], "t.jsonl:2: message 0: role 'boss'"),
+        ([chat("a", "b")], ["--data.chat_template", "bad.jinja"], "t.jsonl:1: the chat template"),
+    ],
+)
+def test_what_could_not_be_trained_on_is_shown_and_fails(capsys: Out, rows: list[Any], words: list[str], said: str):
+    Path("bad.jinja").write_text("{{ raise_exception('not with me') }}")
+    train = write("t.jsonl", *rows)
+    assert data("inspect", "--data.train", train, *words) == 1
+    out, err = capsys.readouterr()
+    assert said in err
+    assert not rows or "row 0" in out
+    assert inspected(capsys, "--data.train", train, *words, code=1)["data"] is None
+    with pytest.raises(DataError):
+        data("prepare", "--data.train", train, *words)
+
+
+def test_errors_do_not_reach_the_terminal_raw_either(capsys: Out):
+    Path("loud.jinja").write_text("{{ raise_exception(messages[0]['content']) }}")
+    words = [
+        "--config",
+        "r.yaml",
+        "--data.train",
+        write("t.jsonl", chat(EVIL, "b")),
+        "--data.chat_template",
+        "loud.jinja",
+    ]
+    assert main(["data", "inspect", *words]) == main(["data", "prepare", *words]) == 1
+    out, err = capsys.readouterr()
+    assert "owned" in err
+    assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
+
+
+def test_the_split_that_fails_is_the_one_shown(capsys: Out):
+    good, bad = write("t.jsonl", chat("a", "b")), write("v.jsonl", chat("only asked"))
+    assert data("inspect", "--data.train", good, "--data.val", bad) == 1
+    assert "v.jsonl:1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--n", "-1"], "--n"),
+        (["--row", "-1"], "--row"),
+        (["--n", "many"], "lit-fsdp data inspect"),
+        (["--split", "banana"], "lit-fsdp data inspect"),
+        (["--split", "test"], "--split"),
+        (["--plot", "nowhere/x.png"], "--plot"),
+        (["--plot", "x.txt"], "--plot"),
+        (["--colour", "1"], "colour"),
+        (["--print_config"], "lit-fsdp data inspect"),
+        (["--data.train", "null"], "data.train"),
+    ],
+)
+def test_a_wrong_command_line(words: list[str], field: str):
+    train = write("t.jsonl", chat("a", "b"))
+    with pytest.raises(ConfigError) as caught:
+        data("inspect", "--data.train", train, *words)
+    assert caught.value.field == field
+
+
+def test_the_verbs(capsys: Out):
+    assert commands.run(["data"]) == 2
+    assert commands.run(["data", "--help"]) == 0
+    assert data("inspect", "--help") == 0
+    assert "--plot" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="lit-fsdp data prepare"):
+        commands.run(["data", "prepair"])
+
+
+def test_none_shown(capsys: Out):
+    assert data("inspect", "--data.train", write("t.jsonl", chat("a", "b")), "--n", "0") == 0
+    out = capsys.readouterr().out
+    assert "rows read" in out
+    assert "⟦" not in out
+
+
+def test_a_picture(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    train = write("t.jsonl", chat("a", "b"), chat("c", "d"))
+    words = ["--data.train", train, "--data.packing", "true", "--data.val", train, "--n", "0", "--plot"]
+    assert data("inspect", *words, "x.png") == 0
+    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(data_plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lit-fsdp\[plot\]'"):
+        data("inspect", *words, "y.png")
+
+
+def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
+    train = write("t.jsonl", *(chat(str(i), "x") for i in range(9)))
+    words = ["--data.train", train, "--data.streaming", "true", "--data.shuffle_window", "4"]
+    record = inspected(capsys, *words, "--n", "2")
+    split = record["data"]["splits"]["train"]
+    assert (split["seen"], split["rows_read"], split["samples"]) == ("the first 4 rows of a stream", 4, 4)
+    assert (split["cache"], split["tokens_per_epoch"]) == (None, None)
+    assert [item["samples"][0]["place"] for item in record["items"]] == ["t.jsonl:1", "t.jsonl:2"]
+    assert data("inspect", *words) == 0
+    assert "the first 4 rows of a stream" in capsys.readouterr().out
+    bare = write("u.jsonl", *(chat(str(i)) for i in range(9)))
+    assert data("inspect", *words, "--data.train", bare) == 1
+    assert "no token of the first 4 rows of the stream is supervised" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"data\.streaming"):
+        data("prepare", *words)
+
+
+# -- prepare
+
+
+def test_prepared_once_and_for_the_run(capsys: Out, monkeypatch: pytest.MonkeyPatch):
+    from lit_fsdp import CausalLMDataModule
+
+    train, val = write("t.jsonl", chat("a", "b"), chat("c", "d")), write("v.jsonl", chat("e", "f"))
+    words = ["--data.train", train, "--data.val", val, "--data.packing", "true", "--json"]
+    records = []
+    for _ in range(2):
+        assert data("prepare", *words) == 0
+        records.append(json.loads(capsys.readouterr().out)["prepared"])
+    assert [[split["made"] for split in record.values()] for record in records] == [[True, True], [False, False]]
+    assert [split["rows_per_second"] is None for split in records[1].values()] == [True, True]
+    assert records[0]["train"]["rows_per_second"] > 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(cache, "encode_chunk", refuse)
+    options = {"train": train, "val": val, "packing": True, "max_seq_length": 64}
+    module = CausalLMDataModule(**options)
+    module.attach(miniature_tokenizer(), 0)
+    found = module.prepare(["train", "val"])
+    assert {name: split.fingerprint for name, split in found.items()} == {
+        name: record["fingerprint"] for name, record in records[0].items()
+    }
+
+
+def test_prepare_says_what_and_where(capsys: Out):
+    train = write("t.jsonl", chat("a", "b"))
+    assert data("prepare", "--data.train", train) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("data.train: made in ")
+    assert Path(out.split()[-1]).is_dir()
+    assert "rows read" in err
+    assert data("prepare", "--data.train", train) == 0
+    assert capsys.readouterr().out.startswith("data.train: there already, ")

@@ -1,0 +1,65 @@
+"""Spans of characters as a mask over tokens: every token is inside, outside, or the row is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lit_fsdp.data.masks import SpanEncoder, _tokens_of
+from lit_fsdp.errors import ConfigError, DataError
+
+
+def _words(*words: str) -> Any:
+    """A tokenizer of whole words that begin with their blank."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "?"))}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_a_word_with_the_blank_before_it():
+    encoder = SpanEncoder(_words("▁ab", "▁c"))
+    ((ids, mask),) = encoder.encode(["c ab c"], [[(2, 4)]], ["x"])
+    assert (ids, mask.tolist()) == ([1, 0, 1], [False, True, False])
+
+
+@pytest.mark.parametrize("span", [(2, 3), (3, 4), (3, 5)])
+def test_a_part_of_a_word_is_refused(span: tuple[int, int]):
+    encoder = SpanEncoder(_words("▁ab", "▁c"))
+    with pytest.raises(DataError, match=r"^x: token '▁ab' lies across the border"):
+        encoder.encode(["c ab c"], [[span]], ["x"])
+
+
+def test_tokens_of_no_or_half_a_character():
+    """Tokens of one character's bytes all have its place; one that stands for nothing belongs to what is before it."""
+    offsets = [(0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (2, 2), (2, 4)]
+    assert _tokens_of(offsets, 0, 1) == (1, 2, [])
+    assert _tokens_of(offsets, 1, 2) == (2, 5, [])
+    assert _tokens_of(offsets, 2, 4) == (6, 7, [])
+    assert _tokens_of(offsets, 0, 3) == (1, 6, [6])
+    assert _tokens_of(offsets, 3, 4) == (7, 7, [6])
+    assert _tokens_of([], 0, 3) == (0, 0, [])
+
+
+def test_random_spans_are_what_comparing_every_token_gives(small: Any):
+    draw, encoder = random.Random(1), SpanEncoder(small)
+    for _ in range(300):
+        text = "".join(draw.choices("ab \nñ日🙂", k=draw.randint(1, 30)))
+        borders = sorted(draw.sample(range(len(text) + 1), k=min(len(text) + 1, draw.choice((2, 4)))) if text else ())
+        spans = list(zip(borders[::2], borders[1::2], strict=False))
+        ((ids, mask),) = encoder.encode([text], [spans], ["x"])
+        learnt = b"".join(text[a:b].encode() for a, b in spans)
+        assert small.decode([t for t, m in zip(ids, mask, strict=True) if m]).encode() == learnt
+        assert small.decode(ids) == text
+
+
+def test_a_tokenizer_without_places():
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match="Slow, which does not tell where its tokens lie"):
+        SpanEncoder(Slow())

@@ -1,0 +1,142 @@
+"""Real tokenizers and the templates of their families, token by token, as written in tests/golden/masks.
+
+A line of a golden file begins with ``+`` where its tokens are learnt. The files were read by eye; with
+``LIT_FSDP_WRITE_GOLDEN=1`` they are written anew, to be read again.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import CUT, RowEncoder
+from lit_fsdp.data.masks import Encoded, SpanEncoder
+from tests.unit.data.families import with_and_without_marks
+
+_CALL = {"id": "abc012xyz", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
+_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
+
+
+def _talk(*turns: str, **flags: bool) -> list[dict[str, Any]]:
+    """``u:Hi.`` → a user's message; ``a1=True`` → message 1 says ``train: true``."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    talk: list[dict[str, Any]] = [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+    for name, value in flags.items():
+        talk[int(name[1:])]["train"] = value
+    return talk
+
+
+_TWO = ("u:Hi.", "a:Hello!", "u:Who wrote Emma?", "a:Jane Austen.")
+_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one_turn": ({"messages": _talk("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
+    "multi_turn": ({"messages": _talk(*_TWO)}, {}),
+    "system_prompt": ({"messages": _talk("s:Be brief.", *_TWO)}, {}),
+    "last_turn": ({"messages": _talk(*_TWO)}, {"supervise": "last"}),
+    "flagged": ({"messages": _talk(*_TWO, "u:Sure?", "a:Yes.", a1=True, a5=True)}, {"supervise": "flagged"}),
+    "never_learnt": ({"messages": _talk(*_TWO, a1=False)}, {}),
+    "train_on_prompt": ({"messages": _talk(*_TWO, a1=False)}, {"train_on_prompt": True}),
+    "empty_assistant": ({"messages": _talk("s:", "u:Hi.", "a:", "u:Well?", "a:Yes.")}, {}),
+    "unicode": ({"messages": _talk("s:S", "u:naïve 日本", "a:Ünï 🙂👩‍👧 ok")}, {}),
+    "truncated": (
+        {"messages": _talk("s:S", "u:Count.", "a:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")},
+        {"max_seq_length": 20},
+    ),
+    "truncated_start": (
+        {"messages": _talk("u:Count from one to five, and no further, please.", "a:1 2 3 4 5")},
+        {"max_seq_length": 16, "truncation": "start"},
+    ),
+    "blank_lines": ({"messages": _talk("s:S", "u:Hi.", "a:\n\nHello\n\nyou \n")}, {}),
+    "trailing_user": ({"messages": _talk("s:S", "u:Hi.", "a:Hello!", "u:Bye.")}, {}),
+    "end_mark_in_text": ({"messages": _talk("s:S", "u:Say it.", "a:<|im_end|></s>")}, {}),
+    "tools": (
+        {
+            "messages": [
+                {"role": "user", "content": "Cold in Tromsø?"},
+                {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+                {"role": "tool", "content": "-3 °C", "tool_call_id": "abc012xyz"},
+                {"role": "assistant", "content": "Yes, -3 °C."},
+            ],
+            "tools": _TOOLS,
+        },
+        {},
+    ),
+}
+# SmolLM2's own template shows no tools, for which it has ours of ChatML here
+_WANTED = [
+    ("smollm2-tools" if (family, name) == ("smollm2", "tools") else family, name)
+    for family in ("smollm2", "qwen", "mistral", "deepseek")
+    for name in _CASES
+]
+_GOLDEN = Path("tests", "golden", "masks")
+
+
+_SPANS: dict[int, SpanEncoder] = {}  # made once per tokenizer, as it takes a while
+
+
+def _encoder(tokenizer: Any, template: str, **options: Any) -> RowEncoder:
+    spans = _SPANS.setdefault(id(tokenizer), _SPANS.get(id(tokenizer)) or SpanEncoder(tokenizer))
+    return RowEncoder(tokenizer, DataConfig(**options), template, spans)
+
+
+def _encoded(tokenizer: Any, template: str, name: str) -> Encoded:
+    row, options = _CASES[name]
+    (found,) = _encoder(tokenizer, template, **options).encode([row], "messages", ["row"])
+    assert (found.dropped, len(found.samples)) == (None, 1)
+    assert found.truncated == name.startswith("truncated")
+    return found.samples[0]
+
+
+def _written(tokenizer: Any, row: Encoded) -> str:
+    """The tokens in lines that end with a line break's token, or where the mask changes."""
+    tokens = tokenizer.convert_ids_to_tokens(row.input_ids.tolist())
+    ends = [i for i, (a, b) in enumerate(pairwise(row.supervised), 1) if a != b or tokens[i - 1][-1:] in ("Ċ", "ĉ")]
+    ends += [i + 1 for i, token in enumerate(tokens) if token == "<0x0A>"]
+    borders = [0, *sorted(set(ends) - {len(tokens)}), len(tokens)]
+    lines = [("+ " if row.supervised[a] else "  ") + " ".join(tokens[a:b]) for a, b in pairwise(borders)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(("family", "name"), _WANTED)
+def test_mask_is_as_written_out(request: pytest.FixtureRequest, root: Path, family: str, name: str):
+    tokenizer = request.getfixturevalue(family.removesuffix("-tools"))
+    marked, derived = (_encoded(tokenizer, text, name) for text in with_and_without_marks(family, tokenizer))
+    assert derived.input_ids.tolist() == marked.input_ids.tolist()
+    assert derived.supervised.tolist() == marked.supervised.tolist()
+    file = root / _GOLDEN / family.removesuffix("-tools") / f"{name}.txt"
+    if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_written(tokenizer, derived), encoding="utf-8")
+    assert _written(tokenizer, derived) == file.read_text(encoding="utf-8")
+
+
+def test_every_golden_file_is_compared(root: Path):
+    found = {(file.parent.name, file.stem) for file in (root / _GOLDEN).rglob("*.txt")}
+    assert found == {(family.removesuffix("-tools"), name) for family, name in _WANTED}
+
+
+def test_cut_before_the_assistant(smollm2: Any):
+    row = {"messages": _talk("u:Hi.", "a:Hello!")}
+    (found,) = RowEncoder(smollm2, DataConfig(max_seq_length=8)).encode([row], "messages", ["row"])
+    assert (found.samples, found.truncated, found.dropped) == ([], True, CUT)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen", "mistral", "deepseek"])
+def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: str):
+    """Where no token lies across a border, the ids are what transformers itself makes of the conversation."""
+    tokenizer = request.getfixturevalue(family)
+    marked, derived = with_and_without_marks(family, tokenizer)
+    talk = _talk("s:Be brief.", *_TWO)
+    encoded = _encoder(tokenizer, derived).encode([{"messages": talk}], "messages", ["row"])[0].samples[0]
+    theirs = tokenizer.apply_chat_template(
+        talk, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+    )
+    length = len(encoded.input_ids)  # without what follows the last token that is learnt
+    assert encoded.input_ids.tolist() == theirs["input_ids"][:length]
+    assert [*encoded.supervised, *[False] * (len(theirs["input_ids"]) - length)] == [
+        bool(value) for value in theirs["assistant_masks"]
+    ]

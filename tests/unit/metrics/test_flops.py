@@ -1,0 +1,145 @@
+"""The formula against torch's own count of what runs, operation for operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
+from lit_fsdp.parallel.activation import prepare_blocks, recomputes
+
+ROWS, LENGTH = 2, 16
+_LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MIXTURE = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen3": {**_LLAMA, "head_dim": 32},
+    "gemma3_text": {**_LLAMA, "head_dim": 32, "sliding_window": 4},
+    "mixtral": {**_LLAMA, **_MIXTURE},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 32},
+    "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+    "deepseek_v3": {**_LLAMA, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 3},
+}
+_COMMON = {"num_hidden_layers": 3, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def build(kind: str, device: str = "cpu") -> Any:
+    """A model whose experts run one by one, each on its own tokens, so that what runs is what a token needs."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**_COMMON, **MODELS[kind], use_cache=False)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return model.train()
+
+
+def counted(model: Any) -> int:
+    """FLOPs of a forward and backward pass with a head at every token, as torch sees them."""
+    ids = torch.randint(3, 128, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.logsumexp(dim=-1).sum().backward()
+    return counter.get_total_flops()
+
+
+def all_pairs(formula: ModelFlops) -> tuple[ModelFlops, dict[str, float]]:
+    """Eager attention computes every pair, masked or not: no windows, and twice the half that counts."""
+    blocks = {name: dataclasses.replace(block, window=None) for name, block in formula.blocks.items()}
+    tokens = float(ROWS * LENGTH)
+    counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": 2 * tokens * LENGTH}
+    return dataclasses.replace(formula, blocks=blocks), counts
+
+
+_CASES = [("llama", "none"), *((kind, "full") for kind in MODELS), ("llama", "every_n"), ("llama", "selective")]
+_RARE = [("opt", "full"), ("deepseek_v3", "full"), *((kind, "none") for kind in MODELS if kind != "llama")]
+_CHOSEN = [*_CASES, *_RARE] if os.environ.get("LIT_FSDP_LONG") else [case for case in _CASES if case not in _RARE]
+
+
+@pytest.mark.parametrize(("kind", "mode"), list(dict.fromkeys(_CHOSEN)))
+def test_as_torch_counts(kind: str, mode: Any) -> None:
+    model = build(kind)
+    formula, counts = all_pairs(flop_formula(model))
+    blocks = {name: model.get_submodule(name) for name in formula.blocks}
+    assert len(blocks) == 3
+    prepare_blocks(blocks.values(), ActivationConfig(mode=mode))
+    again = formula.recomputed_flops(counts, {name: recomputes(block) for name, block in blocks.items()})
+    assert again is not None
+    assert (again > 0) == (mode in ("full", "every_n"))
+    assert formula.train_flops(counts) + again == counted(model)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_adapters(targets: Any) -> None:
+    """More is counted than runs in one place: the first block's first projections need no gradient of their input."""
+    peft = pytest.importorskip("peft")
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets), build("llama"))
+    formula, counts = all_pairs(flop_formula(model))
+    tokens = counts["tokens"]
+    adapters = 3 if targets == "all-linear" else 2
+    spared = 2 * tokens * (64 * 64 + 2 * 64 * 32 + adapters * 4 * 64)
+    if adapters == 2:  # nor are there gradients of keys, which nothing that is trained has made
+        spared += 2 * ROWS * 4 * LENGTH**2 * 16
+    assert formula.train_flops(counts) - counted(model) == spared
+
+
+def test_frozen_blocks_cost_their_forward_pass() -> None:
+    model = build("llama", "meta")
+    whole = flop_formula(model)
+    for name, param in model.named_parameters():
+        param.requires_grad = "layers.2." in name
+    part = flop_formula(model)
+    first, last = part.blocks["model.layers.0"], part.blocks["model.layers.2"]
+    assert first.train_per_token == first.forward_per_token == last.forward_per_token
+    assert first.train_per_pair == first.forward_per_pair
+    assert last == whole.blocks["model.layers.2"]
+    assert part.head_per_supervised_token == pytest.approx(whole.head_per_supervised_token * 2 / 3)
+
+
+def test_six_per_parameter_and_token() -> None:
+    model = build("llama", "meta")
+    products = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.get_input_embeddings().weight.numel()
+    counts = {"tokens": 10.0, "supervised_tokens": 10.0, "squared_tokens": 0.0}
+    assert flop_formula(model).train_flops(counts) == 6 * products * 10
+
+
+def test_pairs_of_samples_and_windows() -> None:
+    lengths = [100, 3, 7]
+    counts = {"tokens": float(sum(lengths)), "squared_tokens": float(sum(n * n for n in lengths))}
+    assert num_pairs(counts, None) == num_pairs(counts, 100) == (100**2 + 3**2 + 7**2) / 2
+    equal = {"tokens": 300.0, "squared_tokens": 3 * 100.0**2}
+    assert num_pairs(equal, 10) == 3 * (10 * 100 - 10**2 / 2)
+    exact = sum(n * n / 2 if n <= 10 else 10 * n - 50 for n in lengths)
+    assert exact <= num_pairs(counts, 10) <= 1.1 * exact
+    assert num_pairs({"tokens": 0.0, "squared_tokens": 0.0}, 4) == 0
+
+
+def test_windows_by_layer() -> None:
+    windows = [block.window for block in flop_formula(build("gemma3_text", "meta")).blocks.values()]
+    assert windows == [4, 4, 4]
+    assert [block.window for block in flop_formula(build("llama", "meta")).blocks.values()] == [None] * 3
+
+
+def test_what_a_compiler_recomputes_is_not_known() -> None:
+    formula = flop_formula(build("llama", "meta"))
+    counts = {"tokens": 1.0, "squared_tokens": 1.0}
+    assert formula.recomputed_flops(counts, {"model.layers.0": "budget 0.5"}) is None
+    offloaded = formula.recomputed_flops(counts, {"model.layers.0": "full, offloaded"})
+    assert offloaded == formula.recomputed_flops(counts, {"model.layers.0": "full"})
+
+
+def test_no_made_up_numbers() -> None:
+    with pytest.raises(ValueError, match="no transformers model"):
+        flop_formula(torch.nn.Linear(2, 2))
+    model = build("llama", "meta")
+    model.config.layer_types = ["linear_attention"] * 3
+    with pytest.raises(ValueError, match="linear_attention"):
+        flop_formula(model)
+    model.config.layer_types, model.config.num_hidden_layers = None, 5
+    with pytest.raises(ValueError, match="list of 5 blocks"):
+        flop_formula(model)

@@ -1,0 +1,104 @@
+"""Attention backends that this machine, device or model cannot train with."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.miniature import adapt_to_miniature
+from lit_fsdp.config.run import check_recipe
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models import attention
+from lit_fsdp.models.attention import check_attention
+from lit_fsdp.models.build import build_on_meta
+
+GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_refused_on_a_cpu(name):
+    with pytest.raises(ConfigError, match=rf"{name} on a CPU(.|\n)*set attn_implementation: sdpa"):
+        check_attention(name, "cpu")
+    for other in ("sdpa", "eager"):
+        check_attention(other, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash-attn-3")]
+)
+def test_a_missing_package_is_named_before_anything_is_downloaded(name, package, tiny, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        attention.importlib.util, "find_spec", lambda module: None if module.startswith("flash_attn") else find(module)
+    )
+    for refused in (lambda: check_attention(name, "cuda"), lambda: build_on_meta(tiny("llama"), name)):
+        with pytest.raises(ConfigError, match=package) as raised:
+            refused()
+        assert "install" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "fits"),
+    [
+        ("flash_attention_2", (7, 5), False),
+        ("flash_attention_2", (8, 0), True),
+        ("flash_attention_3", (8, 9), False),
+        ("flash_attention_3", (9, 0), True),
+        ("flex_attention", (7, 5), True),
+    ],
+)
+def test_what_a_gpu_can(name, capability, fits, installed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    if fits:
+        check_attention(name, "cuda")
+        return
+    with pytest.raises(ConfigError, match=f"{name} on a GPU"):
+        check_attention(name, "cuda")
+
+
+def test_torch_still_has_no_backward_on_a_cpu():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.rand(1, 1, 16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        flex_attention(q, q, q)
+
+
+def _recipe(config, attn, precision="mixed", **trainer):
+    strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": precision}}
+    model = {"name": config.to_dict(), "attn_implementation": attn}
+    return {"model": model, "trainer": {"devices": 2, "max_steps": 1, "strategy": strategy, **trainer}}
+
+
+def test_an_audit_needs_no_package(tiny):
+    asked = {attn: audit_recipe(check_recipe(_recipe(tiny("llama"), attn), "audit")) for attn in ("sdpa", *GPU_ONLY)}
+    for attn in GPU_ONLY:
+        assert asked[attn] == asked["sdpa"]
+    with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
+        audit_recipe(check_recipe(_recipe(tiny("bloom"), "flash_attention_2"), "audit"))
+
+
+def test_flash_attention_needs_few_bits(tiny):
+    values = {**_recipe(tiny("llama"), "flash_attention_2", "fp32"), "data": {"train": "generated:4"}}
+    with pytest.raises(ConfigError, match=r"flash_attention_2 with .*precision fp32(.|\n)*precision: mixed"):
+        check_recipe(values, "fit")
+    check_recipe({**values, **_recipe(tiny("llama"), "flash_attention_2")}, "fit")
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_the_miniature_replaces_them_on_a_cpu(tiny, accelerator):
+    values = _recipe(tiny("llama"), "flex_attention", accelerator=accelerator)
+    values["model"]["miniature"] = True
+    said = adapt_to_miniature(values, [])
+    replaced = accelerator == "cpu"
+    assert values["model"]["attn_implementation"] == ("sdpa" if replaced else "flex_attention")
+    assert any(line.startswith("model.attn_implementation: 'flex_attention' → 'sdpa'") for line in said) is replaced
