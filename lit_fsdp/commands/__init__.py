@@ -19,6 +19,7 @@ _OTHER_VERBS = {
     "ckpt": "list the checkpoints of a run, or verify them",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
+    "slurm": "submit a recipe to a cluster, or print the sbatch file",
 }
 _USAGE = """usage: lit-fsdp VERB [options]
 
@@ -58,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def _other_verb(verb: str, argv: list[str]) -> int:
-    from lit_fsdp.commands import checkpoints, convert, models, planning
+    from lit_fsdp.commands import checkpoints, convert, models, planning, slurm
 
     verbs = {
         "audit": planning.run_audit,
@@ -66,5 +67,6 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "convert": convert.run_convert,
         "export": models.run_export,
         "generate": models.run_generate,
+        "slurm": slurm.run_slurm_verb,
     }
     return verbs[verb](argv)

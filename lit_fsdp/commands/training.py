@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,10 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     return run_verb(verb, values, recipe.flags, others, signals, choose_again if word else None)
 
 
+def _is_requeued() -> bool:
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
     """``last`` and ``best`` become the path they stand for; a used run folder is refused without one of them.
 
@@ -61,6 +66,9 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
     fallback = build(ResumeConfig, values.get("resume"), "resume").fallback
     if values.get("ckpt_path"):
         word = str(values["ckpt_path"])
+        if word == "last" and _is_requeued() and not survey(run_folder / FOLDER):
+            values["ckpt_path"] = None  # put back into the queue before anything was saved
+            return ()
         choice = choose(word, run_folder, checkpoint.monitor, checkpoint.mode, fallback)
         values["ckpt_path"] = str(choice.path)
         for entry in choice.damaged if is_first_process() else ():
