@@ -101,7 +101,7 @@ def losses(run_folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster of this session; skipped with the reason where it cannot be started."""
+    """One cluster for all tests; skipped with the reason where it cannot be started."""
     os.environ["PATH"] += os.pathsep + os.pathsep.join(("/usr/sbin", "/sbin"))
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
