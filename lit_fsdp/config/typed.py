@@ -36,7 +36,8 @@ def build(
         rules: Further checks on the result; their errors name fields of ``cls``.
 
     Raises:
-        ConfigError: A key that ``cls`` does not have, one that it needs and is not given, a value of another type, or a rule of ``cls`` itself.
+        ConfigError: A key that ``cls`` does not have, one that it needs and is not given, a value of another type, or
+            a rule of ``cls`` itself.
     """
     if isinstance(values, cls):
         return values
