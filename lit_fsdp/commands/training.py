@@ -18,6 +18,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
+    from lit_fsdp.launch.launcher import check_launch
 
     recipe = read_recipe(argv)
     values = recipe.values
@@ -32,6 +33,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
             values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
         check_recipe(values, verb)
         if not recipe.only_shows:
+            check_launch(values["trainer"], os.environ)
             for line in replaced if is_first_process() else ():
                 print(f"miniature: {line}", file=sys.stderr)
             others = _resolve_checkpoint(verb, values)
