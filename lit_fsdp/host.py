@@ -158,3 +158,8 @@ def is_launched_by_lightning() -> bool:
     """Whether Lightning started this process as a further rank, rather than a user, torchrun or srun."""
     others = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
     return os.environ.get("LOCAL_RANK", "0") != "0" and not any(name in os.environ for name in others)
+
+
+def follows_first_task() -> bool:
+    """Whether srun started this process and it is not the one whose exit code counts."""
+    return os.environ.get("SLURM_PROCID", "0") != "0"

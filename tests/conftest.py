@@ -17,7 +17,13 @@ os.environ.update(
 )
 
 ROOT = Path(__file__).parents[1]
-_MARKS = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist, "faults": pytest.mark.dist, "golden": pytest.mark.dist}
+_MARKS = {
+    "gpu": pytest.mark.gpu,
+    "dist": pytest.mark.dist,
+    "faults": pytest.mark.dist,
+    "golden": pytest.mark.dist,
+    "slurm": pytest.mark.dist,
+}
 
 # Of tests with very many cases `make test` runs every n-th, `make test-long` (LIT_FSDP_LONG=1) all of them.
 _EVERY = {

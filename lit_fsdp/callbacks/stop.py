@@ -81,6 +81,7 @@ class StopOnSignal(Callback):
             if isinstance(callback, Checkpoint):
                 callback.save(trainer)
                 callback.finish(trainer)
+        _log_this_step(trainer)
         raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step)
 
     def _vote_now(self, trainer: Trainer) -> torch.Tensor:
@@ -114,3 +115,9 @@ class StopOnSignal(Callback):
         before[1].synchronize()
         interrupted, terminated = before[0].tolist()
         return interrupted > 0, terminated > 0
+
+
+def _log_this_step(trainer: Trainer) -> None:
+    """What Lightning does after the callbacks of a batch: the step has been taken, so it belongs into the log."""
+    trainer._logger_connector.on_batch_end()
+    trainer._logger_connector.update_train_step_metrics()

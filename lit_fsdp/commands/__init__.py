@@ -21,6 +21,7 @@ _OTHER_VERBS = {
     "ckpt": "list the checkpoints of a run, or verify them",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
+    "slurm": "submit a recipe to a cluster, or print the sbatch file",
 }
 _USAGE = """usage: lit-fsdp VERB [options]
 
@@ -60,7 +61,7 @@ def run(argv: list[str]) -> int:
 
 
 def _other_verb(verb: str, argv: list[str]) -> int:
-    from lit_fsdp.commands import checkpoints, convert, data, models, planning, prepare
+    from lit_fsdp.commands import checkpoints, convert, data, models, planning, prepare, slurm
 
     verbs = {
         "audit": planning.run_audit,
@@ -70,5 +71,6 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "export": models.run_export,
         "generate": models.run_generate,
         "model": prepare.run_model,
+        "slurm": slurm.run_slurm_verb,
     }
     return verbs[verb](argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
+    from lit_fsdp.launch.launcher import check_launch
 
     recipe = read_recipe(argv)
     values = recipe.values
@@ -31,6 +33,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
             values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
         check_recipe(values, verb)
         if not recipe.only_shows:
+            check_launch(values["trainer"], os.environ)
             for line in replaced if is_first_process() else ():
                 print(f"miniature: {line}", file=sys.stderr)
             others = _resolve_checkpoint(verb, values)
@@ -43,6 +46,10 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
         return again["ckpt_path"], found
 
     return run_verb(verb, values, recipe.flags, others, signals, choose_again if word else None)
+
+
+def _is_requeued() -> bool:
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
@@ -61,6 +68,9 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
     fallback = build(ResumeConfig, values.get("resume"), "resume").fallback
     if values.get("ckpt_path"):
         word = str(values["ckpt_path"])
+        if word == "last" and _is_requeued() and not survey(run_folder / FOLDER):
+            values["ckpt_path"] = None  # put back into the queue before anything was saved
+            return ()
         choice = choose(word, run_folder, checkpoint.monitor, checkpoint.mode, fallback)
         values["ckpt_path"] = str(choice.path)
         for entry in choice.damaged if is_first_process() else ():

@@ -17,7 +17,7 @@ from lit_fsdp.config.typed import unknown_key
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
 
-OWN_SECTIONS = ("model", "data", "checkpoint", "resume", "seed_everything", "ckpt_path")
+OWN_SECTIONS = ("model", "data", "checkpoint", "resume", "slurm", "seed_everything", "ckpt_path")
 _CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+", "profiler")
 # The last three: a date that does not exist, an unhashable key, and brackets or aliases without end.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, RecursionError)

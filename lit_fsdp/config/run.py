@@ -13,12 +13,13 @@ from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.typed import build, unknown_key
 from lit_fsdp.errors import ConfigError
 
 FACTORY = "lit_fsdp.fsdp_strategy"
 STRATEGY = "trainer.strategy.init_args"
-_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "resume", "ckpt_path")
+_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "resume", "slurm", "ckpt_path")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunConfig:
     data: DataConfig
     checkpoint: CheckpointConfig
     resume: ResumeConfig
+    slurm: SlurmConfig
     trainer: dict[str, Any]
     verb: str
 
@@ -71,6 +73,7 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
         data=build(DataConfig, values.get("data"), "data"),
         checkpoint=build(CheckpointConfig, values.get("checkpoint"), "checkpoint"),
         resume=build(ResumeConfig, values.get("resume"), "resume"),
+        slurm=build(SlurmConfig, values.get("slurm"), "slurm"),
         trainer=trainer,
         verb=verb,
     )

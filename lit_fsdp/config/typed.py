@@ -36,7 +36,8 @@ def build(
         rules: Further checks on the result; their errors name fields of ``cls``.
 
     Raises:
-        ConfigError: A key that ``cls`` does not have, a value of another type, or a rule of ``cls`` itself.
+        ConfigError: A key that ``cls`` does not have, one that it needs and is not given, a value of another type, or
+            a rule of ``cls`` itself.
     """
     if isinstance(values, cls):
         return values
@@ -47,6 +48,7 @@ def build(
     for key in given:
         if key not in names:
             raise unknown_key(f"{path}.{key}" if path else str(key), given[key], str(key), names)
+    _refuse_missing(typing.cast(type, cls), given, path)
     hints = _hints(typing.cast(type, cls))
     kwargs = {key: _convert(hints[key], value, f"{path}.{key}" if path else key) for key, value in given.items()}
     try:
@@ -56,6 +58,14 @@ def build(
         return built
     except ConfigError as error:
         raise ConfigError(_join(path, error.field), error.given, error.allowed, error.fix) from None
+
+
+def _refuse_missing(cls: type, given: Mapping[str, Any], path: str) -> None:
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(cls):
+        if field.name not in given and field.default is missing and field.default_factory is missing:
+            docs = field_docs(cls).get(field.name, "a value")
+            raise ConfigError(f"{path}.{field.name}", "nothing", docs.rstrip("."), f"add {field.name} to {path}")
 
 
 def accepts(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

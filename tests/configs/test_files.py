@@ -21,6 +21,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.recipe import read_recipe, read_yaml
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY, RunConfig, check_recipe
+from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.typed import build
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
@@ -32,7 +33,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FRAGMENTS = sorted((ROOT / "configs").rglob("*.yaml"))
 SMOKE = ROOT / "configs" / "debug" / "smoke.yaml"
 TRAINER_KEYS = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-SECTIONS = {"seed_everything", "trainer", "model", "data", "checkpoint", "resume"}
+SECTIONS = {"seed_everything", "trainer", "model", "data", "checkpoint", "resume", "slurm"}
 
 recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 fragments = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -79,6 +80,7 @@ def test_every_key_exists_and_every_section_builds(file: Path):
         ("data", DataConfig),
         ("checkpoint", CheckpointConfig),
         ("resume", ResumeConfig),
+        ("slurm", SlurmConfig),
     ):
         section = build(config, values.get(name), name)
         plain = {key: value for key, value in values.get(name, {}).items() if not isinstance(value, dict)}

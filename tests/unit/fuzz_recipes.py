@@ -18,11 +18,12 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.resume import ResumeConfig
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.errors import ConfigError
 
 SECTIONS: dict[str, type] = {
     **{"model": ModelConfig, "data": DataConfig},
-    **{"checkpoint": CheckpointConfig, "resume": ResumeConfig},
+    **{"checkpoint": CheckpointConfig, "resume": ResumeConfig, "slurm": SlurmConfig},
 }
 CANARY = "fuzz_untrusted_canary"
 UNTRUSTED = (
@@ -162,6 +163,7 @@ def _right_recipe(rng: random.Random) -> dict[str, Any]:
         },
         "checkpoint": _some(CheckpointConfig, rng, 2),
         "resume": _some(ResumeConfig, rng, 2),
+        "slurm": _some(SlurmConfig, rng, 2),
     }
     if rng.random() < 0.2:
         values["seed_everything"] = rng.choice((0, 1234, True))
@@ -182,6 +184,8 @@ def _value(hint: Any, rng: random.Random) -> Any:
         return _value(rng.choice(args), rng)
     if origin is Literal:
         return rng.choice(args)
+    if origin is dict:
+        return {rng.choice(("A", "prompt", "messages")): _value(args[1], rng)}
     if origin is list:
         return [_value(args[0], rng) for _ in range(rng.randint(1, 2))]
     if dataclasses.is_dataclass(hint):

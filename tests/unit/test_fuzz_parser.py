@@ -60,6 +60,7 @@ def _lost(given: dict[str, Any], parsed: Any) -> list[str]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:No seed found")  # Lightning, of seed_everything: true
 def test_the_parser_refuses_with_words_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{CANARY}.py").write_text("class Logger: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))

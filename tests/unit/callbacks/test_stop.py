@@ -127,7 +127,12 @@ class Saving(Checkpoint):
 
 def trainer() -> Any:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    return SimpleNamespace(global_step=4, checkpoint_callbacks=[Saving()], strategy=strategy)
+    logged: list[int] = []
+    logs = SimpleNamespace(on_batch_end=lambda: None, update_train_step_metrics=lambda: logged.append(run.global_step))
+    run = SimpleNamespace(
+        global_step=4, checkpoint_callbacks=[Saving()], strategy=strategy, _logger_connector=logs, logged=logged
+    )
+    return run
 
 
 def module(*votes: float) -> Any:
@@ -158,7 +163,7 @@ def test_one_vote_of_any_rank_saves_once_and_stops(flags: SignalFlags, votes: tu
     assert str(caught.value) == (
         "stopped by a signal after step 5; the checkpoint is complete; resume with --ckpt_path last"
     )
-    assert run.checkpoint_callbacks[0].saved == [5]
+    assert (run.checkpoint_callbacks[0].saved, run.logged) == ([5], [5])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

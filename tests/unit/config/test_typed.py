@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.typed import accepts, build, field_docs, unknown_key
 from lit_fsdp.errors import ConfigError
 
@@ -220,3 +221,8 @@ def test_accepts_shows_the_fields_as_parameters():
 def test_field_docs_are_the_sentences_under_the_fields():
     assert field_docs(Inner) == {"level": "How deep.", "mode": "Which one of two."}
     assert field_docs(Outer) == {"count": "A number of things."}
+
+
+def test_a_key_that_is_needed_is_asked_for():
+    with pytest.raises(ConfigError, match=r"data\.train\[1\]\.source: got nothing"):
+        build(DataConfig, {"train": ["a.jsonl", {"weight": 2.0}]}, "data")

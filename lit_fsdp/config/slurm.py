@@ -1,0 +1,130 @@
+"""Where and how a recipe runs on a SLURM cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_fsdp.errors import ConfigError
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """The ``slurm`` section, read by ``lit-fsdp slurm``; a run itself takes no notice of it."""
+
+    nodes: int | None = None
+    """Nodes of the job; default: trainer.num_nodes."""
+    gpus_per_node: int | None = None
+    """GPUs per node, one process each; 0: processes on CPUs, trainer.devices of them; default: trainer.devices."""
+    time: str | None = None
+    """Time limit as SLURM writes it: minutes, H:M:S or D-H:M:S; default: the partition's."""
+    partition: str | None = None
+    """Partition; default: the cluster's."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    mem: str | None = None
+    """Host memory per node, e.g. 480G; 0: all of it."""
+    cpus_per_task: int | None = None
+    """CPU cores per process."""
+    job_name: str | None = None
+    """Name in the queue; default: the name of the run folder."""
+    seeds: list[int] | None = None
+    """A job array with one run per seed, each in its own folder seed-N below the run folder."""
+    container: str | None = None
+    """Image that the processes run in."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """Who starts the image: Pyxis with Enroot (flags of srun), or Apptainer."""
+    container_mounts: list[str] | None = None
+    """Folders seen inside the image, HOST or HOST:INSIDE; the run folder always is."""
+    env: dict[str, str] | None = None
+    """Environment variables of the processes."""
+    env_file: str | None = None
+    """Shell file read before the run, e.g. one that loads modules."""
+    setup: list[str] | None = None
+    """Shell lines before the run, once per job on its first node."""
+    dependency: str | None = None
+    """What must end first, e.g. afterok:1234."""
+    extra: list[str] | None = None
+    """Further options of sbatch, e.g. [--exclusive, --mail-type=END]."""
+    command: list[str] | None = None
+    """Words that start lit-fsdp on a node; default: this Python -m lit_fsdp, or plain lit-fsdp in a container."""
+    cpu_bind: str = "cores"
+    """srun's --cpu-bind; none leaves it out."""
+    signal_lead_seconds: int = 120
+    """How long before the time limit every process is told to save and stop."""
+    requeue: bool = True
+    """Put a job that saved and stopped back into the queue, where it resumes by itself."""
+    max_requeues: int = 10
+    """How often at most."""
+
+    def __post_init__(self) -> None:
+        for field, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ConfigError(field, value, f">= {least}", f"write {field}: {least} or more")
+        if self.signal_lead_seconds < 1 or self.signal_lead_seconds > 65535:
+            raise ConfigError("signal_lead_seconds", self.signal_lead_seconds, "1 to 65535", "write 120")
+        if self.time is not None:
+            time_seconds(self.time)
+        if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0):
+            raise ConfigError("seeds", self.seeds, "different numbers >= 0, at least one", "write seeds: [1, 2]")
+        for name in self.env or {}:
+            if not _NAME.fullmatch(name):
+                raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
+        if self.command == []:
+            raise ConfigError("command", "[]", "at least one word, or null", "drop command")
+        self._check_lines()
+
+    def _check_lines(self) -> None:
+        """Nothing that becomes one line of the script may hold two."""
+        values = {name: getattr(self, name) for name in (*_ONE_LINE, "cpu_bind")}
+        values |= {
+            f"{name}[{i}]": v for name in ("extra", "container_mounts") for i, v in enumerate(getattr(self, name) or [])
+        }
+        for field, value in values.items():
+            if value is not None and (not value.strip() or any(ord(c) < 32 or ord(c) == 127 for c in value)):
+                raise ConfigError(field, repr(value), "one line of text without control characters", f"mend {field}")
+        for i, option in enumerate(self.extra or []):
+            if not option.startswith("-"):
+                fix = f"write --{option}" if option[0].isalpha() else "begin it with --"
+                raise ConfigError(f"extra[{i}]", repr(option), "an option of sbatch, such as --exclusive", fix)
+
+
+def time_seconds(text: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it; ``None`` for no limit.
+
+    Allowed are minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S, and UNLIMITED or INFINITE.
+
+    Raises:
+        ConfigError: It is none of these, or zero.
+
+    Source: ``man sbatch``, ``--time``.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = _TIME.fullmatch(text.strip())
+    numbers = [int(part) for part in match["rest"].split(":")] if match else []
+    if match and match["days"] is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        total = int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    elif len(numbers) == 3:
+        total = numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
+    elif numbers:
+        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    else:
+        total = 0
+    if total <= 0:
+        allowed = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S above zero"
+        raise ConfigError(
+            "time", repr(text), allowed, 'write time: "12:00:00" (in quotes: YAML reads 12:00:00 as a number)'
+        )
+    return total

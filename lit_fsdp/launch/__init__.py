@@ -1,0 +1,1 @@
+"""How a run gets onto machines: jobs of SLURM."""

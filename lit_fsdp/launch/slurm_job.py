@@ -1,0 +1,134 @@
+"""A recipe as a SLURM job: everything its script says, as plain values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.errors import ConfigError
+
+FOLDER = "slurm"
+RECIPE_NAME = "recipe.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is submitted."""
+
+    config: SlurmConfig
+    run_folder: Path
+    """Absolute; the same on all nodes."""
+    nodes: int
+    tasks_per_node: int
+    """Processes per node: one per GPU."""
+    gpus_per_node: int
+    """0 for processes on CPUs."""
+    ckpt_path: str | None = None
+    """What the first start resumes from; a requeued one resumes from the last checkpoint."""
+    dropped_env: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name in the queue."""
+        return self.config.job_name or self.run_folder.name
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe that the job reads."""
+        return self.run_folder / FOLDER / RECIPE_NAME
+
+    @property
+    def command(self) -> list[str]:
+        """Words that start lit-fsdp on a node."""
+        if self.config.command is not None:
+            return list(self.config.command)
+        return ["lit-fsdp"] if self.config.container else [sys.executable, "-m", "lit_fsdp"]
+
+    @property
+    def world_size(self) -> int:
+        """All processes."""
+        return self.nodes * self.tasks_per_node
+
+
+def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int | None) -> list[str]:
+    """Write the flags ``--nodes`` and ``--gpus-per-node`` into a recipe, in place, where the Trainer reads them.
+
+    Args:
+        values: The merged recipe; its ``slurm`` and ``trainer`` sections may be missing.
+        nodes: Flag, or ``None``; wins over ``slurm.nodes`` and ``trainer.num_nodes``.
+        gpus_per_node: Flag, or ``None``; wins over ``slurm.gpus_per_node`` and ``trainer.devices``.
+
+    Returns:
+        One line per value that was replaced.
+    """
+    replaced = []
+    for flag, own, key in ((nodes, "nodes", "num_nodes"), (gpus_per_node, "gpus_per_node", "devices")):
+        if flag is None:
+            continue
+        for section, name in (("slurm", own), ("trainer", key)):
+            if section == "trainer" and own == "gpus_per_node" and flag == 0:
+                continue  # no GPUs: trainer.devices is the number of processes
+            given = values.get(section)
+            given = dict(given) if isinstance(given, Mapping) else {}
+            if given.get(name) not in (None, flag):
+                replaced.append(f"{section}.{name}: {given[name]!r} → {flag} (--{own.replace('_', '-')})")
+            values[section] = {**given, name: flag}
+    return replaced
+
+
+def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
+    """The job of a checked recipe.
+
+    Raises:
+        ConfigError: Nodes or GPUs of the job and of the Trainer differ, or the number of processes is not known.
+    """
+    trainer = values.get("trainer") or {}
+    nodes = _agreed("nodes", config.nodes, "trainer.num_nodes", trainer.get("num_nodes"), 1)
+    devices = trainer.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices
+    on_cpu = trainer.get("accelerator") == "cpu" or config.gpus_per_node == 0
+    if on_cpu:
+        if config.gpus_per_node:
+            raise ConfigError(
+                "slurm.gpus_per_node",
+                f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
+                "0 for processes on CPUs",
+                "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
+            )
+        tasks = devices
+    else:
+        tasks = _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
+    if not isinstance(tasks, int) or isinstance(tasks, bool) or tasks < 1:
+        raise ConfigError(
+            "trainer.devices",
+            repr(devices),
+            "the number of processes per node",
+            "set trainer.devices: 8, or give --gpus-per-node 8",
+        )
+    folder = Path(trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
+    ckpt_path = values.get("ckpt_path")
+    return Job(
+        config=config,
+        run_folder=folder,
+        nodes=nodes,
+        tasks_per_node=tasks,
+        gpus_per_node=0 if on_cpu else tasks,
+        ckpt_path=None if ckpt_path is None else str(ckpt_path),
+    )
+
+
+def _agreed(name: str, own: int | None, other_name: str, other: Any, default: int | None) -> Any:
+    if own is None:
+        return default if other in (None, "auto", -1, "-1") else other
+    if other not in (None, "auto", -1, "-1", own):
+        raise ConfigError(
+            f"slurm.{name}",
+            f"{own} with {other_name} {other}",
+            f"the same number in both: the job would {'leave some idle' if own > other else 'lack some'}",
+            f"set {other_name}: {own}, or drop slurm.{name}",
+        )
+    return own

@@ -1,0 +1,170 @@
+"""The sbatch file of a job: readable, commented, and no value in it runs anything.
+
+One task per GPU, one ``srun``. The batch shell runs on the first node of the job; all it does is to name a meeting
+point, start the step and, when the step has saved and stopped, put the job back into the queue: that is done in one
+place, and not by the ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from lit_fsdp import __version__
+from lit_fsdp.launch.slurm_job import FOLDER, Job
+
+_PORTS = (20000, 10000)
+"""First port and how many follow: below the range from which systems give out ports (32768 on Linux)."""
+EXIT_STOPPED = 75
+
+
+def render(job: Job) -> str:
+    """The script that ``sbatch`` takes."""
+    parts = [_head(job), _options(job), _body(job)]
+    return "\n".join(parts)
+
+
+def sbatch_value(text: str) -> str:
+    """A value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but runs no shell."""
+    if text and all(c.isalnum() or c in "-_./:,=@%+[]&|*()" for c in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _head(job: Job) -> str:
+    what = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
+    return f"""#!/bin/bash
+# lit_fsdp {__version__}: {_commented(job.name)} on {job.nodes} node(s) with {what} each
+# Written by `lit-fsdp slurm render`; `lit-fsdp slurm submit` puts it into the run folder and submits it.
+"""
+
+
+def _commented(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _options(job: Job) -> str:
+    config = job.config
+    logs = f"{job.run_folder}/{FOLDER}".replace("%", "%%")
+    lines: list[tuple[str, str | int | None]] = [
+        ("job-name", job.name),
+        ("nodes", job.nodes),
+        ("ntasks-per-node", job.tasks_per_node),
+        ("gpus-per-node", job.gpus_per_node or None),
+        ("cpus-per-task", config.cpus_per_task),
+        ("mem", config.mem),
+        ("time", config.time),
+        ("partition", config.partition),
+        ("account", config.account),
+        ("qos", config.qos),
+        ("constraint", config.constraint),
+        ("dependency", config.dependency),
+        ("array", None if config.seeds is None else f"0-{len(config.seeds) - 1}"),
+        ("output", f"{logs}/%j.log"),
+        ("open-mode", "append"),
+    ]
+    found = [f"#SBATCH --{name}={sbatch_value(str(value))}" for name, value in lines if value is not None]
+    found.append(f"# {config.signal_lead_seconds} s before the time limit every process saves at the end of its step")
+    found.append(f"#SBATCH --signal=USR1@{config.signal_lead_seconds}")
+    found.append(f"#SBATCH --{'requeue' if config.requeue else 'no-requeue'}")
+    for option in config.extra or []:
+        name, equals, value = option.partition("=")
+        found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
+    return "\n".join(found) + "\n"
+
+
+def _body(job: Job) -> str:
+    return "\n".join([_start(job), _meeting_point(), _surroundings(job), _run(job), _after(job)])
+
+
+def _start(job: Job) -> str:
+    seeds = job.config.seeds
+    folder = shlex.quote(str(job.run_folder))
+    lines = [
+        "set -uo pipefail",
+        f"run_folder={folder}",
+        f"logs={shlex.quote(f'{job.run_folder}/{FOLDER}')}",
+        "restarts=${SLURM_RESTART_COUNT:-0}",
+        "words=()",
+    ]
+    if seeds is not None:
+        lines += [
+            f"seeds=({' '.join(map(str, seeds))})",
+            "seed=${seeds[$SLURM_ARRAY_TASK_ID]}",
+            'run_folder="$run_folder/seed-$seed"',
+            'words+=(--seed_everything "$seed" --trainer.default_root_dir "$run_folder")',
+        ]
+    resume = f"words+=(--ckpt_path {shlex.quote(job.ckpt_path)})" if job.ckpt_path else ":"
+    lines += [
+        "# a job that was put back into the queue goes on from its last checkpoint, if it had come as far as one",
+        'if [ "$restarts" -gt 0 ] && compgen -G "$run_folder/checkpoints/step-*" >/dev/null; then',
+        "  words+=(--ckpt_path last)",
+        'elif [ "$restarts" -eq 0 ]; then',
+        f"  {resume}",
+        "fi",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _meeting_point() -> str:
+    first, count = _PORTS
+    return f"""# where the ranks meet: the first node, and a port by the job's number that nobody listens on
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))
+while (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
+export MASTER_ADDR MASTER_PORT
+# one run of the logger, however often the job starts
+export WANDB_RUN_ID="${{WANDB_RUN_ID:-slurm-$SLURM_JOB_ID}}" WANDB_RESUME="${{WANDB_RESUME:-allow}}"
+"""
+
+
+def _surroundings(job: Job) -> str:
+    config = job.config
+    lines = []
+    if config.env_file:
+        lines.append(f". {shlex.quote(config.env_file)} || exit 1")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in (config.env or {}).items()]
+    if config.setup:
+        lines += ["# slurm.setup", *config.setup]
+    return "\n".join(lines) + ("\n" if lines else "")
+
+
+def _run(job: Job) -> str:
+    config = job.config
+    flags = ["--kill-on-bad-exit=1", "--open-mode=append", '--output="${logs//%/%%}/%j.rank-%t.log"']
+    if config.cpu_bind != "none":
+        flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
+    if config.cpus_per_task:
+        flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
+    mounts = [str(job.run_folder), *(config.container_mounts or [])]
+    command = " ".join(shlex.quote(word) for word in job.command)
+    if config.container and config.container_runtime == "pyxis":
+        listed = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+        flags += [f"--container-image={shlex.quote(config.container)}", f"--container-mounts={shlex.quote(listed)}"]
+    elif config.container:
+        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
+        nvidia = "--nv " if job.gpus_per_node else ""
+        command = f"apptainer exec {nvidia}{binds} {shlex.quote(config.container)} {command}"
+    joined = " \\\n  ".join(flags)
+    return f"""# one process per GPU; the output of rank r goes to JOB.rank-r.log
+echo "$(date '+%F %T') start $restarts on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
+srun {joined} \\
+  {command} fit --config {shlex.quote(str(job.recipe))} "${{words[@]}}"
+code=$?
+"""
+
+
+def _after(job: Job) -> str:
+    if not job.config.requeue:
+        return 'echo "$(date \'+%F %T\') ended with exit code $code"\nexit "$code"\n'
+    return f"""# {EXIT_STOPPED}: saved and stopped on a signal. A job that ended in any other way is not tried again.
+echo "$(date '+%F %T') ended with exit code $code"
+if [ "$code" -eq {EXIT_STOPPED} ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
+  if [ "$restarts" -lt {job.config.max_requeues} ]; then
+    echo "back into the queue, $((restarts + 1)) of {job.config.max_requeues}"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # the requeue ends this script
+  else
+    echo "not put back into the queue: {job.config.max_requeues} times are enough (slurm.max_requeues)"
+  fi
+fi
+exit "$code"
+"""

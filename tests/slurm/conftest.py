@@ -1,0 +1,118 @@
+"""A real SLURM on this host: one controller, two nodes, ended with the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
+_MODEL = ROOT / "configs" / "model" / "SmolLM2-135M-Instruct.json"
+
+
+class Cluster:
+    """Two nodes, and a folder that both of them see."""
+
+    def __init__(self, folder: Path, conf: str) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "SLURM_CONF": conf, "LIT_FSDP_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            self.env.pop(name, None)
+
+    def recipe(self, name: str, **sections: Any) -> Path:
+        """A miniature on the CPU of two nodes, 40 steps, a checkpoint every 10; sections are merged in."""
+        values: dict[str, Any] = {
+            "trainer": {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "max_steps": 40, "log_every_n_steps": 1},
+            "model": {"name": str(_MODEL), "miniature": True},
+            "data": {"train": "generated:64", "max_seq_length": 64, "global_batch_size": 4},
+            "checkpoint": {"every_steps": 10},
+            "slurm": {"gpus_per_node": 0, "time": "20:00"},
+        }
+        values["trainer"]["default_root_dir"] = str(self.folder / name)
+        for section, more in sections.items():
+            values[section] = {**values.get(section, {}), **more}
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def run(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """A command of SLURM, or ``lit-fsdp`` by this Python."""
+        line = [sys.executable, "-m", "lit_fsdp", *words[1:]] if words[0] == "lit-fsdp" else list(words)
+        return subprocess.run(line, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
+
+    def submit(self, recipe: Path, *flags: str) -> str:
+        """The number of the job of a recipe."""
+        done = self.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), *flags)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def states(self, number: str) -> list[dict[str, str]]:
+        """What the controller says of a job, or of each task of an array."""
+        lines = self.run("scontrol", "show", "job", "--oneliner", number).stdout.splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
+
+    def wait_until(self, number: str, *wanted: str, seconds: float = 240) -> list[dict[str, str]]:
+        """Its states, once every task is in one of those wanted."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            states = self.states(number)
+            if states and all(state["JobState"] in wanted for state in states):
+                return states
+            time.sleep(0.5)
+        raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
+
+    def wait_for_step(self, name: str, step: int, seconds: float = 240) -> None:
+        """Until a run has logged a step."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if max(losses(self.folder / name), default=-1) >= step:
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"{name} did not reach step {step}\n{self.logs()}")
+
+    def logs(self) -> str:
+        """The end of every log."""
+        found = sorted(self.folder.rglob("*.log"))
+        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
+
+
+def losses(run_folder: Path) -> dict[int, float]:
+    """Training loss by step."""
+    import csv
+
+    path = run_folder / "metrics.csv"
+    if not path.is_file():
+        return {}
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    return {int(row["step"]): float(row["train_loss"]) for row in rows if row.get("train_loss")}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One cluster for all tests; skipped with the reason where it cannot be started."""
+    os.environ["PATH"] += os.pathsep + os.pathsep.join(("/usr/sbin", "/sbin"))
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} on this machine: `make test-slurm` installs them (root, Debian)")
+    if os.geteuid() != 0:
+        pytest.skip("a private SLURM needs root for its namespaces")
+    folder = Path(tempfile.mkdtemp(prefix=".lit_fsdp_slurm_", dir=Path.home()))  # /tmp is no place for a cluster
+    started = subprocess.run([str(HERE / "start.sh"), str(folder / "cluster")], capture_output=True, text=True)
+    try:
+        assert started.returncode == 0, started.stderr
+        yield Cluster(folder, started.stdout.strip())
+    finally:
+        subprocess.run([str(HERE / "stop.sh"), str(folder / "cluster")], check=False)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,202 @@
+"""The sbatch file: as text, and as the shell and a stand-in for SLURM understand it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.launch.slurm_script import render, sbatch_value
+from tests.unit.launch.jobs import planned
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
+NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
+SLURM = {"command": ["/opt/env/bin/python", "-m", "lit_fsdp"]}
+CASES: dict[str, dict[str, Any]] = {
+    "two_nodes": {"slurm": {**SLURM, "time": "12:00:00", "partition": "gpu", "account": "lab"}},
+    "cpu": {"slurm": SLURM, "trainer": {"accelerator": "cpu", "devices": 4}, "ckpt_path": "best"},
+    "array_of_seeds": {"slurm": {**SLURM, "seeds": [1, 2, 30], "requeue": False}},
+    "pyxis": {"slurm": {"container": "registry/image:1", "container_mounts": ["/data", "/a:/b"], "cpus_per_task": 8}},
+    "apptainer": {"slurm": {"container": "/images/a b.sif", "container_runtime": "apptainer"}},
+    "everything": {
+        "slurm": {
+            **SLURM,
+            "time": "1-00:00:00",
+            "qos": "high",
+            "constraint": "a100&nvlink",
+            "mem": "0",
+            "job_name": NASTY,
+            "env": {"NCCL_DEBUG": "WARN", "ODD": NASTY},
+            "env_file": "/home/me/modules of mine.sh",
+            "setup": ["module load cuda", "ulimit -n 65536"],
+            "dependency": "afterok:12",
+            "extra": ["--exclusive", "--mail-user=me@example.org", f"--comment={NASTY}"],
+            "cpu_bind": "none",
+            "signal_lead_seconds": 300,
+            "max_requeues": 3,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_file_that_was_read_and_approved(name: str, monkeypatch: pytest.MonkeyPatch):
+    """After a wanted change: write the new text with LIT_FSDP_WRITE_GOLDEN=1 and read the difference."""
+    monkeypatch.setattr("lit_fsdp.launch.slurm_script.__version__", "1.2.3")
+    text = render(planned(**CASES[name])[0])
+    path = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_a_shell_script(name: str):
+    done = subprocess.run(["bash", "-n"], input=render(planned(**CASES[name])[0]), text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Cluster:
+    """Runs scripts in a shell whose srun and scontrol only write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        programs = folder / "bin"
+        programs.mkdir()
+        record = 'printf "%s\\0" "$@" > "$CALLS/$(basename "$0")-$1"\n'
+        (programs / "srun").write_text(f'#!/bin/bash\nset -- srun "$@"\n{record}exit "$STEP_CODE"\n')
+        (programs / "scontrol").write_text(
+            f'#!/bin/bash\n{record}[ "$1" = show ] && echo 127.0.0.1\n[ "$1" != requeue ]\n'
+        )
+        for program in programs.iterdir():
+            program.chmod(0o755)
+
+    def run(self, text: str, step_code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        """The script's result."""
+        fixed = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "STEP_CODE": str(step_code)}
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        env = {"PATH": path, "HOME": "/home/of/nobody", "CALLS": str(self.folder), **fixed, **environment}
+        return subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, cwd=self.folder)
+
+    def words(self, call: str) -> list[str] | None:
+        """How it was called, or ``None``."""
+        path = self.folder / call
+        return path.read_text().split("\0")[1:-1] if path.exists() else None
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def text_of(run_folder: Path, slurm: dict[str, Any] | None = None, **more: Any) -> str:
+    job, _ = planned({**SLURM, **(slurm or {})}, trainer={"default_root_dir": str(run_folder)}, **more)
+    return render(job)
+
+
+def test_no_value_runs_anything(cluster: Cluster, tmp_path: Path):
+    """Quotes, $( ), backticks, semicolons in the run folder, the environment, a container and the command."""
+    folder = tmp_path / NASTY
+    (folder / "slurm").mkdir(parents=True)
+    slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": NASTY, "job_name": NASTY}
+    done = cluster.run(text_of(folder, slurm))
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("pwned"))
+    words = cluster.words("srun-srun")
+    assert words is not None
+    assert words[words.index("prog") + 1 :] == [NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"]
+    assert f"--cpu-bind={NASTY}" in words
+    assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_no_value_of_a_container_runs_anything(cluster: Cluster, tmp_path: Path, runtime: str):
+    slurm = {"container": NASTY, "container_runtime": runtime, "container_mounts": [NASTY], "command": ["prog"]}
+    assert cluster.run(text_of(tmp_path, slurm)).returncode == 0
+    assert not list(tmp_path.rglob("pwned"))
+    words = cluster.words("srun-srun")
+    assert words is not None
+    assert NASTY in " ".join(words)
+
+
+@pytest.mark.parametrize("value", ["plain", NASTY, "a b", 'x"y', "a\\b", "", "é"])
+def test_a_value_of_an_sbatch_line_is_one_word(value: str):
+    """sbatch knows the quotes of the shell but expands nothing; a shell without expansions reads the same."""
+    assert shlex.split(sbatch_value(value)) == [value]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(75, "0", True), (75, "2", True), (75, "3", False), (1, "0", False), (0, "0", False), (137, "1", False)],
+)
+def test_only_a_job_that_saved_and_stopped_is_put_back(
+    cluster: Cluster, tmp_path: Path, code: int, restarts: str, requeued: bool
+):
+    done = cluster.run(text_of(tmp_path, {"max_requeues": 3}), step_code=code, SLURM_RESTART_COUNT=restarts)
+    assert done.returncode == code
+    assert cluster.words("scontrol-requeue") == (["4711"] if requeued else None)
+
+
+def test_a_cancelled_job_is_not_put_back(cluster: Cluster, tmp_path: Path):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "cancelled-4711").touch()
+    cluster.run(text_of(tmp_path), step_code=75)
+    assert cluster.words("scontrol-requeue") is None
+
+
+def test_without_requeue_nothing_is_put_back(cluster: Cluster, tmp_path: Path):
+    assert cluster.run(text_of(tmp_path, {"requeue": False}), step_code=75).returncode == 75
+    assert cluster.words("scontrol-requeue") is None
+
+
+@pytest.mark.parametrize(
+    ("restarts", "has_checkpoint", "given", "words"),
+    [
+        ("0", False, None, []),
+        ("0", True, "best", ["--ckpt_path", "best"]),
+        ("1", True, "best", ["--ckpt_path", "last"]),
+        ("1", False, "best", []),
+        ("2", True, None, ["--ckpt_path", "last"]),
+    ],
+)
+def test_a_job_that_starts_again_resumes(
+    cluster: Cluster, tmp_path: Path, restarts: str, has_checkpoint: bool, given: str | None, words: list[str]
+):
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    more = {"ckpt_path": given} if given else {}
+    cluster.run(text_of(tmp_path, **more), SLURM_RESTART_COUNT=restarts)
+    called = cluster.words("srun-srun")
+    assert called is not None
+    assert called[called.index("--config") + 2 :] == words
+
+
+def test_each_seed_has_its_folder_and_resumes_from_it(cluster: Cluster, tmp_path: Path):
+    (tmp_path / "seed-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    text = text_of(tmp_path, {"seeds": [5, 7]})
+    for index, seed, resumed in (("0", "5", []), ("1", "7", ["--ckpt_path", "last"])):
+        cluster.run(text, SLURM_ARRAY_TASK_ID=index, SLURM_RESTART_COUNT="1")
+        called = cluster.words("srun-srun")
+        assert called is not None
+        own = ["--seed_everything", seed, "--trainer.default_root_dir", f"{tmp_path}/seed-{seed}"]
+        assert called[called.index("--config") + 2 :] == [*own, *resumed]
+
+
+def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):
+    assert cluster.run(text_of(tmp_path, {"env_file": "/no/such file"})).returncode == 1
+    assert cluster.words("srun-srun") is None
+
+
+def test_a_port_in_use_is_passed_over(cluster: Cluster, tmp_path: Path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = text_of(tmp_path).replace("$((20000 + SLURM_JOB_ID % 10000))", str(port))
+        assert f"meeting at 127.0.0.1:{port + 1}" in cluster.run(text).stdout
