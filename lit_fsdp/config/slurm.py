@@ -21,7 +21,7 @@ class SlurmConfig:
     """Nodes of the job; default: trainer.num_nodes."""
     gpus_per_node: int | None = None
     """GPUs per node, one process each; 0: processes on CPUs, trainer.devices of them; default: trainer.devices."""
-    time: str | None = None
+    time: str | int | None = None
     """Time limit as SLURM writes it: minutes, H:M:S or D-H:M:S; default: the partition's."""
     partition: str | None = None
     """Partition; default: the cluster's."""
@@ -73,6 +73,9 @@ class SlurmConfig:
                 raise ConfigError(field, value, f">= {least}", f"write {field}: {least} or more")
         if self.signal_lead_seconds < 1 or self.signal_lead_seconds > 65535:
             raise ConfigError("signal_lead_seconds", self.signal_lead_seconds, "1 to 65535", "write 120")
+        if isinstance(self.time, int):
+            allowed = "text in quotes: without them YAML reads 12:00:00 as the number 43200"
+            raise ConfigError("time", self.time, allowed, 'write time: "12:00:00"')
         if self.time is not None:
             time_seconds(self.time)
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0):
@@ -124,7 +127,5 @@ def time_seconds(text: str) -> int | None:
         total = 0
     if total <= 0:
         allowed = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S above zero"
-        raise ConfigError(
-            "time", repr(text), allowed, 'write time: "12:00:00" (in quotes: YAML reads 12:00:00 as a number)'
-        )
+        raise ConfigError("time", repr(text), allowed, 'write time: "12:00:00"')
     return total

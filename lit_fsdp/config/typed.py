@@ -192,6 +192,8 @@ def _describe(hint: Any) -> str:
         return " | ".join(_shown(a).strip("'") for a in args)
     if origin in (list, tuple):
         return f"[{_describe(args[0])}, ...]"
+    if origin in (Union, types.UnionType):
+        return " | ".join(_describe(option) for option in args)
     if origin is dict or hint is dict:
         return "a mapping"
     if hint is type(None):

@@ -160,7 +160,7 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
             f">= {needed}",
             f"set slurm.signal_lead_seconds: {max(60, -(-needed * 3 // 2 // 10) * 10)}",
         )
-    limit = None if job.config.time is None else time_seconds(job.config.time)
+    limit = None if job.config.time is None else time_seconds(str(job.config.time))
     least = START_SECONDS + max(lead, needed)
     if limit is not None and limit < least:
         yield ConfigError(

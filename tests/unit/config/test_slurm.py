@@ -38,6 +38,7 @@ def test_what_is_no_time_limit_is_refused(text: str):
     ("field", "value"),
     [
         ("nodes", 0),
+        ("time", 43200),
         ("gpus_per_node", -1),
         ("cpus_per_task", 0),
         ("max_requeues", -1),
