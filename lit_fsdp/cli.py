@@ -52,7 +52,7 @@ from lit_fsdp.speak import speak
 from lit_fsdp.trainer_keys import check_trainer_keys
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
-_TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
+TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
 _TRAINER_DEFAULTS = {
     "strategy": {"class_path": FACTORY},
     "enable_model_summary": False,  # the audit of FSDP units says more
@@ -100,7 +100,7 @@ def run_verb(
     speak()
     shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
     jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=shows_help, import_path_denylist=["*"], import_path_allowlist=_TRUSTED
+        docstring_parse_attribute_docstrings=shows_help, import_path_denylist=["*"], import_path_allowlist=TRUSTED
     )
     cli: RecipeCLI | None = None
     try:
@@ -108,7 +108,7 @@ def run_verb(
         signals.before_exit = lambda: cli.end_children(grace_seconds=0) if cli is not None else None
         cli.run_trainer(others, choose_again)
     except argparse.ArgumentError as error:
-        raise _unreadable(error) from None
+        raise unreadable(error) from None
     except StopRequested as stop:
         assert cli is not None
         if cli.trainer.is_global_zero:
@@ -123,21 +123,8 @@ def run_verb(
     return 0
 
 
-def check_parses(values: dict[str, Any], flags: list[str]) -> None:
-    """Let Lightning's parser read a checked recipe without building anything.
-
-    Raises:
-        ConfigError: A key or value that only Lightning knows to be wrong.
-    """
-    check_trainer_keys(values, flags)
-    jsonargparse.set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_TRUSTED)
-    try:
-        _ParsedOnly("fit", ["fit", "--config", yaml.safe_dump(values, sort_keys=False), *flags], SignalFlags())
-    except argparse.ArgumentError as error:
-        raise _unreadable(error) from None
-
-
-def _unreadable(error: argparse.ArgumentError) -> ConfigError:
+def unreadable(error: argparse.ArgumentError) -> ConfigError:
+    """The error of Lightning's parser in the house form."""
     return ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above")
 
 
@@ -292,13 +279,3 @@ class RecipeCLI(LightningCLI):
         for child in children:
             if child.poll() is None:
                 child.kill()
-
-
-class _ParsedOnly(RecipeCLI):
-    """Reads a recipe as a run would, seeds nothing and builds nothing."""
-
-    def _set_seed(self) -> None:
-        return
-
-    def instantiate_classes(self) -> None:
-        """Nothing."""

@@ -43,7 +43,7 @@ def run_audit(argv: Sequence[str]) -> int:
     except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
         print(f"note: a run on {run.world_size} ranks would need other batch sizes: {error}", file=sys.stderr)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
-    from lit_fsdp.cli import check_parses
+    from lit_fsdp.cli_parse import check_parses
 
     check_parses(recipe.values, recipe.flags)
     if run.trainer.get("accelerator") == "cpu":

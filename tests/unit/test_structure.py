@@ -27,7 +27,7 @@ FLOORS = {
     **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert", "launch"), 2),
     **dict.fromkeys(("plan", "report"), 3),
     **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit", "trainer_keys"), 4),
-    **dict.fromkeys(("cli", "commands", "__main__"), 5),
+    **dict.fromkeys(("cli", "cli_parse", "commands", "__main__"), 5),
 }
 _COMMAND_FLOOR = 5  # its three places are one chain: __main__ → commands → cli
 
