@@ -76,12 +76,30 @@ def accepts(config: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         hints = _hints(config)
-        fields = [p.replace(annotation=hints[p.name]) for p in inspect.signature(config).parameters.values()]
+        parameters = inspect.signature(config).parameters.values()
+        fields = [p.replace(annotation=_without_paths(hints[p.name])) for p in parameters]
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         init.__signature__ = inspect.Signature([own, *fields])  # type: ignore[attr-defined]
         return init
 
     return decorate
+
+
+def _without_paths(hint: Any) -> Any:
+    """``hint`` with ``list`` for a list of mappings.
+
+    jsonargparse would take a string for such a value as the path of a file that holds it, and read a whole data file
+    as YAML; :func:`build` has checked the value by then.
+    """
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    plain = [list if typing.get_origin(o) is list and _holds_dataclass(o) else o for o in options]
+    return Union[tuple(plain)]  # noqa: UP007 (built from a tuple)
+
+
+def _holds_dataclass(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or any(_holds_dataclass(option) for option in typing.get_args(hint))
 
 
 def unknown_key(path: str, given: Any, key: str, names: Iterable[str]) -> ConfigError:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import RowFormat
-from lit_fsdp.data.formats import Conversation, to_conversation
+from lit_fsdp.data.formats import Conversation, sides_of, to_conversation
 from lit_fsdp.data.masks import Encoded, SpanEncoder
 from lit_fsdp.data.named import find_template, no_template
 from lit_fsdp.data.plain import read_text
@@ -152,6 +152,6 @@ def _nothing_in(talk: Conversation) -> str:
 
 
 def _is_bare(row: Mapping[str, Any]) -> bool:
-    return all(isinstance(row.get(key), str) for key in ("prompt", "completion")) and not (
+    return all(isinstance(side, str) for side in sides_of(row)) and not (
         row.get("system") or row.get("tools")
     )

@@ -8,6 +8,23 @@ from lit_fsdp.data.formats import Message
 from lit_fsdp.errors import DataError
 
 
+def unlearnt_turns(messages: Sequence[Message], place: str) -> list[int]:
+    """Indices of the assistant turns that ``data.train_on_prompt`` leaves out: those with ``train: false``.
+
+    Raises:
+        DataError: ``train: false`` on a message of another role, whose place in the text is not looked for.
+    """
+    found = [i for i, message in enumerate(messages) if message.get("train") is False]
+    for index in found:
+        if messages[index]["role"] != "assistant":
+            raise DataError(
+                f"{place}: message {index}: train: false on a message of the role {messages[index]['role']}, with "
+                "data.train_on_prompt: true\n  allowed: on those of the assistant\n"
+                "  fix:     leave train out of it, or set data.train_on_prompt: false"
+            )
+    return found
+
+
 def learnt_turns(messages: Sequence[Message], supervise: str, place: str) -> list[int]:
     """Indices of the assistant turns that are learnt, by ``data.supervise`` and the messages' own ``train``.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 from lit_fsdp.data.dataset_card import declared_files
 from lit_fsdp.errors import DataError
 
+_log = logging.getLogger(__name__)
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -55,6 +57,12 @@ def folder_files(name: str, folder: Path, split: str | None, kinds: frozenset[st
         splits.setdefault(_split_of(path.relative_to(folder)) or "", []).append(path)
     if set(splits) == {""}:
         splits = {"train": splits[""]}
+    left_out = splits.get("", [])
+    if left_out:
+        _log.warning(
+            "%s: no split's word stands in the name of %s, so left out, as other files have one: %d row file%s",
+            *(name, left_out[0], len(left_out), "s" * (len(left_out) > 1)),
+        )
     return _of_split(name, splits, wanted)
 
 

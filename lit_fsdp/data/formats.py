@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,8 +92,34 @@ def _messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Messa
         prompt = f"{asked}\n\n{text_of(more, f'{place}: input')}" if more else asked
         return [*system, _message("user", prompt, place), _message("assistant", row["output"], place)]
     if form == "prompt_completion":
-        return [*system, *_side(row["prompt"], "user", place), *_side(row["completion"], "assistant", place)]
+        prompt, completion = sides_of(row)
+        return [*system, *_side(prompt, "user", place), *_side(completion, "assistant", place)]
     return [*system, *(_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place))]
+
+
+def sides_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Prompt and completion as they are meant: lists of messages that a CSV file can hold only as JSON text.
+
+    Both have to be such lists; a text to learn may well be JSON.
+    """
+    given = row.get("prompt"), row.get("completion")
+    read = [_listed(side) for side in given]
+    return (read[0], read[1]) if all(read) else given
+
+
+def _listed(value: Any) -> list[Any]:
+    """The messages of JSON text; none if it is another text, or none."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return []
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) and all(_is_turn(turn) for turn in found) else []
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and (turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"})
 
 
 def _side(value: Any, role: str, place: str) -> list[Message]:

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lit_fsdp.data.formats import Message
 from lit_fsdp.data.masks import Span
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import ConfigError, DataError
 
 TODAY = datetime(2024, 7, 26)
 """What a template takes for today; the day that Llama 3.1 names where no clock is at hand."""
@@ -39,9 +39,21 @@ class Renderer:
 
     Attributes:
         has_marks: Whether it has generation marks.
+
+    Raises:
+        ConfigError: It is not Jinja.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        try:
+            _compiled(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                "data.chat_template",
+                f"a template that is not Jinja (line {error.lineno}: {error.message})",
+                "a Jinja template",
+                "mend that line, or name another template",
+            ) from None
         self.source, self._variables = source, dict(variables)
         self.has_marks = bool(_MARK.search(source))
 

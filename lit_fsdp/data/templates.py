@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lit_fsdp.data.flags import learnt_turns, without_flags
+from lit_fsdp.data.flags import learnt_turns, unlearnt_turns, without_flags
 from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, sample
 from lit_fsdp.data.named import FoundTemplate, find_template, no_template
@@ -84,10 +84,9 @@ class ChatTemplate:
 
     def _marked(self, talk: Conversation, place: str) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans in it that are learnt; with train_on_prompt those that are not."""
-        wanted = learnt_turns(talk.messages, self.supervise, place)
-        if self._everything:
-            turns = learnt_turns(talk.messages, "all", place)
-            wanted = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and i not in turns]
+        everything = self._everything
+        messages = talk.messages
+        wanted = unlearnt_turns(messages, place) if everything else learnt_turns(messages, self.supervise, place)
         if self._found.missing_for_tools and (talk.tools or any(len(m) > 2 for m in talk.messages)):
             self._check_tools(talk, place)
         clean = Conversation(without_flags(talk.messages), talk.tools)

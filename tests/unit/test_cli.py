@@ -176,11 +176,13 @@ def test_rules_on_ranks_and_units_hold_before_any_process_starts(
         ("missing.jsonl", r"missing\.jsonl: no such file"),
         ("broken.jsonl", r"broken\.jsonl:2"),
         ("empty.jsonl", r"empty\.jsonl.*no rows"),
+        ("names.json", r"names\.json: row 0: str"),  # and not taken for a list of sources
     ],
 )
 def test_rows_are_read_before_any_process_starts(source: str, needle: str):
     Path("broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
     Path("empty.jsonl").write_text("\n")
+    Path("names.json").write_text('["a.jsonl"]')
     values = recipe()
     values["data"]["train"] = source
     with pytest.raises(DataError, match=needle):

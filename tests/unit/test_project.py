@@ -28,6 +28,7 @@ _BROUGHT_BY = {
     "torchao": "the extra fp8",
     "peft": "the extra lora",
     "liger_kernel": "the extra liger",
+    "matplotlib": "the extra plot",
     "cut_cross_entropy": "the extra cce",
 }
 _MODULE_OF = {"pyyaml": "yaml"}

@@ -29,6 +29,12 @@ def _calling(arguments: Any) -> dict[str, Any]:
         ("prompt_completion", {"prompt": "Hi", "completion": "Yo"}, [HI, YO]),
         ("prompt_completion", {"prompt": [SYSTEM, HI], "completion": [YO]}, [SYSTEM, HI, YO]),
         ("prompt_completion", {"prompt": "Hi", "completion": "Yo", "system": "S"}, [SYSTEM, HI, YO]),
+        ("prompt_completion", {"prompt": json.dumps([SYSTEM, HI]), "completion": json.dumps([YO])}, [SYSTEM, HI, YO]),
+        (  # a text to learn, which happens to be JSON
+            "prompt_completion",
+            {"prompt": "Hi", "completion": json.dumps([YO])},
+            [HI, {"role": "assistant", "content": json.dumps([YO])}],
+        ),
     ],
 )
 def test_formats(form: Any, row: dict[str, Any], wanted: list[dict[str, str]]):

@@ -70,6 +70,9 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
         ConfigError, match=r"nowhere\.jinja\n  allowed: chatml, llama3, mistral, gemma, zephyr, plain, or "
     ):
         find_template(str(tmp_path / "nowhere.jinja"), tokenizer)
+    path.write_text("{% for m in messages %}\n{{ m.role ", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: got a template that is not Jinja \(line 2: "):
+        RowEncoder(tokenizer, DataConfig(chat_template=str(path)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -162,6 +162,12 @@ def test_a_folder_whose_card_declares_its_files(tmp_path: Path):
         find_sources(str(tmp_path))
 
 
+def test_files_of_no_split_beside_others_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    _touch(tmp_path, "train.jsonl", "more.jsonl", "sub/some.jsonl")
+    assert _names(str(tmp_path)) == ["train.jsonl"]
+    assert f"{tmp_path / 'more.jsonl'}, so left out, as other files have one: 2 row files" in caplog.text
+
+
 def test_folders_that_are_refused(tmp_path: Path):
     _touch(tmp_path / "mixed", "train.jsonl", "train.json")
     with pytest.raises(DataError, match=r"several kinds \(\.json, \.jsonl\), which may well be the same rows"):

@@ -183,6 +183,10 @@ def test_another_role_than_the_assistant_is_not_learnt(small: Any):
     for supervise in ("all", "last", "flagged"):
         with pytest.raises(DataError, match=r"^rows:1: message 0: train: true on a message of the role user"):
             ChatTemplate(small, HEADERS, supervise).encode([Conversation(messages)], ["rows:1"])
+    (flagged,) = ChatTemplate(small, HEADERS, train_on_prompt=True).encode([Conversation(messages)], ["rows:1"])
     messages[0]["train"] = False
     (row,) = ChatTemplate(small, HEADERS).encode([Conversation(messages)], ["rows:1"])
     assert _learnt(small, row) == ["2</s>"]
+    assert flagged.supervised.tolist() == [False, *[True] * (len(row.input_ids) - 1)]
+    with pytest.raises(DataError, match=r"^rows:1: message 0: train: false on a message of the role user, with data"):
+        ChatTemplate(small, HEADERS, train_on_prompt=True).encode([Conversation(messages)], ["rows:1"])

@@ -34,7 +34,7 @@ def srun(tasks: int, nodes: int, **more: str) -> dict[str, str]:
     ],
 )
 def test_right(trainer: dict[str, Any], environment: dict[str, str]):
-    check_launch(trainer, environment)
+    assert check_launch(trainer, environment) is None  # nothing is raised
 
 
 @pytest.mark.parametrize(

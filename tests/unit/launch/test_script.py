@@ -15,7 +15,7 @@ from tests.unit.launch.jobs import planned
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
-SLURM = {"command": ["/opt/env/bin/python", "-m", "lit_fsdp"]}
+SLURM = {"command": ["/shared/env/bin/python", "-m", "lit_fsdp"]}
 CASES: dict[str, dict[str, Any]] = {
     "two_nodes": {"slurm": {**SLURM, "time": "12:00:00", "partition": "gpu", "account": "lab"}},
     "cpu": {"slurm": SLURM, "trainer": {"accelerator": "cpu", "devices": 4}, "ckpt_path": "best"},
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
             "mem": "0",
             "job_name": NASTY,
             "env": {"NCCL_DEBUG": "WARN", "ODD": NASTY},
-            "env_file": "/home/me/modules of mine.sh",
+            "env_file": "/shared/modules of mine.sh",
             "setup": ["module load cuda", "ulimit -n 65536"],
             "dependency": "afterok:12",
             "extra": ["--exclusive", "--mail-user=me@example.org", f"--comment={NASTY}"],
