@@ -79,7 +79,7 @@ class Cluster:
         """The script's result."""
         fixed = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "STEP_CODE": str(step_code)}
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        env = {"PATH": path, "HOME": "/home/of/nobody", "CALLS": str(self.folder), **fixed, **environment}
+        env = {"PATH": path, "HOME": "/nowhere", "CALLS": str(self.folder), **fixed, **environment}
         return subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, cwd=self.folder)
 
     def words(self, call: str) -> list[str] | None:
