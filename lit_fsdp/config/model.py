@@ -65,4 +65,4 @@ class ModelConfig:
 def gpu_attention_on_cpu(name: str) -> ConfigError:
     """What is said of an attention backend that only trains on GPUs, on a CPU."""
     fix = "set attn_implementation: sdpa"
-    return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager without a GPU", fix)
+    return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager | by_sample without a GPU", fix)

@@ -152,6 +152,4 @@ def _nothing_in(talk: Conversation) -> str:
 
 
 def _is_bare(row: Mapping[str, Any]) -> bool:
-    return all(isinstance(side, str) for side in sides_of(row)) and not (
-        row.get("system") or row.get("tools")
-    )
+    return all(isinstance(side, str) for side in sides_of(row)) and not (row.get("system") or row.get("tools"))

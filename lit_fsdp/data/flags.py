@@ -8,21 +8,9 @@ from lit_fsdp.data.formats import Message
 from lit_fsdp.errors import DataError
 
 
-def unlearnt_turns(messages: Sequence[Message], place: str) -> list[int]:
-    """Indices of the assistant turns that ``data.train_on_prompt`` leaves out: those with ``train: false``.
-
-    Raises:
-        DataError: ``train: false`` on a message of another role, whose place in the text is not looked for.
-    """
-    found = [i for i, message in enumerate(messages) if message.get("train") is False]
-    for index in found:
-        if messages[index]["role"] != "assistant":
-            raise DataError(
-                f"{place}: message {index}: train: false on a message of the role {messages[index]['role']}, with "
-                "data.train_on_prompt: true\n  allowed: on those of the assistant\n"
-                "  fix:     leave train out of it, or set data.train_on_prompt: false"
-            )
-    return found
+def unlearnt_turns(messages: Sequence[Message]) -> list[int]:
+    """Indices of the assistant turns that ``data.train_on_prompt`` leaves out: those with ``train: false``."""
+    return [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
 
 
 def learnt_turns(messages: Sequence[Message], supervise: str, place: str) -> list[int]:

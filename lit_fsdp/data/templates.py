@@ -84,9 +84,16 @@ class ChatTemplate:
 
     def _marked(self, talk: Conversation, place: str) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans in it that are learnt; with train_on_prompt those that are not."""
-        everything = self._everything
-        messages = talk.messages
-        wanted = unlearnt_turns(messages, place) if everything else learnt_turns(messages, self.supervise, place)
+        if self._everything:
+            wanted = unlearnt_turns(talk.messages)
+            if any(m.get("train") is False and m["role"] != "assistant" for m in talk.messages):
+                self._say(
+                    "%s: a message of another role than the assistant's says train: false, and is learnt all the same, "
+                    "as data.train_on_prompt is true",
+                    place,
+                )
+        else:
+            wanted = learnt_turns(talk.messages, self.supervise, place)
         if self._found.missing_for_tools and (talk.tools or any(len(m) > 2 for m in talk.messages)):
             self._check_tools(talk, place)
         clean = Conversation(without_flags(talk.messages), talk.tools)

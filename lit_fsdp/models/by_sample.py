@@ -80,7 +80,7 @@ def by_sample_attention(
     """
     borders = options.get("cu_seq_lens_q")
     length = query.shape[2]
-    if borders is None or key.shape[2] != length or _is_special(options, length):
+    if borders is None or key.shape[2] != length or _is_special(module, options, length):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     rows = []
@@ -90,7 +90,9 @@ def by_sample_attention(
     return torch.stack(rows).transpose(1, 2), None
 
 
-def _is_special(options: dict[str, Any], length: int) -> bool:
+def _is_special(module: nn.Module, options: dict[str, Any], length: int) -> bool:
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        return True
     window = options.get("sliding_window")
     others = (options.get(name) for name in ("softcap", "s_aux", "position_bias"))
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.run import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import attention
-from lit_fsdp.models.attention import check_attention
+from lit_fsdp.models.attention import check_architecture, check_attention
 from lit_fsdp.models.build import build_on_meta
 
 GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
@@ -102,3 +103,12 @@ def test_the_miniature_replaces_them_on_a_cpu(tiny, accelerator):
     replaced = accelerator == "cpu"
     assert values["model"]["attn_implementation"] == ("sdpa" if replaced else "flex_attention")
     assert any(line.startswith("model.attn_implementation: 'flex_attention' → 'sdpa'") for line in said) is replaced
+
+
+def test_by_sample_is_for_layers_it_knows(tiny):
+    asked = audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "by_sample"), "audit"))
+    assert asked == audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "sdpa"), "audit"))
+    chunked = tiny("gemma3_text")
+    chunked.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="layers of chunked_attention"):
+        check_architecture(SimpleNamespace(config=chunked), "by_sample")
