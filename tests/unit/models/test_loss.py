@@ -38,10 +38,8 @@ def test_sum_is_written_out():
     assert result.num_correct.item() == sum(logits[b, t].argmax().item() == v for b, t, v in targets)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     assert result.entropy_sum.item() == pytest.approx(sum(entropies[b, t].item() for b, t, _ in targets), rel=1e-6)
-    assert [t.dtype for t in result] == [torch.float32, torch.int64, torch.float32, torch.float32] + [
-        torch.int64,
-        torch.float32,
-    ]
+    fp32, count = torch.float32, torch.int64
+    assert [t.dtype for t in result] == [fp32, count, fp32, fp32, count, fp32]
     assert all(t.dim() == 0 for t in result)
 
 
