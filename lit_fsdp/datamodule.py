@@ -156,7 +156,7 @@ class CausalLMDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Say so if a run is resumed on other global batches than the checkpoint was trained on."""
         self._position = state_dict.get("position")
-        now = self._streamed().stream.record() if self.config.streaming else self.state_dict()
+        now = self._streamed().stream.record() if self._streams_train else self.state_dict()
         other = [
             f"{name} {state_dict[name]} → {now[name]}" for name in now if state_dict.get(name, now[name]) != now[name]
         ]

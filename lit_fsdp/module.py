@@ -149,14 +149,15 @@ class CausalLMModule(LightningModule):
             dist.all_reduce(totals)
         self.step_totals, self._window = totals, None
         undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
-        scale = undo / totals[0].clamp(min=1)
+        scale = (undo / totals[0].clamp(min=1)).to(torch.float32)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
         if local:
-            torch._foreach_mul_(local, scale.to(torch.float32))
+            torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
         extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
         has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
-        for name, value in step_metrics(totals, has_objective, extras.z_loss > 0).items():
+        tells_scores = self._loss_plan is None or self._loss_plan.tells_scores
+        for name, value in step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores).items():
             self.log(name, value, prog_bar=name == "train_loss")
         self.log("lr", optimizer.param_groups[0]["lr"])
 
@@ -196,8 +197,8 @@ class CausalLMModule(LightningModule):
             return max(1, trainer.max_steps)
         limits = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            limits.append(int(trainer.estimated_stepping_batches))
-        if not limits or min(limits) == math.inf:
+            limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream that only a time ends
+        if not limits or min(limits) < 0:
             raise ConfigError(
                 "trainer.max_steps",
                 "no end of training",

@@ -57,7 +57,9 @@ class Throughput(Callback):
             self._waited += now - self._batch_ended
         if not self._step_started:
             self._step_started = now if self._paused or not self._warm else self._step_ended
-            self._paused = False
+        elif self._paused:  # between two micro-batches of a step, as validation may come
+            self._step_started += now - self._batch_ended
+        self._paused = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A pause."""

@@ -18,13 +18,16 @@ def score_totals(
     return torch.stack([value.detach().double() for value in (*sums, objective, z_loss)])
 
 
-def step_metrics(totals: torch.Tensor, with_objective: bool, with_z_loss: bool) -> dict[str, torch.Tensor]:
+def step_metrics(
+    totals: torch.Tensor, with_objective: bool, with_z_loss: bool, with_scores: bool = True
+) -> dict[str, torch.Tensor]:
     """What one optimizer step logs, per supervised token of its global batch; fp32 scalars on the totals' device.
 
     Args:
         totals: In the order of :data:`lit_fsdp.metrics.counts.STEP_COUNTS`; more may follow.
         with_objective: Log what backward ran on beside ``train_loss``, the plain cross-entropy.
         with_z_loss: Log its z-loss.
+        with_scores: Log accuracy and entropy, which a fused backend does not tell.
     """
     means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
     found = {"train_loss": means["loss_sum"]}
@@ -32,7 +35,14 @@ def step_metrics(totals: torch.Tensor, with_objective: bool, with_z_loss: bool) 
         found["train_objective"] = means["objective_sum"]
     if with_z_loss:
         found["train_z_loss"] = means["z_loss_sum"]
+    if not with_scores:
+        return found
     return {**found, "train_token_accuracy": means["correct_tokens"], "train_entropy": means["entropy_sum"]}
+
+
+def _mean() -> MeanMetric:
+    """By default one would leave out batches whose loss is NaN, and a broken model would look fine."""
+    return MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
 
 
 class EvalMetrics(nn.Module):
@@ -40,7 +50,7 @@ class EvalMetrics(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss, self.accuracy, self.entropy = (MeanMetric().set_dtype(torch.float64) for _ in range(3))
+        self.loss, self.accuracy, self.entropy = (_mean() for _ in range(3))
 
     def add(
         self, num_tokens: torch.Tensor, nll_sum: torch.Tensor, num_correct: torch.Tensor, entropy_sum: torch.Tensor

@@ -29,6 +29,7 @@ NAME = "by_sample"
 """As ``model.attn_implementation`` says it."""
 LONGEST = 1024
 """Tokens of the longest sample whose probabilities are kept."""
+_SHORT = 256
 
 
 def register() -> None:
@@ -125,8 +126,15 @@ def _one_sample(
     return torch.bmm(torch.softmax(scores, dim=-1), value_KtD).view(heads, length, -1)
 
 
-@functools.lru_cache(maxsize=1024)
 def _later_keys(length: int, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Minus infinity where a key comes after its query; (1, G * t, t)."""
+    """Minus infinity where a key comes after its query; (1, G * t, t). Layers share it; of long ones few are kept."""
+    return (_short_mask if length <= _SHORT else _long_mask)(length, groups, dtype, device)
+
+
+def _mask(length: int, groups: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     mask = torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)
     return mask.repeat(groups, 1)[None]
+
+
+_short_mask = functools.lru_cache(maxsize=_SHORT)(_mask)
+_long_mask = functools.lru_cache(maxsize=16)(_mask)

@@ -40,11 +40,14 @@ def sequence_numbers(positions_BT: torch.Tensor) -> torch.Tensor:
 
 
 def other_ids(ids_BT: torch.Tensor) -> torch.Tensor:
-    """Another id for every token, of those that the batch holds anyway; (B, T)."""
+    """Another id for every token, of those that the batch holds anyway; (B, T).
+
+    Not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same.
+    """
     known = ids_BT.unique()
     if len(known) == 1:
         return torch.where(ids_BT > 0, ids_BT - 1, ids_BT + 1)
-    return known[(torch.searchsorted(known, ids_BT) + 1) % len(known)]
+    return known[(torch.searchsorted(known, ids_BT) + len(known) // 2) % len(known)]
 
 
 def moved(positions_BT: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,11 @@ class LossPlan:
         return "plain" if self.use is None else self.config.backend
 
     @property
+    def tells_scores(self) -> bool:
+        """Whether right predictions and entropy are known in training."""
+        return self.backend in ("chunked", "plain")
+
+    @property
     def terms(self) -> LossTerms:
         """Numbers of the loss."""
         scale, cap = self.use or (1.0, None)

@@ -191,6 +191,14 @@ def test_a_schedule_needs_an_end():
     assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
 
 
+def test_epochs_of_a_stream_are_no_end():
+    stream = (rows(1) for _ in range(3))  # without a length, as a stream
+    trainer = quiet(max_epochs=2, max_time={"seconds": 1})
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(module(schedule="linear"), stream)
+    assert caught.value.field == "trainer.max_steps"
+
+
 def test_decay_is_for_matrices_only():
     net, _ = fit([rows(1)], net=module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
     (optimizer,) = net.trainer.optimizers

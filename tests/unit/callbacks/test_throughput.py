@@ -90,6 +90,20 @@ def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch, pau
     assert [found["tokens_per_second"] for found in run.logged] == [50.0, 50.0, 25.0]
 
 
+def test_validation_between_two_micro_batches_of_a_step_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.step(seconds=1, tokens=1)
+    run.callback.on_train_batch_start(run.trainer, run.module, None, 0)
+    run.now += 1
+    run.callback.on_train_batch_end(run.trainer, run.module, None, None, 0)
+    run.callback.on_validation_start(run.trainer, run.module)
+    run.now += 1000
+    run.step(seconds=1, tokens=100)
+    run.step(seconds=2, wait=2, tokens=100)
+    assert [found["step_seconds"] for found in run.logged] == [2.0, 4.0]
+    assert [found["data_wait_share"] for found in run.logged] == [0.0, 0.5]
+
+
 def test_somebody_elses_module_has_no_counts(monkeypatch: pytest.MonkeyPatch):
     run = Run(monkeypatch)
     run.trainer.global_step = 1

@@ -77,6 +77,13 @@ def test_borders_of_padded_rows() -> None:
         by_sample.with_borders(left, None)
 
 
+def test_masks_of_long_samples_do_not_pile_up() -> None:
+    kinds = (1, torch.bool, torch.device("cpu"))
+    for length in range(by_sample._SHORT + 1, by_sample._SHORT + 41):
+        assert by_sample._later_keys(length, *kinds).shape == (1, length, length)
+    assert by_sample._long_mask.cache_info().currsize <= 16
+
+
 def test_other_samples_change_no_bit(model: Any) -> None:
     model.set_attn_implementation(by_sample.NAME)
     inputs = packed()

@@ -60,6 +60,12 @@ def test_other_ids_are_other_ids():
     assert other_ids(torch.zeros(1, 3, dtype=torch.int64)).tolist() == [[1, 1, 1]]
 
 
+def test_tokens_just_added_are_not_put_in_place_of_each_other():
+    """They follow each other and have one and the same embedding, so that nothing would change."""
+    ids = torch.tensor([[3, 5, 9, 11, 100, 101, 102, 100]])
+    assert (other_ids(ids)[ids >= 100] < 100).all()
+
+
 def test_what_is_noticed():
     numbers, before = torch.tensor([[0, 0, 1, 1]]), torch.ones(1, 4, 2)
     worst = Worst()
