@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.text_part import names_in_whole_model
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -81,12 +82,11 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
     A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or carry one that the
     model lacks; a tied parameter may be stored under any of its names.
     """
-    prefix = f"{model.base_model_prefix}."
     found: dict[str, Stored] = {}
     used: set[str] = set()
     groups = tied_groups(model)
     for names in groups:
-        for candidate in [c for n in names for c in (n, n.removeprefix(prefix), prefix + n)]:
+        for candidate in [c for n in names for c in _may_be_stored_as(model, n)]:
             if candidate in tensors:
                 used.add(candidate)
                 found.update({name: found.get(name, tensors[candidate]) for name in names})
@@ -101,6 +101,11 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
             if stored.shape != shapes[name]
         ],
     )
+
+
+def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
+    prefix = f"{model.base_model_prefix}."
+    return [name, name.removeprefix(prefix), prefix + name, *names_in_whole_model(model.config, name)]
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
