@@ -21,6 +21,8 @@ _OTHER_VERBS = {
     "ckpt": "list the checkpoints of a run, or verify them",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "ask an exported model",
+    "doctor": "look at this machine, or all nodes of a job: versions, devices, disks, network, a trial save",
+    "recipes": "list, show or copy the recipes and fragments that ship",
     "slurm": "submit a recipe to a cluster, or print the sbatch file",
 }
 _USAGE = """usage: lit-fsdp VERB [options]
@@ -29,7 +31,7 @@ _USAGE = """usage: lit-fsdp VERB [options]
 
 lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--ckpt_path last|best|PATH]
   files are merged in order, later wins, flags last; --print_config shows the result, --help every key
-lit-fsdp VERB --help explains a verb; recipes/ and configs/ hold complete runs and fragments
+lit-fsdp VERB --help explains a verb; lit-fsdp recipes ls lists complete runs and fragments
 """
 
 
@@ -61,16 +63,28 @@ def run(argv: list[str]) -> int:
 
 
 def _other_verb(verb: str, argv: list[str]) -> int:
-    from lit_fsdp.commands import checkpoints, convert, data, models, planning, prepare, slurm
+    from lit_fsdp.commands import (
+        checkpoints,
+        convert,
+        data,
+        doctor,
+        models,
+        planning,
+        prepare,
+        recipes,
+        slurm,
+    )
 
     verbs = {
         "audit": planning.run_audit,
         "ckpt": checkpoints.run_ckpt,
         "convert": convert.run_convert,
         "data": data.run_data,
+        "doctor": doctor.run_doctor,
         "export": models.run_export,
         "generate": models.run_generate,
         "model": prepare.run_model,
+        "recipes": recipes.run_recipes,
         "slurm": slurm.run_slurm_verb,
     }
     return verbs[verb](argv)

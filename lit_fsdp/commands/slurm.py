@@ -149,10 +149,10 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
 def _facts(run: RunConfig, job: Job) -> Facts:
     from lit_fsdp.launch.slurm_lint import Facts
 
-    return Facts(checkpoint_bytes=_checkpoint_bytes(run), save_seconds=None, environment=dict(os.environ))
+    return Facts(checkpoint_bytes=checkpoint_bytes(run), save_seconds=None, environment=dict(os.environ))
 
 
-def _checkpoint_bytes(run: RunConfig) -> int | None:
+def checkpoint_bytes(run: RunConfig) -> int | None:
     """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand."""
     from lit_fsdp.audit import audit_recipe
 

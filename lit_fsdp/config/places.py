@@ -1,23 +1,47 @@
-"""Where the files that ship with the project lie."""
+"""Where the files that ship with the project lie: beside the package in a checkout, inside of it when installed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import lit_fsdp
 from lit_fsdp.errors import ConfigError
 
 
 def shipped(folder: str) -> Path:
-    """The folder ``configs/<folder>`` that ships beside the package.
+    """The folder ``configs/<folder>`` that ships with the package.
 
     Raises:
         ConfigError: There is no such folder; ``fix`` lists those that exist.
     """
-    configs = Path(lit_fsdp.__file__).parents[1] / "configs"
+    configs = shipped_root("configs")
     place = configs / folder
     if not place.is_dir():
         found = sorted(entry.name for entry in configs.iterdir() if entry.is_dir()) if configs.is_dir() else []
-        there = ", ".join(found) or "no configs folder beside the package: use a checkout of the project"
+        there = ", ".join(found) or "none at all: install the package again, or use a checkout of the project"
         raise ConfigError("configs", folder, "a folder under configs/", f"one of: {there}")
     return place
+
+
+def shipped_root(kind: Literal["configs", "recipes"]) -> Path:
+    """The folder of all configs or recipes; it need not exist.
+
+    Beside an installed package lie other packages' folders, and one of them may be called ``configs``: only a checkout
+    has its ``pyproject.toml`` there.
+    """
+    package = Path(lit_fsdp.__file__).parent
+    return (package.parent if (package.parent / "pyproject.toml").is_file() else package) / kind
+
+
+def shipped_name(path: Path) -> str | None:
+    """The name under which ``lit-fsdp recipes`` knows a file called like ``path``, or None.
+
+    ``configs/debug/smoke.yaml`` and ``my/configs/debug/smoke.yaml`` are ``debug/smoke``.
+    """
+    for kind in ("recipes", "configs"):
+        if kind in path.parts:
+            rest = Path(*path.parts[len(path.parts) - path.parts[::-1].index(kind) :])
+            if (shipped_root(kind) / rest).is_file():
+                return str(rest.with_suffix("") if rest.suffix == ".yaml" else rest)
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lit_fsdp.config.places import shipped_name
 from lit_fsdp.config.typed import unknown_key
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
@@ -102,7 +103,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         folder = path.parent if path.parent.is_dir() else Path()
         near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
         there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
-        raise ConfigError("--config", str(path), f"an existing YAML file: {there}", "check the path")
+        ships = shipped_name(path)
+        fix = f"lit-fsdp recipes cp {ships} {path}" if ships else "check the path"
+        raise ConfigError("--config", str(path), f"an existing YAML file: {there}", fix)
     try:
         content = _loaded(path.read_text(encoding="utf-8"))
     except _NO_YAML as error:

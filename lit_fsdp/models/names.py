@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.text_part import names_in_whole_model
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -89,12 +90,11 @@ def match_names(
         tensors: Of the folder.
         stored_rows: Rows in the folder of tensors that have more of them in the model, by name there.
     """
-    prefix = f"{model.base_model_prefix}."
     found: dict[str, Stored] = {}
     used: set[str] = set()
     groups = tied_groups(model)
     for names in groups:
-        for candidate in [c for n in names for c in (n, n.removeprefix(prefix), prefix + n)]:
+        for candidate in [c for n in names for c in _may_be_stored_as(model, n)]:
             if candidate in tensors:
                 used.add(candidate)
                 found.update({name: found.get(name, tensors[candidate]) for name in names})
@@ -110,6 +110,11 @@ def match_names(
             if stored.shape != shapes[name]
         ],
     )
+
+
+def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
+    prefix = f"{model.base_model_prefix}."
+    return [name, name.removeprefix(prefix), prefix + name, *names_in_whole_model(model.config, name)]
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

@@ -22,6 +22,7 @@ from lit_fsdp.models.hub import fetch_config, fetch_model
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
 from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.text_part import text_part
 from lit_fsdp.models.tokenizers import add_special_tokens, miniature_tokenizer, read_tokenizer
 
 __all__ = ["ModelSource", "resolve_architecture", "resolve_model"]
@@ -207,7 +208,7 @@ def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:
             f"write model_type: {' or '.join(close) or 'llama'}",
         )
     try:
-        return AutoConfig.for_model(model_type, **values)
+        return text_part(AutoConfig.for_model(model_type, **values), where)
     except _BAD_CONFIG as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(_FIELD, f"{where} ({text})", f"a valid {model_type} config", "correct that key") from error
@@ -222,7 +223,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             f"name one of what is there: {_listing(folder)}; of a training checkpoint, export it first",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return text_part(found, folder.name)
     except (*_BAD_CONFIG, OSError) as error:
         text = " ".join(str(error).split())[:300]
         if "trust_remote_code" in text:

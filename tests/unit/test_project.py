@@ -143,3 +143,11 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
     folders = [path for path in (ROOT / "tests").iterdir() if path.is_dir() and list(path.glob("test_*.py"))]
     assert {path.name for path in folders} >= {"dist", "gpu", "configs"}
     assert not [path.name for path in folders if any(path.match(pattern) for pattern in skipped)]
+
+
+def test_every_package_travels_in_the_wheel():
+    """Written out in pyproject.toml, because ``find`` cannot put configs/ and recipes/ inside of the package."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "lit_fsdp").rglob("__init__.py")}
+    assert set(setuptools["packages"]) == found | {"lit_fsdp.configs", "lit_fsdp.recipes"}
+    assert setuptools["package-dir"] == {"lit_fsdp.configs": "configs", "lit_fsdp.recipes": "recipes"}

@@ -22,6 +22,14 @@ _MILLIONS = {
     "Qwen3-0.6B": 596.049920,
     "Qwen3-8B": 8190.735360,
     "Mistral-7B-v0.3": 7248.023552,
+    "SmolLM2-360M-Instruct": 361.821120,
+    "SmolLM2-1.7B-Instruct": 1711.376384,
+    "Llama-3.2-3B": 3212.749824,
+    "Qwen3-4B": 4022.468096,
+    "Qwen3-32B": 32762.123264,
+    "Mixtral-8x7B-v0.1": 46702.792704,
+    "gemma-3-4b": 3880.263168,  # of 4,300 with the vision tower, which is left out
+    "gemma-3-12b": 11766.034176,
 }
 
 

@@ -1,0 +1,1 @@
+"""What a run would need and cost, by arithmetic."""

@@ -1,0 +1,81 @@
+"""The tables of recipes/README.md on what an optimizer step sends over the network, made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from lit_fsdp.config.sharding import Sharding
+from lit_fsdp.models.build import num_parameters
+from lit_fsdp.parallel.units import plan_units
+from lit_fsdp.plan.communication import Layout, Traffic, Weights, step_traffic
+from tests.configs.arithmetic import GIB, STATE_BYTES, Holder, checked, gib_per_rank, meta_model
+
+ROOT = Path(__file__).parents[2]
+SIZES = (8, 64, 512, 4096)
+ROOM_GIB = 0.85 * 80e9 / GIB
+"""Of a GPU of 80 GB, for what the arithmetic knows."""
+NEARLY_AS_FAST = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of sharding at one size."""
+
+    layout: Layout
+    traffic: Traffic
+    gib: float
+    """On each GPU."""
+
+    @property
+    def fits(self) -> bool:
+        """Into 80 GB."""
+        return self.gib < ROOM_GIB
+
+
+def rows(recipe: str, ranks: int, shard_ranks: int | None) -> list[Row]:
+    """All ways of sharding the model of a recipe over so many GPUs, eight per node, one forward per step."""
+    run = checked(ROOT / "recipes" / f"{recipe}.yaml")
+    model = meta_model(str(run.model.name))
+    params = num_parameters(model)
+    weights = Weights(num_params=params, num_units=len(plan_units(Holder(model), run.strategy.wrap_config).units))
+    transient = sum(gib for kind, gib in gib_per_rank(run, model).items() if kind not in ("state", "host"))
+    found = []
+    for sharding in cast(tuple[Sharding, ...], get_args(Sharding)):
+        is_hybrid = sharding.startswith("hybrid")
+        if is_hybrid and ranks <= (shard_ranks or 8):
+            continue  # one copy: that is full_shard, or shard_grad_op
+        layout = Layout(sharding=sharding, ranks=ranks, shard_ranks=shard_ranks if is_hybrid else None)
+        gathered = 2 * params if sharding in ("shard_grad_op", "hybrid_shard_zero2") else 0
+        gib = (STATE_BYTES * params / layout.degree + gathered) / GIB + transient
+        found.append(Row(layout, step_traffic(weights, layout), gib))
+    return found
+
+
+def picked(found: list[Row]) -> Row | None:
+    """The one with the least memory of those that fit and are nearly as fast as the fastest at 400 GB/s."""
+    fitting = [row for row in found if row.fits]
+    fastest = min((row.traffic.seconds(400e9) for row in fitting), default=0.0)
+    near = [row for row in fitting if row.traffic.seconds(400e9) <= NEARLY_AS_FAST * fastest]
+    return min(near, key=lambda row: row.gib, default=None)
+
+
+def lines(recipe: str, shard_ranks: int | None) -> Iterator[str]:
+    """The table of one recipe."""
+    yield "| GPUs | sharding | GiB per GPU | GB out of each node | ring steps | s at 50 GB/s | s at 400 GB/s | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for ranks in SIZES:
+        found = rows(recipe, ranks, shard_ranks)
+        best = picked(found)
+        for row in found:
+            layout, traffic = row.layout, row.traffic
+            name = f"`{layout.sharding}`" + (", `ddp`" if layout.sharding == "no_shard" else "")
+            if layout.sharding.startswith("hybrid"):
+                name += f", {layout.copies} × {layout.degree}"
+            verdict = "**picked**" if row is best else "" if row.fits else "does not fit"
+            yield (
+                f"| {ranks:,} | {name} | {row.gib:.0f} | {traffic.node_bytes / 1e9:.0f} | {traffic.ring_steps:,} | "
+                f"{traffic.seconds(50e9):.2f} | {traffic.seconds(400e9):.2f} | {verdict} |"
+            )

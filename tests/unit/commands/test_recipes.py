@@ -1,0 +1,184 @@
+"""``lit-fsdp recipes``: what ships is listed, printed and copied, from a checkout and from a wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.commands import run
+from lit_fsdp.commands.recipes import copy_shipped, find_shipped, recipe_row
+from lit_fsdp.config.places import shipped, shipped_name, shipped_root
+from lit_fsdp.config.recipe import read_yaml
+from lit_fsdp.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SMOKE = ROOT / "configs" / "debug" / "smoke.yaml"
+
+
+def test_ls_is_a_table_of_all_recipes(capsys: pytest.CaptureFixture[str]):
+    assert run(["recipes", "ls"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["recipe", "model", "parameters", "hardware", "method"]
+    assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    line = next(line for line in lines if line.startswith("llama3.1-8b_full_fsdp2_8x80gb "))
+    assert " ".join(line.split()) == (
+        "llama3.1-8b_full_fsdp2_8x80gb Llama-3.1-8B-Instruct 8,030,261,248 one node with 8 GPUs of 80 GB full"
+    )
+
+
+def test_ls_for_a_machine(capsys: pytest.CaptureFixture[str]):
+    assert run(["recipes", "ls", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["name"] == "quickstart")
+    assert row == {
+        "name": "quickstart",
+        "model": "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "parameters": 134_515_008,
+        "hardware": "2 devices (auto)",
+        "method": "full",
+    }
+    assert run(["recipes", "ls", "--configs", "--json"]) == 0
+    found = {row["name"]: row["what"] for row in json.loads(capsys.readouterr().out)}
+    assert found["engine/ddp"] == "The whole model on every rank"
+    assert found["model/Qwen3-32B"] == "the architecture of Qwen/Qwen3-32B"
+    assert all(what and "{" not in what for what in found.values())
+    files = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".yaml", ".json")]
+    assert len(found) == len(files)
+
+
+def test_a_recipe_without_our_head_has_a_row_too(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text("trainer: {devices: 4, accelerator: gpu}\nmodel: {name: org/own-7b, lora: {rank: 8}}\n")
+    row = recipe_row("own", file)
+    assert (row.model, row.parameters, row.hardware, row.method) == ("own-7b", None, "4 devices (gpu)", "lora")
+
+
+@pytest.mark.parametrize("name", ["debug/smoke", "debug/smoke.yaml", "configs/debug/smoke.yaml"])
+def test_show_prints_the_file(name: str, capsys: pytest.CaptureFixture[str]):
+    assert run(["recipes", "show", name]) == 0
+    assert capsys.readouterr().out == SMOKE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("quickstrat", "quickstart"),
+        ("smoke", "debug/smoke"),
+        ("llama3.2-1b", "llama3.2-1b_full_fsdp2_2x24gb"),
+        ("recipes/mistral-7b_full_fsdp2_8x80g.yaml", "mistral-7b_full_fsdp2_8x80gb"),
+    ],
+)
+def test_a_typo_names_what_is_near(name: str, first: str):
+    with pytest.raises(ConfigError) as caught:
+        find_shipped(name)
+    assert caught.value.fix == f"write {first}"
+    assert first in caught.value.allowed
+
+
+@pytest.mark.parametrize("name", ["", "nothing-like-it-at-all", "../pyproject", "/etc/passwd"])
+def test_only_what_ships_is_found(name: str):
+    with pytest.raises(ConfigError, match="lit-fsdp recipes ls"):
+        find_shipped(name)
+
+
+@pytest.mark.parametrize(
+    ("dest", "copy"),
+    [
+        (".", "smoke.yaml"),
+        ("new/deep/", "new/deep/smoke.yaml"),
+        ("new/mine.yaml", "new/mine.yaml"),
+        ("mine", "mine.yaml"),
+        ("there", "there/smoke.yaml"),
+    ],
+)
+def test_cp(dest: str, copy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    assert run(["recipes", "cp", "debug/smoke", dest]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{copy}\n"
+    assert err == f"use it: lit-fsdp fit --config RECIPE.yaml --config {copy}\n"
+    assert Path(copy).read_bytes() == SMOKE.read_bytes()
+    Path(copy).write_text("mine")
+    with pytest.raises(ConfigError, match="which exists"):
+        run(["recipes", "cp", "debug/smoke", dest])
+    assert Path(copy).read_text() == "mine"
+    assert run(["recipes", "cp", "debug/smoke", dest, "--force"]) == 0
+    assert Path(copy).read_bytes() == SMOKE.read_bytes()
+
+
+def test_cp_where_no_file_can_be(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling.yaml").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="a place for a file"):
+        copy_shipped(SMOKE, f"{tmp_path}/file/below.yaml")
+    with pytest.raises(ConfigError, match="which exists"):
+        copy_shipped(SMOKE, f"{tmp_path}/dangling.yaml")
+    with pytest.raises(ConfigError, match="it is the file that ships"):
+        copy_shipped(SMOKE, str(SMOKE), force=True)
+    assert SMOKE.read_text(encoding="utf-8").startswith("# Try any recipe out")
+
+
+def test_a_verb_that_does_not_exist(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="lit-fsdp recipes ls"):
+        run(["recipes", "lst"])
+    assert run(["recipes"]) == 2
+    assert run(["recipes", "--help"]) == 0
+    assert "cp NAME [DEST] [--force]" in capsys.readouterr().out
+
+
+def test_a_fragment_that_is_missing_here_is_offered_for_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(Path("configs/debug/smoke.yaml"))
+    assert caught.value.fix == "lit-fsdp recipes cp debug/smoke configs/debug/smoke.yaml"
+    with pytest.raises(ConfigError, match="check the path"):
+        read_yaml(Path("configs/debug/nothing.yaml"))
+    assert shipped_name(Path("x/configs/model/Qwen3-8B.json")) == "model/Qwen3-8B.json"
+    assert shipped_name(Path("configs")) is None
+
+
+def test_an_installed_package_does_not_take_its_neighbours_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "configs" / "model").mkdir(parents=True)
+    (tmp_path / "lit_fsdp").mkdir()
+    monkeypatch.setattr("lit_fsdp.__file__", str(tmp_path / "lit_fsdp" / "__init__.py"))
+    assert shipped_root("configs") == tmp_path / "lit_fsdp" / "configs"
+    with pytest.raises(ConfigError, match="install the package again"):
+        shipped("model")
+    (tmp_path / "pyproject.toml").touch()
+    assert shipped("model") == tmp_path / "configs" / "model"
+
+
+def test_from_a_wheel(tmp_path: Path):
+    """Built as pip does, with the setuptools at hand, and used outside of the checkout."""
+    pytest.importorskip("setuptools", minversion="77", reason="pip fetches the setuptools that it builds with")
+    source, site = tmp_path / "source", tmp_path / "site"
+    no_cache = shutil.ignore_patterns("__pycache__")
+    for name in ("lit_fsdp", "configs", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=no_cache)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(source / done.stdout.splitlines()[-1]) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(site)
+    for folder, inside in (("lit_fsdp", "lit_fsdp"), ("configs", "lit_fsdp/configs"), ("recipes", "lit_fsdp/recipes")):
+        files = [path.relative_to(source / folder) for path in (source / folder).rglob("*") if path.is_file()]
+        assert {f"{inside}/{path}" for path in files} <= names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lit_fsdp"}
+
+    def installed(*words: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        command = [sys.executable, "-m", "lit_fsdp", "recipes", *words]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+
+    assert len(installed("ls").stdout.splitlines()) == 1 + len(list((ROOT / "recipes").glob("*.yaml")))
+    assert installed("cp", "debug/smoke", "a/").stdout == "a/smoke.yaml\n"
+    assert (tmp_path / "a/smoke.yaml").read_bytes() == SMOKE.read_bytes()

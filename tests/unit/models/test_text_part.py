@@ -1,0 +1,125 @@
+"""Gemma 3 with its eyes shut: the text part of a multimodal folder, alone, computes what the whole does on text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+)
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.resolve import resolve_architecture, resolve_model
+from lit_fsdp.models.text_part import text_part
+from lit_fsdp.models.weights import open_weights
+
+TEXT = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "max_position_embeddings": 64},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+IDS = torch.arange(4, 28).reshape(2, 12)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma3") / "tiny-gemma-3"
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def _logits(folder: Path) -> torch.Tensor:
+    model = Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    return model(IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("naming", ["hub", "in memory"])
+def test_logits_of_text_are_those_of_the_whole_model(whole, naming, fill, tmp_path, caplog):
+    expected, folder = _logits(whole), whole
+    if naming == "in memory":
+        folder = tmp_path / "renamed"
+        folder.mkdir()
+        (folder / "config.json").write_bytes((whole / "config.json").read_bytes())
+        stored = load_file(whole / "model.safetensors")
+        renamed = {
+            name.replace("language_model.model.", "model.language_model.")
+            if name.startswith("language_model.")
+            else f"model.{name}": tensor
+            for name, tensor in stored.items()
+        }
+        assert not renamed.keys() & stored.keys()
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO, logger="lit_fsdp"):
+        source = resolve_model(ModelConfig(name=str(folder)), 1)
+    assert f"{folder.name} sees images too (gemma3): its text part is used alone (gemma3_text)" in caplog.text
+    model = build_on_meta(source.hf_config, "eager")
+    assert type(model) is Gemma3ForCausalLM
+    assert source.weights_folder == folder, "nothing needs to be converted"
+    caplog.clear()
+    filled = fill(open_weights(source, model, 1), model)
+    assert "vision_tower" in caplog.text, "what is left out is named"
+    assert "language_model" not in caplog.text
+    assert torch.equal(filled.eval()(IDS, use_cache=False).logits, expected)
+
+
+def test_what_is_built_is_a_text_model_that_transformers_loads_by_its_config(whole, tmp_path):
+    config = resolve_architecture(ModelConfig(name=str(whole)))
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert (again.model_type, again.sliding_window, again.layer_types) == ("gemma3_text", 4, TEXT["layer_types"])
+
+
+def test_a_config_alone_is_read_the_same_way(whole):
+    config = resolve_architecture(ModelConfig(name=str(whole / "config.json")))
+    assert config.model_type == "gemma3_text"
+    miniature = resolve_architecture(ModelConfig(name=str(whole / "config.json"), miniature=True))
+    assert miniature.model_type == "gemma3_text"
+
+
+@pytest.mark.parametrize("size", ["4b", "12b"])
+def test_the_shipped_configs_are_what_transformers_makes_of_those_on_the_hub(size):
+    """The hub's ``text_config`` names only what differs from the defaults, which are those of 4B."""
+    changes = {
+        "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+        "12b": {
+            **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8},
+        },
+    }[size]
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    hub = Gemma3Config(text_config={**changes, "rope_scaling": rope, "sliding_window": 1024})
+    ours = resolve_architecture(ModelConfig(name=f"google/gemma-3-{size}-it")).to_dict()
+    theirs = text_part(hub, "hub").to_dict()
+    differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert differing <= {"dtype"}
+
+
+def test_other_models_stay_as_they_are():
+    config = LlavaConfig()
+    assert text_part(config, "llava") is config
+
+
+def test_a_quantized_one_is_still_refused(whole, tmp_path):
+    values = json.loads((whole / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="which is quantized"):
+        resolve_architecture(ModelConfig(name=str(tmp_path)))
