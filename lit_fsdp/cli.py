@@ -225,7 +225,8 @@ class RecipeCLI(LightningCLI):
         ckpt_path = self._get(self.config_init, "ckpt_path")
         folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
         self._check_ranks_and_units()
-        self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"))
+        longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
+        self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"), longest)
         self.datamodule.prepare(_STAGES[self.verb])
         if self.trainer.is_global_zero and self.verb == "fit":
             RunLock(folder)  # until this process ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,14 +48,21 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
+        self._max_positions: int | None = None
         self._samples: dict[str, Samples] = {}
         self._stream: StreamLoader | None = None
         self._streams_train = False
         self._position: dict[str, Any] | None = None
 
-    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open."""
-        self._tokenizer, self._seed = tokenizer, seed
+    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, max_positions: int | None = None) -> None:
+        """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open.
+
+        Args:
+            tokenizer: The model's.
+            seed: Of the run.
+            max_positions: Longest row that the model is made for; a longer one is warned of.
+        """
+        self._tokenizer, self._seed, self._max_positions = tokenizer, seed, max_positions
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
         """Tokenise and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
@@ -198,7 +206,8 @@ class CausalLMDataModule(LightningDataModule):
         return BatchLoader(batches, indices, length, self.config.num_workers, self._pin())
 
     def _warn_of_long_rows(self, split: str, samples: Samples) -> None:
-        limit, longest = self._tokenizer_or_the_models().model_max_length, samples.meta["longest"]
+        limit = min(self._tokenizer_or_the_models().model_max_length, self._max_positions or sys.maxsize)
+        longest = samples.meta["longest"]
         if longest > limit and is_first_process():
             _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from lit_fsdp.config.model import GPU_ATTENTION
+from lit_fsdp.config.wrap import wrap_from_words
 
 _SMALL_UNIT = 1.0e4
 
@@ -42,6 +44,8 @@ def adapt_to_miniature(values: dict[str, Any], replaced: list[str]) -> list[str]
             replace(trainer, "trainer", "devices", 1, "engine single")
         if trainer.get("accelerator") == "cpu":
             _fit_cpu(args, lambda key, new, why: replace(args, path, key, new, why))
+        if isinstance(model.get("name"), str) and os.path.exists(model["name"]):
+            _keep_vocabulary(args, lambda key, new, why: replace(args, path, key, new, why))
         wrap = args.get("wrap")
         if isinstance(wrap, dict) and _number(wrap.get("min_num_params")) > _SMALL_UNIT:
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
@@ -70,6 +74,19 @@ def _fit_degrees(args: dict[str, Any], devices: int, replace: Callable[[str, Any
             replace("replicate_degree", min(2, devices), why)
     elif shards > 1 and shards != devices:
         replace("shard_degree", -1, why)
+
+
+def _keep_vocabulary(args: dict[str, Any], replace: Callable[[str, Any, str], None]) -> None:
+    """A model on disk keeps its tokenizer, whose embedding is nearly all of a miniature and stays in the root."""
+    wrap = args.get("wrap")
+    if isinstance(wrap, list):
+        words = wrap_from_words([str(word) for word in wrap])
+        wrap = {key: names for key, names in (("classes", words.classes), ("patterns", words.patterns)) if names}
+    elif wrap == "manual":
+        wrap = {"manual": True}
+    elif not isinstance(wrap, dict):
+        wrap = {}
+    replace("wrap", {**wrap, "max_root_share": 1.0}, "the miniature keeps the whole vocabulary")
 
 
 def _fit_cpu(args: dict[str, Any], replace: Callable[[str, Any, str], None]) -> None:

@@ -96,8 +96,16 @@ def _seen(path: Path) -> tuple[int, int]:
     return now.st_size, now.st_mtime_ns
 
 
+def digest_of(path: Path) -> str:
+    """Of a file's bytes and of what they are read as.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    return _digest(path, edges_only=False)
+
+
 def _digest(path: Path, edges_only: bool) -> str:
-    """Of the bytes and of what they are read as."""
     try:
         with path.open("rb") as file:
             if not edges_only:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_fsdp.data.columnar import arrow_chunk
 from lit_fsdp.data.files import Chunk, Position, numbered_rows
+from lit_fsdp.data.parts import combined, digest_of
 from lit_fsdp.errors import DataError
 
 _ROWS = 1000
@@ -99,7 +100,15 @@ def saved_folder(name: str, path: Path, split: str | None) -> SavedPart:
         loaded = loaded[split or "train"]
     elif split:
         raise DataError(f"{name}: no split {split!r}: one data set was saved there\n  fix:     drop :{split}")
-    return SavedPart(name, loaded, str(loaded._fingerprint))
+    return SavedPart(name, loaded, _digest(loaded))
+
+
+def _digest(loaded: Any) -> str:
+    """Of the bytes of its Arrow files and of which of their rows it takes: the fingerprint that ``datasets`` keeps
+    beside them stays the same when a file is replaced.
+    """
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    return combined([str(loaded._fingerprint), *(digest_of(file) for file in files)])
 
 
 def hub_data_set(name: str, streaming: bool) -> SavedPart | StreamedPart:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import SumMetric
 
 from lit_fsdp.metrics.counts import STEP_COUNTS
 
@@ -40,35 +40,37 @@ def step_metrics(
     return {**found, "train_token_accuracy": means["correct_tokens"], "train_entropy": means["entropy_sum"]}
 
 
-def _mean() -> MeanMetric:
-    """By default one would leave out batches whose loss is NaN, and a broken model would look fine."""
-    return MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
-
-
 class EvalMetrics(nn.Module):
     """Token-weighted loss, accuracy and entropy; every rank may have seen another number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss, self.accuracy, self.entropy = (_mean() for _ in range(3))
+        self.tokens, self.nll, self.correct, self.entropy = (_total() for _ in range(4))
 
     def add(
         self, num_tokens: torch.Tensor, nll_sum: torch.Tensor, num_correct: torch.Tensor, entropy_sum: torch.Tensor
     ) -> None:
         """Add the sums of one batch; one without supervised tokens changes nothing."""
-        weight = num_tokens.double()
-        sums = ((self.loss, nll_sum), (self.accuracy, num_correct), (self.entropy, entropy_sum))
-        for metric, total in sums:
-            metric.update(total.detach().double() / weight.clamp(min=1), weight)
+        self.tokens.update(num_tokens.double())
+        self.nll.update(nll_sum.detach().double())
+        self.correct.update(num_correct.detach().double())
+        self.entropy.update(entropy_sum.detach().double())
 
     def finish(self, stage: str) -> dict[str, torch.Tensor]:
         """Metrics over all ranks, and a fresh start."""
-        loss, accuracy, entropy = (m.compute().float() for m in (self.loss, self.accuracy, self.entropy))
-        for metric in (self.loss, self.accuracy, self.entropy):
-            metric.reset()
+        totals = [self.tokens, self.nll, self.correct, self.entropy]
+        tokens, *sums = (total.compute() for total in totals)
+        loss, accuracy, entropy = ((found / tokens).float() for found in sums)
+        for total in totals:
+            total.reset()
         return {
             f"{stage}_loss": loss,
             f"{stage}_perplexity": loss.exp(),
             f"{stage}_token_accuracy": accuracy,
             f"{stage}_entropy": entropy,
         }
+
+
+def _total() -> SumMetric:
+    """By default it would leave out batches whose loss is NaN, and a broken model would look fine."""
+    return SumMetric(nan_strategy="disable").set_dtype(torch.float64)

@@ -91,8 +91,18 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients of a chunked loss are given away once"
         if grad.is_cuda or float(grad) != 1.0:  # on a GPU to ask would wait for it
-            gradients = [None if g is None else g.mul_(grad.view(()).to(g.dtype)) for g in gradients]
+            gradients = [None if g is None else _times(g, grad.view(())) for g in gradients]
         return (None, None, None, None, *gradients)
+
+
+def _times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """In place, with the factor in its own dtype: in bf16 a third would be too large by 0.2 %."""
+    for part in values.split(_SLAB_ROWS):
+        if part.dtype == factor.dtype:
+            part.mul_(factor)
+        else:
+            part.copy_(part.to(factor.dtype).mul_(factor))
+    return values
 
 
 def _run(

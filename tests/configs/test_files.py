@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -112,7 +113,8 @@ def test_the_smoke_fragment_fits_every_recipe(recipe: Path):
     assert run.model.miniature
     assert run.model.name == before.model.name
     assert (run.trainer["accelerator"], run.world_size, run.trainer["max_steps"]) == ("cpu", 2, 4)
-    assert run.strategy == before.strategy
+    # a model that is there on disk keeps its vocabulary, and the root more of the parameters
+    assert dataclasses.replace(run.strategy, wrap=before.strategy.wrap) == before.strategy
     assert run.model.optim.lr == before.model.optim.lr
     assert {run.data.train, run.data.val, run.data.test, run.data.predict} == {"generated:64", "generated:16"}
     # validation after every `val_check_interval` micro-batches, and there are that many in an epoch

@@ -79,6 +79,8 @@ def test_help_is_a_result(word: str, capsys: pytest.CaptureFixture[str]):
         "ckpt",
         "export",
         "generate",
+        "doctor",
+        "recipes",
         "slurm",
     ]
 
@@ -98,7 +100,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("word", "near"), [("fits", "fit"), ("exprot", "export"), ("xyz", "fit"), ("--config", "fit")])
 def test_an_unknown_verb_gets_the_nearest(word: str, near: str):
     error = refused(word)
-    assert error.allowed == "fit, validate, test, predict, convert, audit, data, model, ckpt, export, generate, slurm"
+    known = "fit validate test predict convert audit data model ckpt export generate doctor recipes slurm"
+    assert error.allowed == known.replace(" ", ", ")
     assert error.fix == f"lit-fsdp {near} ..."
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lit_fsdp.config.miniature import adapt_to_miniature
+from lit_fsdp.config.wrap import WrapConfig
 
 
 def adapted(devices: int = 2, accelerator: str = "cpu", **args: Any) -> tuple[dict[str, Any], list[str]]:
@@ -57,3 +59,25 @@ def test_a_gpu_keeps_its_choices() -> None:
     values, said = adapted(accelerator="gpu", precision="fp8", process_group_backend="nccl")
     assert values["trainer"]["strategy"]["init_args"] == {"precision": "fp8", "process_group_backend": "nccl"}
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kept"),
+    [
+        (None, {}),
+        ("auto", {}),
+        ("manual", {"manual": True}),
+        (["Layer", "model.layers.*.mlp"], {"classes": ["Layer"], "patterns": ["model.layers.*.mlp"]}),
+        ({"experts": True}, {"experts": True}),
+    ],
+)
+def test_the_vocabulary_of_a_model_on_disk_may_stay_in_the_root(
+    tmp_path: Path, wrap: Any, kept: dict[str, Any]
+) -> None:
+    """It is nearly all of the miniature, whose blocks are small."""
+    args = {} if wrap is None else {"wrap": wrap}
+    trainer = {"devices": 2, "strategy": {"init_args": args}}
+    said = adapt_to_miniature({"model": {"name": str(tmp_path), "miniature": True}, "trainer": trainer}, [])
+    assert args["wrap"] == {**kept, "max_root_share": 1.0}
+    assert len(said) == 1
+    assert WrapConfig(**args["wrap"]).max_root_share == 1.0

@@ -231,5 +231,12 @@ def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogC
     assert "tokens, but the model is made for 10" in caplog.text
 
 
+def test_rows_longer_than_the_models_positions_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
+    data = CausalLMDataModule(train="generated:4")
+    data.attach(tokenizer, seed=1, max_positions=9)
+    data.prepare(["train"])
+    assert "tokens, but the model is made for 9" in caplog.text
+
+
 def test_loader_is_not_lightnings_to_change():
     assert not issubclass(BatchLoader, torch.utils.data.DataLoader)

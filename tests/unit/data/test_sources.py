@@ -123,6 +123,21 @@ def test_saved_data_set(tmp_path: Path):
         find_sources(str(tmp_path / "plain"))
 
 
+def test_a_saved_data_set_whose_bytes_change_is_another_one(tmp_path: Path):
+    """Beside them lies the old fingerprint of datasets."""
+    datasets = pytest.importorskip("datasets")
+    found = []
+    for word in ("one", "two"):
+        place = tmp_path / word
+        datasets.Dataset.from_list([{"text": word}]).save_to_disk(str(place))
+        if found:
+            data = (place / "data-00000-of-00001.arrow").read_bytes()
+            place = tmp_path / "one"
+            (place / "data-00000-of-00001.arrow").write_bytes(data)
+        found.append(find_sources(str(place))[0].digest)
+    assert found[0] != found[1]
+
+
 def test_a_name_without_a_network():
     with pytest.raises(DataError, match=r"nobody/nothing:test: no such file .*datasets cannot load it"):
         find_sources("nobody/nothing:test")
