@@ -127,6 +127,10 @@ class CausalLMModule(LightningModule):
 
     # -- training
 
+    def on_train_start(self) -> None:
+        """Forget micro-batches of a run that ended inside a global batch."""
+        self._window = None
+
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
         loss = self._forward(batch)

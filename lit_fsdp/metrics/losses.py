@@ -73,4 +73,6 @@ class EvalMetrics(nn.Module):
 
 def _total() -> SumMetric:
     """By default it would leave out batches whose loss is NaN, and a broken model would look fine."""
-    return SumMetric(nan_strategy="disable").set_dtype(torch.float64)
+    total = SumMetric(nan_strategy="disable")
+    total.set_dtype(torch.float64)
+    return total

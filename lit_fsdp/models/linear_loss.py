@@ -35,7 +35,7 @@ class Head(Protocol):
         """The gradient of the hidden states last given; those of ``tensors`` are added up."""
 
     def finish(self, factor: float) -> list[torch.Tensor]:
-        """The gradients of ``tensors`` times ``factor``, in their dtypes."""
+        """The gradients of ``tensors`` times ``factor``, in fp32 at least: in fp16 a sum may have no room yet."""
 
 
 def chunk_rows(vocab_size: int, width: int) -> int:
@@ -81,7 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Any:
         scores, dhidden, dtensors = _run(head, hidden_ND, targets_N, terms, num_rows, ctx.needs_input_grad[4])
-        ctx.gradients = (dhidden, *dtensors)
+        ctx.gradients, ctx.dtypes = (dhidden, *dtensors), [tensor.dtype for tensor in (hidden_ND, *tensors)]
         ctx.mark_non_differentiable(*scores)
         return (scores.loss.sum().reshape(1, 1, 1).clone(), *scores)
 
@@ -92,7 +92,8 @@ class _ChunkedLoss(torch.autograd.Function):
         assert gradients is not None, "the gradients of a chunked loss are given away once"
         if grad.is_cuda or float(grad) != 1.0:  # on a GPU to ask would wait for it
             gradients = [None if g is None else _times(g, grad.view(())) for g in gradients]
-        return (None, None, None, None, *gradients)
+        narrow = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return (None, None, None, None, *narrow)
 
 
 def _times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -228,4 +229,4 @@ class AnyHead:
 def _finished(total: torch.Tensor | None, tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if total is None:
         return torch.zeros_like(tensor)
-    return (total if factor == 1.0 else total.mul_(factor)).to(tensor.dtype)
+    return total if factor == 1.0 else total.mul_(factor)

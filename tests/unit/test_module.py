@@ -183,6 +183,21 @@ def test_a_schedule_falls_towards_the_earlier_end():
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
+def test_what_a_failed_run_had_counted_is_forgotten():
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, index: int) -> None:
+            if index == 1:
+                raise KeyboardInterrupt
+
+    net = module(schedule="constant", lr=0.0)
+    trainer = quiet(callbacks=[Fails()], accumulate_grad_batches=2, max_epochs=1)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(net, DataLoader([rows(1), rows(2)], batch_size=None))
+    batches = [rows(5), rows(6)]
+    _, recorder = fit(batches, accumulate=2, net=net)
+    check_gradients(net, recorder.grads[0], batches)
+
+
 def test_a_schedule_needs_an_end():
     trainer = quiet(max_epochs=-1, max_time={"seconds": 1})
     with pytest.raises(ConfigError) as caught:

@@ -186,7 +186,6 @@ def test_a_template_that_never_stops_is_told(small: Any, caplog: pytest.LogCaptu
         (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), "does not show assistant turn 1"),
         (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), "does not show assistant turn 1"),
         ("{{ raise_exception('roles must alternate') }}", "refuses it .roles must alternate"),
-        ("{% for m in messages %}{{ m.content }", "refuses it"),
         ("{{ missing.attribute }}", "refuses it"),
     ],
 )

@@ -185,6 +185,15 @@ def test_default_size_of_a_chunk(vocab, width, rows):
     assert math.prod((vocab, rows, 4)) <= max(96 * 2**20, vocab * width) or rows == 2
 
 
+def test_a_sum_too_large_for_fp16_fits_once_it_is_scaled():
+    """A loss scale that falls helps only if nothing has overflowed before it is known."""
+    weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
+    hidden = torch.full((20_000, 4), 8.0, dtype=torch.float16, requires_grad=True)
+    loss, _ = head_loss(LinearHead(weight, None, torch.float16), hidden, torch.full((20_000,), 3), LossTerms(), 100)
+    (loss.sum() / 1024).backward()
+    assert float(weight.grad[3, 0]) == pytest.approx(-20_000 * 8 * 7 / 8 / 1024, rel=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_third_of_a_loss_has_a_third_of_the_gradients(dtype):
     """Three micro-batches to a step: rounded to bf16 first, the factor would make all gradients 0.2 % larger."""
