@@ -162,8 +162,9 @@ def test_a_quota_of_the_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 PARENT = """
-import os, sys, time
+import os, signal, sys, time
 from lit_fsdp.data import pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 pool._ALONE_SECONDS = 0.0
 def slow(number):
     os.write(1, b"%d\\n" % os.getpid())
