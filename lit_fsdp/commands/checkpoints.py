@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lit_fsdp.checkpoint.staging import unfinished
 from lit_fsdp.checkpoint.verify import Difference, describe, find_differences
 from lit_fsdp.commands.importing import run_import
 from lit_fsdp.commands.listing import Rule, list_run, notes, rule_of_run, size_words, table
-from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.commands.parsing import parse, run_one_of, verb_parser
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
@@ -35,14 +35,7 @@ lit-fsdp ckpt VERB --help explains one of them
 
 def run_ckpt(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt …`` and return the exit code."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {"ls": _ls, "verify": _verify, "import": run_import}
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="", file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
-    if argv[0] not in verbs:
-        near = difflib.get_close_matches(argv[0], verbs, n=1) or ["ls"]
-        raise ConfigError("lit-fsdp ckpt", argv[0], ", ".join(verbs), f"lit-fsdp ckpt {near[0]} ...")
-    return verbs[argv[0]](argv[1:])
+    return run_one_of("ckpt", {"ls": _ls, "verify": _verify, "import": run_import}, _USAGE, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import verb_parser
+from lit_fsdp.commands.parsing import run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,14 +31,7 @@ lit-fsdp data VERB --help explains one of them
 
 def run_data(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp data …`` and return the exit code."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {"inspect": _inspect, "prepare": _prepare}
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="", file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
-    if argv[0] not in verbs:
-        near = difflib.get_close_matches(argv[0], verbs, n=1) or ["inspect"]
-        raise ConfigError("lit-fsdp data", argv[0], ", ".join(verbs), f"lit-fsdp data {near[0]} ...")
-    return verbs[argv[0]](argv[1:])
+    return run_one_of("data", {"inspect": _inspect, "prepare": _prepare}, _USAGE, argv)
 
 
 def _inspect(argv: Sequence[str]) -> int:

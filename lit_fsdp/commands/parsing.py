@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from lit_fsdp.errors import ConfigError
@@ -22,6 +23,21 @@ def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
     return _Parser(
         f"lit-fsdp {verb}", description=text, allow_abbrev=False, exit_on_error=False, epilog="Exit codes: 0, 1, 2."
     )
+
+
+def run_one_of(name: str, verbs: Mapping[str, Callable[[Sequence[str]], int]], usage: str, argv: Sequence[str]) -> int:
+    """Run the verb that ``argv`` begins with, of those below ``lit-fsdp name``, and return its exit code.
+
+    Raises:
+        ConfigError: There is no such verb; the nearest one is named.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage, end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        near = difflib.get_close_matches(argv[0], verbs, n=1) or list(verbs)[:1]
+        raise ConfigError(f"lit-fsdp {name}", argv[0], ", ".join(verbs), f"lit-fsdp {name} {near[0]} ...")
+    return verbs[argv[0]](argv[1:])
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

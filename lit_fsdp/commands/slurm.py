@@ -7,11 +7,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.commands.parsing import parse, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.slurm_job import Job
     from lit_fsdp.launch.slurm_lint import Facts
 
-_VERBS = ("render", "submit", "status", "cancel")
 _USAGE = """usage: lit-fsdp slurm VERB [options]
 
   render   print the sbatch file of a recipe, and what is wrong with it
@@ -35,17 +34,13 @@ lit-fsdp fit --help explains the keys of the slurm section
 
 def run_slurm_verb(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp slurm`` and return the exit code."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="", file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
-    verb, rest = argv[0], list(argv[1:])
-    if verb in ("render", "submit"):
-        return _render_or_submit(verb, rest)
-    if verb == "status":
-        return _status(rest)
-    if verb == "cancel":
-        return _cancel(rest)
-    raise ConfigError("lit-fsdp slurm", verb, ", ".join(_VERBS), "lit-fsdp slurm submit --config R.yaml --nodes 2")
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {
+        "render": lambda rest: _render_or_submit("render", list(rest)),
+        "submit": lambda rest: _render_or_submit("submit", list(rest)),
+        "status": lambda rest: _status(list(rest)),
+        "cancel": lambda rest: _cancel(list(rest)),
+    }
+    return run_one_of("slurm", verbs, _USAGE, argv)
 
 
 def _render_or_submit(verb: str, argv: list[str]) -> int:

@@ -18,7 +18,6 @@ from lit_fsdp.errors import ConfigError, DataError
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
     "ignore:.*GPU available but not used",
-    "ignore:The `srun` command is available",
 )
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{{ '<s>' if add_generation_prompt }}"
