@@ -153,7 +153,7 @@ def test_a_crash_shows_no_secret_anywhere(tmp_path: Path) -> None:
         "step = CausalLMModule.training_step\n"
         "def dies(self, batch, batch_idx):\n"
         "    if self.trainer.global_step == 2:\n"
-        "        print('token', os.environ['HF_TOKEN'])\n"
+        "        print('token ' + os.environ['HF_TOKEN'])\n"
         "        logging.getLogger('lit_fsdp').warning('key %s', os.environ['WANDB_API_KEY'])\n"
         "        raise RuntimeError(f\"refused: {os.environ['HF_TOKEN']} {os.environ['DB_PASSWORD']!r}\")\n"
         "    return step(self, batch, batch_idx)\n"
