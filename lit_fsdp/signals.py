@@ -20,11 +20,15 @@ after training, while it exits       nothing, 0                    nothing, 0; a
 The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
 same, except that Ctrl-C on a rank that Lightning started waits for the vote before the first batch: its parent would
 take a rank that is gone for a failure. In the first instants, while the recipe is read, Python's defaults hold.
+
+SIGUSR2 stops nothing: the process writes the Python stack of each of its threads to standard error, also while it waits
+for its peers in a collective (with ``verbose`` of the strategy into ``debug/rank-N.stacks.txt``).
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
@@ -59,7 +63,7 @@ class SignalFlags:
         self._installed = False
 
     def install(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGUSR1 from now on (main thread only); a second call changes nothing."""
+        """Handle SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 from now on (main thread only); a second call changes nothing."""
         if self._installed:
             return
         self._installed = True
@@ -69,6 +73,8 @@ class SignalFlags:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, lambda number, frame: None)
+        if sys.__stderr__ is not None:
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
         atexit.register(_ignore)
 
     def _listen(self, reader: int) -> None:

@@ -17,5 +17,7 @@ def speak() -> None:
     own.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # on every login node; several tasks without srun are an error of ours
+    warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     # torch >= 2.12 deprecates a check that lightning 2.6 makes: delete when the minimum of lightning no longer does
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")

@@ -47,6 +47,7 @@ def fsdp_strategy(
     process_group_backend: str | None = None,
     timeout_seconds: float = 1800.0,
     state_dict: StateDict = "sharded",
+    verbose: bool = False,
 ) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
@@ -81,6 +82,8 @@ def fsdp_strategy(
         process_group_backend: ``gloo`` or ``nccl``; default: by device.
         timeout_seconds: How long a collective waits.
         state_dict: Checkpoints with one file per rank (``sharded``) or one in all (``full``).
+        verbose: Write what each rank holds and does to ``debug/rank-N.jsonl``
+            (see :mod:`lit_fsdp.parallel.rank_log`).
 
     Returns:
         A subclass of Lightning's ``ModelParallelStrategy`` (fsdp2), ``FSDPStrategy`` (fsdp1) or ``DDPStrategy``.

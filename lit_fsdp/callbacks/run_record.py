@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.redaction import redact_values
-from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table, wide_console
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
 
 
 class RunRecord(Callback):
@@ -41,6 +41,10 @@ class RunRecord(Callback):
             record = {**strategy.audit, "peak_host_memory_per_rank": ranks}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
             print_audit(record)
+        if strategy.rank_log is not None:
+            dist.all_gather_object(ranks, strategy.rank_log.summary)
+            if trainer.is_global_zero:
+                wide_console(sys.stderr).print(places_table(ranks))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -69,6 +69,8 @@ class StrategyConfig:
     """How long a collective may wait for a rank."""
     state_dict: StateDict = "sharded"
     """Checkpoints as one file per rank (sharded) or one file in all (full)."""
+    verbose: bool = False
+    """Write what each rank holds, and each of its steps, to debug/rank-N.jsonl, and show the ranks as a table."""
 
     @property
     def is_sharded(self) -> bool:

@@ -29,6 +29,7 @@ from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
 from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
 from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
+from lit_fsdp.parallel.rank_log import RankLog, whole_shapes
 from lit_fsdp.parallel.refusals import refuse_callbacks
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
@@ -68,6 +69,7 @@ class ShardedStrategy(ShardedCheckpoints):
         gathered = row.compute if config.is_sharded else row.param  # autocast leaves parameters as they are
         self.contract = DtypeContract(row, config.precision_config.mode, gathered)
         self.checkpoint_files: dict[str, Path] = {}
+        self.rank_log: RankLog | None = None
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
@@ -131,6 +133,7 @@ class ShardedStrategy(ShardedCheckpoints):
         if not self.config.cpu_ram_efficient_loading:
             for child in list(module.modules()):
                 materializer.fill(child)
+        shapes = {} if self.config.wrap_config.manual else whole_shapes(module)
         self._root = self._shard(module, plan, materializer)
         self._broadcast_done.clear()
         self._to_device(module)
@@ -146,6 +149,9 @@ class ShardedStrategy(ShardedCheckpoints):
             "replaced": self.config.replaced,
         }
         self._check_units()
+        if self.config.verbose:
+            self.rank_log = RankLog(Path(module.trainer.default_root_dir), self.mesh, self.root_device)
+            self.rank_log.set_up(module, shapes, self.realised_units())
         if self.contract.watching:
             self.contract.watch(plan.modules, self.fp32_units)
 
@@ -247,6 +253,8 @@ class ShardedStrategy(ShardedCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that ended the run, unless somebody asked for the end."""
         if isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
+            if self.rank_log is not None:
+                self.rank_log.failed(exception)
             explain_failure(exception)
         super().on_exception(exception)  # type: ignore[misc]
 
@@ -267,6 +275,8 @@ class ShardedStrategy(ShardedCheckpoints):
             self.contract.check_gradients(named)
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
             self.contract.finish_first_step()
+        if self.rank_log is not None:
+            self.rank_log.step(self.lightning_module.trainer.global_step + 1, self.lightning_module)
         return result
 
 

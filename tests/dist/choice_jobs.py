@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ class Manual(ForeignNet):
                 self.layers[i] = wrap(layer)
 
 
-def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
+def train_wrapped_by_hand(strategy: dict[str, Any], how: str, run: str | None = None) -> dict[str, Any]:
     """Losses and units of a module that wraps itself, all of it from one seed."""
     torch.manual_seed(3)
     module = Manual(how)
@@ -46,7 +48,7 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             losses.append(float(trainer.callback_metrics["loss"]))
 
-    trainer = trainer_for(strategy, [Collect()], max_steps=4)
+    trainer = trainer_for(strategy, [Collect()], max_steps=4, default_root_dir=run)
     ranks, rank = trainer.world_size, trainer.global_rank
     rows = [tuple(t[rank * 8 // ranks : (rank + 1) * 8 // ranks] for t in foreign_rows(step)) for step in range(4)]
     trainer.fit(module, DataLoader(rows, batch_size=None))
@@ -97,6 +99,19 @@ def poisoned(
         "digests": [*poison.digests, last],
         "losses": losses.values,
     }
+
+
+class AsksForStacks(Callback):
+    """What an operator does to a rank that hangs, done by the rank itself."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
+    """One step, in which each rank is asked where it is."""
+    trainer = trainer_for(strategy, [AsksForStacks()], max_steps=1, default_root_dir=run)
+    trainer.fit(module_for(folder), datamodule=TinyData())
 
 
 class CountReductions(Callback):
