@@ -27,14 +27,18 @@ quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP proces
 precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learning rates: losses, and updates that vanish
 	@$(BIN)/python recipes/precision_study.py
 
-test: lint slurm-programs  ## lint, types and the whole suite
-	$(BIN)/python -m pytest tests
+# Most tests wait for other processes half of their time, so that two at once fill two cores.
+TESTS_AT_ONCE := 2
+PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
+
+test: lint slurm-programs  ## lint, types and the whole suite, two tests at a time (TESTS_AT_ONCE=0: one after the other)
+	$(PYTEST) tests
 
 test-long: lint  ## the same with every case of the tests that have very many
-	LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests
+	LIT_FSDP_LONG=1 $(PYTEST) tests
 
 test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 90 s
-	$(BIN)/python -m pytest tests/unit tests/configs
+	$(PYTEST) tests/unit tests/configs
 
 lint: $(VENV)/dev.stamp  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
 from lit_fsdp.callbacks.data_record import DataRecord
 from lit_fsdp.callbacks.isolation import IsolationProof
+from lit_fsdp.callbacks.logger_runs import LoggerRuns, go_on_logging
 from lit_fsdp.callbacks.predictions import PredictionWriter
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.run_record import RunRecord
@@ -40,7 +41,7 @@ from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.typed import field_docs
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import follows_first_task, is_launched_by_lightning
+from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
@@ -193,6 +194,17 @@ class RecipeCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing yet: :meth:`run_trainer` runs it."""
 
+    def instantiate_classes(self) -> None:
+        """Build everything; other loggers go on in the runs they had, without that becoming part of the recipe."""
+        asked = self.config
+        ckpt_path = self._get(asked, "ckpt_path")
+        if self.verb == "fit" and (ckpt_path or is_requeued()):
+            self.config = asked.clone()
+            trainer = self.config[self.verb]["trainer"]
+            go_on_logging(trainer, Path(trainer["default_root_dir"]), ckpt_path)
+        super().instantiate_classes()
+        self.config = asked
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
@@ -200,7 +212,7 @@ class RecipeCLI(LightningCLI):
         resumed = bool(self._get(self.config_init, "ckpt_path"))
         self.data_record = DataRecord()
         first = (StopOnSignal(self.signals), RunRecord(), self.data_record, IsolationProof())
-        callbacks: list[Any] = [*first, Throughput(), PredictionWriter()]
+        callbacks: list[Any] = [*first, LoggerRuns(), Throughput(), PredictionWriter()]
         if given.get("enable_progress_bar") is not False:
             callbacks.append(RunProgress())
         if given.get("enable_checkpointing") is not False:

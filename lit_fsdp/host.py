@@ -163,3 +163,8 @@ def is_launched_by_lightning() -> bool:
 def follows_first_task() -> bool:
     """Whether srun started this process and it is not the one whose exit code counts."""
     return os.environ.get("SLURM_PROCID", "0") != "0"
+
+
+def is_requeued() -> bool:
+    """Whether SLURM has started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -19,7 +19,8 @@ after training, while it exits       nothing, 0                    nothing, 0; a
 
 The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
 same, except that Ctrl-C on a rank that Lightning started waits for the vote before the first batch: its parent would
-take a rank that is gone for a failure. In the first instants, while the recipe is read, Python's defaults hold.
+take a rank that is gone for a failure. In the first instants, while the recipe is read, Python's defaults hold; under
+srun only while Python starts, and the batch script takes a task that died of SIGUSR1 for one that stopped.
 
 SIGUSR2 stops nothing: the process writes the Python stack of each of its threads to standard error, also while it waits
 for its peers in a collective (with ``verbose`` of the strategy into ``debug/rank-N.stacks.txt``).

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,10 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+# A shell ignores Ctrl-C in what it starts in the background, and so would all processes that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 _MARKS = {
@@ -28,7 +34,15 @@ _MARKS = {
 # Of tests with very many cases `make test` runs every n-th, `make test-long` (LIT_FSDP_LONG=1) all of them.
 _EVERY = {
     "test_a_cell_trains_as_the_reference_does": 5,
-    "test_another_topology": 5,
+    "test_another_topology": 8,
+    "test_the_same_topology_is_bit_equal": 2,
+    "test_the_next_twenty_losses_are_bit_equal": 2,
+    "test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal": 2,
+    "test_compiled_blocks": 2,
+    "test_units_do_not_change_the_losses": 2,
+    "test_compiled_blocks_agree": 3,
+    "test_peak_memory_is_far_below_the_models_size": 2,
+    "test_the_example_runs": 2,
     "test_random_weights_equal_those_of_one_process": 5,
     "test_files_are_loaded_bit_for_bit": 3,
     "test_in_every_phase": 3,
@@ -71,6 +85,13 @@ _EVERY = {
 }
 
 
+# With `-n 2` two processes share the tests: whole folders that have one server or one cluster for all their tests, and
+# of the others file after file. What takes longest is begun first.
+_TOGETHER = ("tests/faults/", "tests/slurm/")
+_ORDER = (*_TOGETHER, "tests/dist/")
+_TABLES: list[str] = []  # of the processes that ran tests for this one
+
+
 def _leave_some_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is only in the long version, unless a test is asked for by its name."""
     if os.environ.get("LIT_FSDP_LONG") or any("::" in argument for argument in config.args):
@@ -88,6 +109,8 @@ def _leave_some_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their folder; GPU tests say why they are skipped."""
     _leave_some_out(config, items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: next((n for n, folder in enumerate(_ORDER) if item.nodeid.startswith(folder)), 9))
     for item in items:
         relative = item.path.relative_to(ROOT / "tests") if item.path.is_relative_to(ROOT / "tests") else item.path
         mark = _MARKS.get(relative.parts[0])
@@ -100,6 +123,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests one process runs one after the other, for ``-n``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((f for f in _TOGETHER if nodeid.startswith(f)), None) or super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of the tests
+    return ByFolder(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Keeps the table of injected faults of a process that ran them."""
+    _TABLES.extend(getattr(node, "workeroutput", {}).get("injected faults", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """And prints it at the end."""
+    if _TABLES:
+        terminalreporter.section("injected faults")
+        for line in _TABLES:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

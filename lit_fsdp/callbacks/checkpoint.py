@@ -32,7 +32,8 @@ class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
-    all before. Kept are the last k, the best k and every n-th. The run folder is the Trainer's ``default_root_dir``; no
+    all before. Kept are the last k, the best k and every n-th, but of those saved on a signal between only the newest
+    (see :func:`lit_fsdp.checkpoint.retention.to_remove`). The run folder is the Trainer's ``default_root_dir``; no
     other job can train in it meanwhile. The metrics of a validation go into the manifest of its step's checkpoint
     afterwards, so that saving never waits for a validation.
 
@@ -105,8 +106,7 @@ class Checkpoint(ModelCheckpoint):
             return
         self._seen_step = step
         self._settle(trainer, wait=False)
-        every = self.config.every_steps
-        if (every and step % every == 0) or _is_last_step(trainer):
+        if self._is_due(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,8 +143,12 @@ class Checkpoint(ModelCheckpoint):
         except CheckpointError as error:
             _log.error("the checkpoint that was being written is not complete: %s", error)
 
-    def save(self, trainer: Trainer) -> Path:
+    def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
         """Save the current step on all ranks, once; returns its folder, which may be written for a while yet.
+
+        Args:
+            trainer: Whose step it is.
+            on_signal: Whether only a signal is the reason, so that the next of these replaces it.
 
         Raises:
             CheckpointError: On every rank: this save could not begin, or the one before it has failed.
@@ -154,6 +158,7 @@ class Checkpoint(ModelCheckpoint):
             return folder
         self.finish(trainer)
         self._space.check_save(trainer.global_step)
+        trainer.strategy.saves_on_signal = on_signal and not self._is_due(trainer)  # type: ignore[attr-defined]
         if self._background is None:
             trainer.save_checkpoint(folder, weights_only=False)
             self._saved_step = trainer.global_step
@@ -200,6 +205,11 @@ class Checkpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`state_dict`."""
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether this step is saved in any case."""
+        every = self.config.every_steps
+        return bool(every and trainer.global_step % every == 0) or _is_last_step(trainer)
 
     def _is_better(self, value: float | None) -> bool:
         """Whether a monitored value, the same on every rank, beats all before."""

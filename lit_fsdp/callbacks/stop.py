@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED, SignalFlags
@@ -50,7 +51,13 @@ class StopOnSignal(Callback):
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep Lightning's handlers out, and with them its broadcast of a SIGTERM flag before every batch."""
+        """Keep Lightning's handlers out, and with them its broadcast of a SIGTERM flag before every batch.
+
+        Its requeue is switched off as well, whatever the plugin says: the batch script alone does that.
+        """
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment):
+            environment.auto_requeue = False
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -79,7 +86,7 @@ class StopOnSignal(Callback):
             return
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, Checkpoint):
-                callback.save(trainer)
+                callback.save(trainer, on_signal=True)
                 callback.finish(trainer)
         _log_this_step(trainer)
         raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step)

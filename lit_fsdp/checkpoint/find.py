@@ -35,6 +35,8 @@ class Found:
     """Time of writing, ISO 8601 in UTC."""
     num_bytes: int
     """Bytes of its files."""
+    on_signal: bool = False
+    """Whether it was saved between others, for no other reason than a signal."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def _entry(path: Path) -> Found | Damaged:
     except (CheckpointError, OSError) as error:  # OSError: removed by another rank meanwhile
         step = _step_of(path) if manifest is None else manifest.global_step
         return Damaged(path, str(error), step, None if manifest is None else dict(manifest.metrics))
-    return Found(manifest.global_step, path, dict(manifest.metrics), manifest.created, manifest.num_bytes)
+    on_signal = manifest.extra.get("on_signal") is True
+    return Found(manifest.global_step, path, dict(manifest.metrics), manifest.created, manifest.num_bytes, on_signal)
 
 
 def _comes_first(entry: Damaged, chosen: Found, monitor: str | None, mode: Literal["min", "max"]) -> bool:

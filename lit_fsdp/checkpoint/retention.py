@@ -22,7 +22,8 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
     """The checkpoints that nothing keeps, oldest first.
 
     Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, and every step that
-    ``keep_every`` divides.
+    ``keep_every`` divides. Of those saved on a signal, between the others, only the newest counts: a run that is
+    preempted a hundred times has one more checkpoint than one that never was, and as many whole intervals behind it.
 
     Args:
         found: The complete checkpoints of a run.
@@ -31,7 +32,9 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
             ones beside it.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
-    newest = ordered if config.keep_last == -1 else ordered[-config.keep_last :]
+    passed = [entry for entry in ordered if entry.on_signal][:-1]
+    counted = [entry for entry in ordered if entry not in passed]
+    newest = counted if config.keep_last == -1 else counted[-config.keep_last :]
     top = ranked(ordered, config.monitor, config.mode)[: config.keep_best]
     every = config.keep_every
     kept = {entry.path for entry in (*newest, *top)}

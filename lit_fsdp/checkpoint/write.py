@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import platform
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class _Draft:
 
     def __init__(self, folder: Path, part: Part, ranks: Ranks) -> None:
         self._folder, self._part, self._ranks = folder, part, ranks
+        self._began = time.monotonic()
 
     def write_tensors(self, place: Path) -> dict[str, FileEntry]:
         """Write this rank's part of the tensors; collective."""
@@ -96,7 +98,7 @@ class _Draft:
             versions=_versions(),
             tensors=self._part.specs,
             files=dict(sorted(written.items())),
-            extra=extra,
+            extra={**extra, "save_seconds": round(time.monotonic() - self._began, 3)},  # all ranks' files are synced
         )
         disk.write_bytes(place / MANIFEST, manifest.dumps())
         staging.publish(place, self._folder)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,9 @@ def run_doctor(argv: Sequence[str]) -> int:
     def complete(wanted: Wanted, num_gpus: int) -> Wanted:
         return wanted if run is None else _with_bytes(wanted, run, num_gpus)
 
+    words = [*rest, *(f"--{flag}" for flag in ("json", "quick") if getattr(options, flag))]
     wanted = _wanted(run, values, name, options.nodes)
+    wanted = dataclasses.replace(wanted, words="".join(f" {shlex.quote(word)}" for word in words))
     with _ended_by_signals():
         if place is None:
             from lit_fsdp.launch.doctor import examine
@@ -151,13 +154,14 @@ def _wanted(run: RunConfig | None, values: dict[str, Any], name: str, nodes: int
 
 def _with_bytes(wanted: Wanted, run: RunConfig, num_gpus: int) -> Wanted:
     """The same with the size of a checkpoint, as far as the model's config is at hand."""
-    from lit_fsdp.commands.slurm import checkpoint_bytes
+    from lit_fsdp.commands.slurm import checkpoint_bytes, num_checkpoints
 
     if run.world_size is None:
         devices = num_gpus if num_gpus and wanted.accelerator != "cpu" else 1
         run = dataclasses.replace(run, trainer={**run.trainer, "devices": devices})
     try:
-        return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run))
+        count = num_checkpoints(run) or wanted.num_checkpoints
+        return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run), num_checkpoints=count)
     except CheckpointError:  # damaged files of the model; a run says which, and here its size is not known
         return wanted
 

@@ -16,19 +16,21 @@ from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
+    from lit_fsdp.launch.slurm_facts import Facts
     from lit_fsdp.launch.slurm_job import Job
-    from lit_fsdp.launch.slurm_lint import Facts
 
 _USAGE = """usage: lit-fsdp slurm VERB [options]
 
-  render   print the sbatch file of a recipe, and what is wrong with it
-  submit   check it, submit it and say how to follow it
+  render   print the sbatch file of a recipe on standard output, and what is wrong with it on standard error
+  submit   check it, submit it and say how to follow it; the job's number on standard output
   status   RUN|JOBID: where a job is
   cancel   RUN|JOBID: end a job for good
 
 lit-fsdp slurm submit --config R.yaml --nodes 16 [--config configs/slurm/CLUSTER.yaml] [--gpus-per-node G] [--time T]
   [--partition P] [--account A] [--slurm.KEY VALUE] [--KEY VALUE] [--probe] [--wait]
 lit-fsdp fit --help explains the keys of the slurm section
+Exit codes: 0; 1 with --wait, of a job that ended badly without a code of its own; 2 the job cannot work as it is, or
+SLURM refuses; 130 on Ctrl-C, which leaves a submitted job alone; with --wait those of the job
 """
 
 
@@ -59,15 +61,16 @@ def _render_or_submit(verb: str, argv: list[str]) -> int:
         from lit_fsdp.launch.slurm_script import render
 
         print(render(job), end="")
-        return 1 if errors else 0
     if errors:
-        print(f"not submitted: {len(errors)} of the checks found something", file=sys.stderr)
+        done = "not to be submitted" if verb == "render" else "not submitted"
+        print(f"{done}: {len(errors)} of the checks found something", file=sys.stderr)
         return 2
-    return _submit(job, values, options)
+    return 0 if verb == "render" else _submit(job, values, options)
 
 
 def _submit(job: Job, values: dict[str, Any], options: argparse.Namespace) -> int:
-    from lit_fsdp.launch.slurm_submit import follow, submit
+    from lit_fsdp.launch.slurm_follow import follow
+    from lit_fsdp.launch.slurm_submit import submit
 
     if options.probe:
         from lit_fsdp.launch.slurm_probe import probe
@@ -75,19 +78,26 @@ def _submit(job: Job, values: dict[str, Any], options: argparse.Namespace) -> in
         print(probe(job), file=sys.stderr)
     number = submit(job, values)
     folder = shlex.quote(str(job.run_folder))
-    print(number)
+    print(number, flush=True)
+    logs = f"{folder}/slurm/{number}.rank-0.log" if job.config.seeds is None else f"{folder}/slurm/*.rank-0.log"
+    array = "" if job.config.seeds is None else f", once for each of {len(job.config.seeds)} seeds"
+    size = f"{job.node_range} node(s) × {job.tasks_per_node} processes{array}"
     lines = [
-        f"submitted job {number}: {job.nodes} node(s) × {job.tasks_per_node} processes; all about it: {folder}/slurm/",
-        f"follow it   tail -F {folder}/slurm/{number}.rank-0.log",
-        f"where it is lit-fsdp slurm status {number}",
-        f"end it      lit-fsdp slurm cancel {number}",
+        f"submitted job {number}: {size}; all about it: {folder}/slurm/",
+        f"follow it    tail -F {logs}",
+        f"where it is  lit-fsdp slurm status {number}",
+        f"end it       lit-fsdp slurm cancel {number}",
     ]
-    print("\n".join(lines), file=sys.stderr)
+    print("\n".join(lines), file=sys.stderr, flush=True)
     if not options.wait:
         return 0
-    state = follow(number, job.run_folder)
+    try:
+        state = follow(number, job.run_folder)
+    except KeyboardInterrupt:
+        print(f"no longer followed; job {number} goes on. End it: lit-fsdp slurm cancel {number}", file=sys.stderr)
+        return 130
     print(f"job {state.job_id} {state.state}, exit code {state.exit_code}", file=sys.stderr)
-    return state.exit_code if state.state == "COMPLETED" or state.exit_code else 1
+    return 0 if state.state == "COMPLETED" else state.exit_code or 1
 
 
 def _options(verb: str, argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
@@ -110,7 +120,8 @@ def _options(verb: str, argv: list[str]) -> tuple[argparse.Namespace | None, lis
     try:
         return parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), "--nodes N, --time T, ...", f"see {parser.prog} --help") from None
+        flags = "--nodes N and --gpus-per-node G (whole numbers), --time T, --partition P, --account A, --container I"
+        raise ConfigError(parser.prog, str(error), flags, f"see {parser.prog} --help") from None
 
 
 def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, dict[str, Any]]:
@@ -119,10 +130,10 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
     from lit_fsdp.launch.slurm_job import plan_job, put_job_size
+    from lit_fsdp.launch.slurm_nodes import with_node_counts
 
-    recipe = read_recipe(
-        rest, also=("nodes", "gpus-per-node", "time", "partition", "account", "container", "probe", "wait")
-    )
+    own = [name.replace("_", "-") for name in vars(options)]
+    recipe = read_recipe(rest, also=own)
     if recipe.flags:
         word = recipe.flags[0]
         raise ConfigError("lit-fsdp slurm", word, "keys of the recipe", "write it into a --config file")
@@ -138,13 +149,44 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
     if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
         values["trainer"] = {**trainer, "default_root_dir": f"runs/{recipe.files[0].stem if recipe.files else 'run'}"}
     run = check_recipe(values, "fit")
-    return plan_job(values, run.slurm), run, values
+    return with_node_counts(plan_job(values, run.slurm), run), run, values
 
 
 def _facts(run: RunConfig, job: Job) -> Facts:
-    from lit_fsdp.launch.slurm_lint import Facts
+    from lit_fsdp.checkpoint.find import checkpoints
+    from lit_fsdp.checkpoint.manifest import read_manifest
+    from lit_fsdp.launch.slurm_client import SlurmError
+    from lit_fsdp.launch.slurm_facts import Facts
+    from lit_fsdp.launch.slurm_lint_cluster import ask_partitions
 
-    return Facts(checkpoint_bytes=checkpoint_bytes(run), save_seconds=None, environment=dict(os.environ))
+    seeds = job.config.seeds
+    folders = [job.run_folder] if seeds is None else [job.run_folder / f"seed-{seed}" for seed in seeds]
+    there = [entry for folder in folders for entry in checkpoints(folder)]
+    measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
+    partitions, why = None, ""
+    try:
+        partitions = ask_partitions()
+    except SlurmError as error:
+        why = f"sinfo: {str(error.given)[-120:]}"
+    return Facts(
+        checkpoint_bytes=checkpoint_bytes(run),
+        save_seconds=max((seconds for seconds in measured if isinstance(seconds, (int, float))), default=None),
+        environment=dict(os.environ),
+        num_checkpoints=num_checkpoints(run),
+        num_kept=len(there),
+        kept_bytes=sum(entry.num_bytes for entry in there),
+        partitions=partitions,
+        no_partitions=why,
+    )
+
+
+def num_checkpoints(run: RunConfig) -> int | None:
+    """Checkpoints of a run that lie on the disk at the same time; ``None`` where its length is not known."""
+    from lit_fsdp.checkpoint.space import Plan, peak_count
+
+    steps = run.trainer.get("max_steps")
+    validates = run.data.val is not None or run.data.val_split is not None
+    return peak_count(run.checkpoint, Plan(steps if isinstance(steps, int) and steps > 0 else None, validates))
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:
@@ -160,25 +202,29 @@ def checkpoint_bytes(run: RunConfig) -> int | None:
 
 def _status(argv: list[str]) -> int:
     parser = verb_parser("slurm status", "Where a job is, and what its last lines say.")
-    parser.add_argument("run", help="run folder, or the number of a job")
+    parser.add_argument(
+        "run", help="run folder (its newest job), or the number of a job, or of a task of an array: 12_0"
+    )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     options = parse(parser, argv)
-    from lit_fsdp.launch.slurm_client import job_states
-    from lit_fsdp.launch.slurm_submit import find_jobs
+    from lit_fsdp.launch.slurm_nodes import asked_nodes
+    from lit_fsdp.launch.slurm_submit import find_jobs, states_of
 
     number, folder = find_jobs(options.run)
-    states = job_states(number)
+    states = states_of(number, folder)
     if options.json:
         print(json.dumps([vars(state) for state in states], indent=1))
         return 0
     for state in states:
+        asked = None if folder is None else asked_nodes(folder, state.job_id)
+        nodes = f"{state.nodes} ({state.num_nodes} of {asked})" if asked and state.nodes else state.nodes or asked or ""
         print(
-            f"job {state.job_id}  {state.state}  {state.time}  nodes {state.nodes}  restarts {state.restarts}  "
+            f"job {state.job_id}  {state.state}  {state.time}  nodes {nodes}  restarts {state.restarts}  "
             f"exit code {state.exit_code}  {state.reason}"
         )
-    log = None if folder is None else folder / "slurm" / f"{number}.rank-0.log"
-    if log is not None and log.is_file():
-        print(_last_line(log))
+        log = None if folder is None else folder / "slurm" / f"{state.raw_id}.rank-0.log"
+        if log is not None and log.is_file():
+            print(_last_line(log))
     return 0
 
 
@@ -191,11 +237,16 @@ def _last_line(log: Path) -> str:
 
 def _cancel(argv: list[str]) -> int:
     parser = verb_parser("slurm cancel", "End a job for good; it is not put back into the queue.")
-    parser.add_argument("run", help="run folder, or the number of a job")
+    parser.add_argument(
+        "run", help="run folder (its newest job), or the number of a job, or of a task of an array: 12_0"
+    )
     options = parse(parser, argv)
     from lit_fsdp.launch.slurm_submit import cancel, find_jobs
 
     number, folder = find_jobs(options.run)
-    cancel(number, folder)
-    print(f"cancelled job {number}", file=sys.stderr)
+    states = cancel(number, folder)
+    if all(state.is_ended for state in states):
+        print(f"job {number} has ended already: {', '.join(state.state for state in states)}", file=sys.stderr)
+    else:
+        print(f"cancelled job {number}", file=sys.stderr)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import is_first_process
+from lit_fsdp.host import is_first_process, is_requeued
 from lit_fsdp.signals import SignalFlags
 
 
@@ -18,22 +18,26 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
-    from lit_fsdp.launch.launcher import check_launch
+    from lit_fsdp.launch.launcher import adopt_step, check_launch
 
+    signals = SignalFlags(can_save=verb == "fit")
+    if "SLURM_PROCID" in os.environ:  # one task that dies of a signal makes srun end the others
+        signals.install()
     recipe = read_recipe(argv)
     values = recipe.values
     others: Sequence[Path] = ()
     word = values.get("ckpt_path")
-    signals = SignalFlags(can_save=verb == "fit")
     if "-h" not in recipe.flags and "--help" not in recipe.flags:
         replaced = adapt_to_miniature(values, recipe.replaced)
         trainer = {} if values.get("trainer") is None else values["trainer"]
         if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
             stem = recipe.files[0].stem if recipe.files else "run"
             values["trainer"] = {**trainer, "default_root_dir": f"runs/{stem}"}
+        if not recipe.only_shows and isinstance(values["trainer"], dict):  # first: other rules count the ranks
+            adopt_step(os.environ)
+            check_launch(values["trainer"], os.environ)
         check_recipe(values, verb)
         if not recipe.only_shows:
-            check_launch(values["trainer"], os.environ)
             for line in replaced if is_first_process() else ():
                 print(f"miniature: {line}", file=sys.stderr)
             others = _resolve_checkpoint(verb, values)
@@ -46,10 +50,6 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
         return again["ckpt_path"], found
 
     return run_verb(verb, values, recipe.flags, others, signals, choose_again if word else None)
-
-
-def _is_requeued() -> bool:
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
@@ -68,7 +68,7 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
     fallback = build(ResumeConfig, values.get("resume"), "resume").fallback
     if values.get("ckpt_path"):
         word = str(values["ckpt_path"])
-        if word == "last" and _is_requeued() and not survey(run_folder / FOLDER):
+        if word == "last" and is_requeued() and not survey(run_folder / FOLDER):
             values["ckpt_path"] = None  # put back into the queue before anything was saved
             return ()
         choice = choose(word, run_folder, checkpoint.monitor, checkpoint.mode, fallback)

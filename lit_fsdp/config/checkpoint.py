@@ -15,7 +15,7 @@ class CheckpointConfig:
     every_steps: int | None = None
     """Optimizer steps between checkpoints; one is also saved at the end, on a signal and at the best validation."""
     keep_last: int = 2
-    """How many of the newest checkpoints are kept; -1 keeps all."""
+    """How many of the newest checkpoints are kept; -1 keeps all; of those saved only on a signal, one counts."""
     keep_best: int = 1
     """How many of the checkpoints with the best values of the metric are kept; 0 neither saves nor keeps for that."""
     keep_every: int | None = None

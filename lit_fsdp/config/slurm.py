@@ -19,6 +19,8 @@ class SlurmConfig:
 
     nodes: int | None = None
     """Nodes of the job; default: trainer.num_nodes."""
+    min_nodes: int | None = None
+    """Nodes with which it starts, too, if there are no more, as after one has failed; default: only with all."""
     gpus_per_node: int | None = None
     """GPUs per node, one process each; 0: processes on CPUs, trainer.devices of them; default: trainer.devices."""
     time: str | int | None = None
@@ -62,12 +64,14 @@ class SlurmConfig:
     signal_lead_seconds: int = 120
     """How long before the time limit every process is told to save and stop."""
     requeue: bool = True
-    """Put a job that saved and stopped back into the queue, where it resumes by itself."""
+    """Put a job back into the queue, where it resumes by itself, if it saved and stopped, if a node failed, or if a
+    rank was killed (by the kernel, too, or NCCL's watchdog) after a checkpoint was made since the job's last start."""
     max_requeues: int = 10
     """How often at most."""
 
     def __post_init__(self) -> None:
-        for field, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0)):
+        counts = (("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0))
+        for field, least in counts:
             value = getattr(self, field)
             if value is not None and value < least:
                 raise ConfigError(field, value, f">= {least}", f"write {field}: {least} or more")

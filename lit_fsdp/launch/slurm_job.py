@@ -30,11 +30,18 @@ class Job:
     ckpt_path: str | None = None
     """What the first start resumes from; a requeued one resumes from the last checkpoint."""
     dropped_env: tuple[str, ...] = ()
+    node_counts: tuple[int, ...] = ()
+    """Numbers of nodes that the recipe can run on, most first, where ``slurm.min_nodes`` leaves a choice."""
 
     @property
     def name(self) -> str:
         """Name in the queue."""
         return self.config.job_name or self.run_folder.name
+
+    @property
+    def node_range(self) -> str:
+        """Nodes as ``sbatch --nodes`` takes them: ``4``, or ``2-4`` where fewer will do."""
+        return f"{self.config.min_nodes}-{self.nodes}" if self.node_counts else str(self.nodes)
 
     @property
     def recipe(self) -> Path:
@@ -109,7 +116,7 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
             "the number of processes per node",
             "set trainer.devices: 8, or give --gpus-per-node 8",
         )
-    folder = Path(trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
+    folder = _run_folder(trainer.get("default_root_dir") or "runs/run")
     ckpt_path = values.get("ckpt_path")
     return Job(
         config=config,
@@ -119,6 +126,18 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
         gpus_per_node=0 if on_cpu else tasks,
         ckpt_path=None if ckpt_path is None else str(ckpt_path),
     )
+
+
+def _run_folder(given: str) -> Path:
+    folder = Path(given).expanduser().absolute()
+    if any(ord(c) < 32 or ord(c) == 127 or c == "\\" for c in str(folder)):
+        raise ConfigError(
+            "trainer.default_root_dir",
+            repr(str(folder)),
+            "one line without backslashes: SLURM puts no job number into a path that has one",
+            "rename the folder",
+        )
+    return folder
 
 
 def _agreed(name: str, own: int | None, other_name: str, other: Any, default: int | None) -> Any:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.slurm_client import run_slurm
+from lit_fsdp.launch.slurm_client import SlurmError, run_slurm
 from lit_fsdp.launch.slurm_job import FOLDER, Job
 
 _PACKAGES = ("lit_fsdp", "torch", "lightning", "transformers")
-_SECONDS = 600
+_SECONDS = 300
 # Run by the job's own Python on every node: only the standard library, so that it says what is missing.
 _PROGRAM = """
 import importlib.metadata as m, json, os, platform, socket, sys
@@ -49,12 +49,23 @@ def probe(job: Job) -> str:
 def _ask(job: Job, token: Path) -> list[dict[str, Any]]:
     config = job.config
     words = ["srun", f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--job-name=probe-{os.getpid()}", "--time=5"]
+    words.append(f"--immediate={_SECONDS}")  # nothing stays in the queue when we stop waiting
     for name in ("partition", "account", "qos", "constraint"):
         value = getattr(config, name)
         if value is not None:
             words.append(f"--{name}={value}")
-    interpreter = job.command[0] if job.command[1:2] == ["-m"] else sys.executable
-    out = run_slurm([*words, interpreter, "-c", _PROGRAM % (_PACKAGES,), str(token)], timeout_seconds=_SECONDS)
+    python = job.command[0] if job.command[1:2] == ["-m"] else sys.executable
+    start = [python]
+    if config.container and config.container_runtime == "pyxis":
+        words += [f"--container-image={config.container}", f"--container-mounts={job.run_folder}:{job.run_folder}"]
+        start = ["python3"]
+    elif config.container:
+        start = ["apptainer", "exec", "--bind", str(job.run_folder), config.container, "python3"]
+    try:
+        out = run_slurm([*words, *start, "-c", _PROGRAM % (_PACKAGES,), str(token)], timeout_seconds=_SECONDS + 60)
+    except SlurmError as error:
+        fix = "see sinfo for idle nodes and the path of the Python there, or submit without --probe"
+        raise SlurmError("--probe", f"srun: {error.given}", f"a short step on {job.nodes} node(s)", fix) from None
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 

@@ -8,6 +8,7 @@ place, and not by the ranks.
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from lit_fsdp import __version__
 from lit_fsdp.launch.slurm_job import FOLDER, Job
@@ -15,6 +16,9 @@ from lit_fsdp.launch.slurm_job import FOLDER, Job
 _PORTS = (20000, 10000)
 """First port and how many follow: below the range from which systems give out ports (32768 on Linux)."""
 EXIT_STOPPED = 75
+_EXIT_INTERRUPTED = 130
+_EXIT_UNHEARD = 138
+"""Of a step one of whose processes died of SIGUSR1 (128 + 10): it came before Python could listen."""
 
 
 def render(job: Job) -> str:
@@ -47,7 +51,7 @@ def _options(job: Job) -> str:
     logs = f"{job.run_folder}/{FOLDER}".replace("%", "%%")
     lines: list[tuple[str, str | int | None]] = [
         ("job-name", job.name),
-        ("nodes", job.nodes),
+        ("nodes", job.node_range),
         ("ntasks-per-node", job.tasks_per_node),
         ("gpus-per-node", job.gpus_per_node or None),
         ("cpus-per-task", config.cpus_per_task),
@@ -73,21 +77,37 @@ def _options(job: Job) -> str:
 
 
 def _body(job: Job) -> str:
-    return "\n".join([_start(job), _meeting_point(), _surroundings(job), _run(job), _after(job)])
+    return "\n".join([_surroundings(job), _start(job), _meeting_point(job), _run(job), _after(job)])
+
+
+def _surroundings(job: Job) -> str:
+    """What users add comes first and without our shell options: files that load modules read unset variables."""
+    config = job.config
+    lines = ["trap : USR1 # meant for the processes, never for this shell"]
+    if config.env_file:
+        path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
+        lines.append(f". {shlex.quote(str(path))} || exit 1")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in (config.env or {}).items()]
+    if config.setup:
+        lines += ["# slurm.setup", *config.setup]
+    return "\n".join(lines) + "\n"
 
 
 def _start(job: Job) -> str:
     seeds = job.config.seeds
-    folder = shlex.quote(str(job.run_folder))
     lines = [
-        "set -uo pipefail",
-        f"run_folder={folder}",
+        "set +e -uo pipefail",
+        f"run_folder={shlex.quote(str(job.run_folder))}",
         f"logs={shlex.quote(f'{job.run_folder}/{FOLDER}')}",
         "restarts=${SLURM_RESTART_COUNT:-0}",
-        "words=()",
+        f"words=(fit --config {shlex.quote(str(job.recipe))})",
     ]
-    if seeds is not None:
+    if seeds is None:
+        lines.append("job=$SLURM_JOB_ID")
+    else:
         lines += [
+            "# not SLURM_JOB_ID: one task of the array has the number of the array, which means all of them",
+            "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
             f"seeds=({' '.join(map(str, seeds))})",
             "seed=${seeds[$SLURM_ARRAY_TASK_ID]}",
             'run_folder="$run_folder/seed-$seed"',
@@ -102,30 +122,37 @@ def _start(job: Job) -> str:
         f"  {resume}",
         "fi",
     ]
+    if job.config.requeue:
+        lines += [
+            'newest() { compgen -G "$run_folder/checkpoints/step-*" | sort | tail -n 1; }',
+            "before=$(newest)",
+        ]
+    if job.node_counts:
+        lines += [
+            "# of the nodes that it was given, as many as the recipe can run on",
+            f"for nodes in {' '.join(map(str, job.node_counts))}; do",
+            '  if [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ]; then break; fi',
+            "done",
+            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$nodes" | paste -sd ,)',
+            'words+=(--trainer.num_nodes "$nodes")',
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _meeting_point() -> str:
+def _meeting_point(job: Job) -> str:
     first, count = _PORTS
+    own = "slurm-${SLURM_CLUSTER_NAME:-cluster}-$job"
+    # a number that somebody gives is of one run, and every seed is another
+    given = f"${{WANDB_RUN_ID:-{own}}}" if job.config.seeds is None else f"${{WANDB_RUN_ID:+$WANDB_RUN_ID-}}{own}"
     return f"""# where the ranks meet: the first node, and a port by the job's number that nobody listens on
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))
 while (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
 export MASTER_ADDR MASTER_PORT
-# one run of the logger, however often the job starts
-export WANDB_RUN_ID="${{WANDB_RUN_ID:-slurm-$SLURM_JOB_ID}}" WANDB_RESUME="${{WANDB_RESUME:-allow}}"
+# one run of W&B, however often the job starts
+export WANDB_RUN_ID="{given}"
+export WANDB_RESUME="${{WANDB_RESUME:-allow}}"
 """
-
-
-def _surroundings(job: Job) -> str:
-    config = job.config
-    lines = []
-    if config.env_file:
-        lines.append(f". {shlex.quote(config.env_file)} || exit 1")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in (config.env or {}).items()]
-    if config.setup:
-        lines += ["# slurm.setup", *config.setup]
-    return "\n".join(lines) + ("\n" if lines else "")
 
 
 def _run(job: Job) -> str:
@@ -135,6 +162,11 @@ def _run(job: Job) -> str:
         flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
     if config.cpus_per_task:
         flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
+    if job.node_counts:  # what sbatch says of tasks is true of the least number of nodes
+        flags += [
+            '--nodes="$nodes" --nodelist="$hosts"',
+            f'--ntasks="$((nodes * {job.tasks_per_node}))" --ntasks-per-node={job.tasks_per_node}',
+        ]
     mounts = [str(job.run_folder), *(config.container_mounts or [])]
     command = " ".join(shlex.quote(word) for word in job.command)
     if config.container and config.container_runtime == "pyxis":
@@ -145,10 +177,12 @@ def _run(job: Job) -> str:
         nvidia = "--nv " if job.gpus_per_node else ""
         command = f"apptainer exec {nvidia}{binds} {shlex.quote(config.container)} {command}"
     joined = " \\\n  ".join(flags)
-    return f"""# one process per GPU; the output of rank r goes to JOB.rank-r.log
+    return f"""# one process per GPU; the output of rank r goes to JOB.rank-r.log. After one that died srun sends
+# SIGTERM to the others: those that cannot listen yet ignore it, or their exit code would hide the one that matters
 echo "$(date '+%F %T') start $restarts on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
 srun {joined} \\
-  {command} fit --config {shlex.quote(str(job.recipe))} "${{words[@]}}"
+  sh -c 'trap "" TERM; exec "$@"' sh \\
+  {command} "${{words[@]}}"
 code=$?
 """
 
@@ -156,14 +190,25 @@ code=$?
 def _after(job: Job) -> str:
     if not job.config.requeue:
         return 'echo "$(date \'+%F %T\') ended with exit code $code"\nexit "$code"\n'
-    return f"""# {EXIT_STOPPED}: saved and stopped on a signal. A job that ended in any other way is not tried again.
+    stopped, unheard, cap = EXIT_STOPPED, _EXIT_UNHEARD, job.config.max_requeues
+    interrupted = _EXIT_INTERRUPTED
+    return f"""# {stopped}: saved and stopped on a signal; {unheard}: SIGUSR1 came before anything listened.
+# Above 128: a rank was killed, by the kernel, an operator or a watchdog. That is worth another try if the job had come
+# further than where it started. A job that ended in any other way is not tried again.
 echo "$(date '+%F %T') ended with exit code $code"
-if [ "$code" -eq {EXIT_STOPPED} ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
-  if [ "$restarts" -lt {job.config.max_requeues} ]; then
-    echo "back into the queue, $((restarts + 1)) of {job.config.max_requeues}"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # the requeue ends this script
+again=$([ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ] && echo yes)
+if [ "$code" -gt 128 ] && [ "$code" -ne {interrupted} ] && [ "$code" -ne {unheard} ]; then
+  echo "a rank was killed (signal $((code - 128))), or hung until srun did it; what the others say of it:"
+  tail -qn 5 "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep 'lost contact: ' | sort -u | tail -n 3
+  if [ "$(newest)" != "$before" ]; then again=yes; else echo "no checkpoint was made since this start"; fi
+fi
+[ "$code" -ne {unheard} ] || code={stopped}
+if [ -n "$again" ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
+  if [ "$restarts" -lt {cap} ]; then
+    echo "back into the queue, $((restarts + 1)) of {cap}"
+    scontrol requeue "$job" && sleep 60 # the requeue ends this script
   else
-    echo "not put back into the queue: {job.config.max_requeues} times are enough (slurm.max_requeues)"
+    echo "not put back into the queue: {cap} times are enough (slurm.max_requeues)"
   fi
 fi
 exit "$code"

@@ -66,7 +66,8 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
     def setup_environment(self) -> None:
         """Start the process group and build the mesh."""
         self._check_environment()
-        super().setup_environment()
+        with self.meeting_others():
+            super().setup_environment()
         self._build_mesh()
 
     @contextmanager

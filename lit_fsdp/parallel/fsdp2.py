@@ -46,7 +46,8 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
         """Start the process group and build the mesh."""
         self._check_environment()
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        super().setup_environment()
+        with self.meeting_others():
+            super().setup_environment()
         self._build_mesh()
 
     @property

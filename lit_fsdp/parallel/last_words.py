@@ -1,16 +1,21 @@
 """Which rank ended a run: every rank that fails leaves a word where all ranks met, and reads what the others left.
 
-A collective only says that some peer is gone; with many ranks it does not even say so on the right one.
+A collective only says that some peer is gone; with many ranks it does not even say so on the right one. Of those that
+say nothing, the ones that still give signs of life (:mod:`lit_fsdp.parallel.signs_of_life`) only wait as well.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+
+from lit_fsdp.parallel.signs_of_life import meeting_host, node_in, seconds_between, signs
 
 _SECONDS = 3.0
 _KEY = "lit_fsdp/last_words/"
@@ -20,44 +25,74 @@ _LOST_CONTACT = re.compile(
 _MAX_CHARS = 300
 
 
-def explain_failure(error: BaseException) -> None:
-    """Add a note to ``error`` that names the rank which ended this run; called on each rank that fails.
+@dataclass
+class _Heard:
+    """What a rank has learnt from where all ranks met."""
 
-    Waits at most 3 seconds for the others: a rank that says nothing was killed, is stopped or hangs. The meeting point
-    is in rank 0's process, so if it does not answer that rank is the one.
+    words: dict[int, str] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)
+    """Ranks that have given a sign of life in the meantime."""
+
+    def name(self, rank: int) -> str:
+        return f"{rank} ({self.nodes[rank]})" if rank in self.nodes else str(rank)
+
+
+def explain_failure(error: BaseException) -> None:
+    """Add a note to ``error`` that names the rank which ended this run, and its node; called on each rank that fails.
+
+    Waits at most 3 seconds for the others (longer with more than a thousand): a rank that says nothing and gives no
+    sign of life was killed, is stopped or cut off. The meeting point is in rank 0's process (or in torchrun's on its
+    node), so if it does not answer that rank is the one.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     rank, is_lost = dist.get_rank(), bool(_LOST_CONTACT.search(f"{type(error).__name__}: {error}"))
     own = "" if is_lost else f"{type(error).__name__}: {error}"[:_MAX_CHARS]
-    words: dict[int, str] = {}
-    meeting = threading.Thread(target=_meet, args=(rank, own, is_lost, words), daemon=True, name="last-words")
+    heard = _Heard()
+    seconds = max(_SECONDS, 2.5 * seconds_between(dist.get_world_size()))
+    meeting = threading.Thread(target=_meet, args=(own, seconds, heard), daemon=True, name="last-words")
     meeting.start()
-    meeting.join(_SECONDS + 0.5)
+    meeting.join(seconds + 0.5)
+    me = f"rank {rank} ({socket.gethostname()})"
     if not is_lost:
-        error.add_note(f"this was raised on rank {rank}")
+        error.add_note(f"this was raised on {me}")
         return
-    culprits = {other: text for other, text in sorted(words.items()) if text}
-    silent = [other for other in range(dist.get_world_size()) if other not in words and other != rank]
-    lines = [f"rank {other} failed: {text}" for other, text in culprits.items()]
-    if not culprits and silent:
-        where = "0" if 0 in silent and not words.keys() - {rank} else ", ".join(map(str, silent))
-        lines.append(f"no word from rank {where}: killed, stopped, or hanging; see its own log")
-    for line in lines:
-        error.add_note(f"rank {rank} lost contact: {line}")
+    for line in _conclusions(rank, heard):
+        error.add_note(f"{me} lost contact: {line}")
 
 
-def _meet(rank: int, own: str, is_lost: bool, words: dict[int, str]) -> None:
+def _conclusions(rank: int, heard: _Heard) -> list[str]:
+    culprits = {other: text for other, text in sorted(heard.words.items()) if text}
+    if culprits:
+        return [f"rank {heard.name(other)} failed: {text}" for other, text in culprits.items()]
+    silent = [other for other in range(dist.get_world_size()) if other not in heard.words and other != rank]
+    if 0 in silent and not heard.words.keys() - {rank}:
+        return [f"no word from rank 0 ({meeting_host()}): killed, stopped, hanging or cut off; see its own log"]
+    gone = [other for other in silent if other not in heard.alive]
+    if gone:
+        where = ", ".join(heard.name(other) for other in gone)
+        return [f"no word from rank {where}: killed, stopped, hanging or cut off; see its own log"]
+    where = ", ".join(heard.name(other) for other in silent)
+    return [f"rank {where} did not come, but is alive: hanging, or much slower than the others"] if silent else []
+
+
+def _meet(own: str, seconds: float, heard: _Heard) -> None:
     """Leave a word; those who do not know what happened read, rank 0 stays until it was read."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + seconds
+    rank, is_lost = dist.get_rank(), not own
     missing = set(range(dist.get_world_size()))
     try:
         store: Any = dist.distributed_c10d._get_default_store()
         store.set(f"{_KEY}{rank}", own)
+        before = signs(store, missing) if is_lost else {}
+        heard.nodes.update({other: node_in(sign) for other, sign in before.items()})
         while missing and time.monotonic() < deadline and (is_lost or rank == 0):
             for other in [other for other in missing if store.check([f"{_KEY}{other}"])]:
-                words[other] = store.get(f"{_KEY}{other}").decode()
+                heard.words[other] = store.get(f"{_KEY}{other}").decode()
                 missing.discard(other)
             time.sleep(0.02)
+        after = signs(store, missing) if is_lost else {}
+        heard.alive.update(other for other, sign in after.items() if sign != before.get(other))
     except RuntimeError:  # the meeting point is gone, and with it rank 0
         return

@@ -19,6 +19,7 @@ import faulthandler
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import time
@@ -32,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.metrics.memory import peak_device_bytes
 from lit_fsdp.parallel.live_units import clean_name
 from lit_fsdp.redaction import redact_values
 
@@ -109,7 +109,7 @@ class RankLog:
                     name for name, weight, grad in held if grad is None and weight is not None and weight.numel()
                 ],
                 "not_finite": [name for name, _, grad in held if grad is not None and not bool(grad.isfinite().all())],
-                "peak_bytes": peak_device_bytes(self._device),
+                "peak_bytes": _peak_bytes(self._device),
             },
         )
 
@@ -163,6 +163,13 @@ def parameter_states(
             }
         )
     return states
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Allocated on a GPU at most; on a CPU the largest resident set of this process, the load included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _number(value: float) -> float | str:

@@ -50,7 +50,8 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         """Start the process group, of one for ``single``, so that checkpoints and records are made in one way."""
         self._check_environment()
-        super().setup_environment()
+        with self.meeting_others():
+            super().setup_environment()
         self._build_mesh()
 
     @property

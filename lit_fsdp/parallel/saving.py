@@ -63,6 +63,8 @@ class ShardedCheckpoints:
     """What the next load may take, in this order, where the checkpoint it is given is damaged."""
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})
     """What the last load passed over, with the reason."""
+    saves_on_signal = False
+    """Whether the save under way has no other reason than a signal; its manifest says so."""
     background: BackgroundSaver | None = None
     _in_background = False
     _storage: Storage
@@ -129,6 +131,7 @@ class ShardedCheckpoints:
             "mesh": list(self.mesh.mesh.shape),
             "precision": self.contract.report()["declared"],
             "tied": self._ties,
+            "on_signal": self.saves_on_signal,
             **(describe() if describe else {}),
             **self._data_position(checkpoint.get("global_step")),
         }

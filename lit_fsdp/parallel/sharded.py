@@ -22,6 +22,7 @@ from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.casting import cast_buffers
+from lit_fsdp.parallel.contact import ContactWithRanks
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.last_words import explain_failure
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
@@ -38,7 +39,7 @@ from lit_fsdp.parallel.units import UnitPlan, audit, tied_names
 _PATH = "trainer.strategy.init_args"
 
 
-class ShardedStrategy(ShardedCheckpoints):
+class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
     """The engine-independent half of a strategy.
 
     Args:
@@ -256,7 +257,7 @@ class ShardedStrategy(ShardedCheckpoints):
             if self.rank_log is not None:
                 self.rank_log.failed(exception)
             explain_failure(exception)
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
 
     # -- the contract in the first step
 

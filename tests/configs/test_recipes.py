@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lit_fsdp.checkpoint.space import Contents, saved_tensors
 from lit_fsdp.commands import run as run_command
-from lit_fsdp.launch import slurm_lint
+from lit_fsdp.launch import slurm_lint_places
 from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import audit, plan_units
 from tests.configs.arithmetic import (
@@ -137,11 +138,19 @@ def test_a_checkpoint_is_as_large_as_the_recipe_says(recipe: Path):
 
 
 @full
-def test_as_a_job_it_passes_lint(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Everything but what depends on this host: its disk, and whether other nodes see it."""
-    monkeypatch.setattr(slurm_lint, "local_place", lambda path: None)
-    monkeypatch.setattr(slurm_lint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**16}))
-    for name in ("SLURM_JOB_ID", "LIT_FSDP_CACHE"):
+def test_as_a_job_it_passes_lint(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Everything but what depends on this host: its disk, its cluster, its rows, and whether other nodes see it."""
+    monkeypatch.chdir(tmp_path)
+    values = yaml.safe_load(recipe.read_text())
+    for source in (values["data"].get(split) for split in ("train", "val")):
+        if source and not source.startswith("generated:"):
+            Path(source).parent.mkdir(parents=True, exist_ok=True)
+            Path(source).touch()
+    monkeypatch.setattr(slurm_lint_places, "local_place", lambda path: None)
+    monkeypatch.setattr(slurm_lint_places.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**16}))
+    for name in ("SLURM_JOB_ID", "SLURM_CONF", "LIT_FSDP_CACHE"):
         monkeypatch.delenv(name, raising=False)
     code = run_command(["slurm", "render", "--config", str(recipe)])
     out, err = capsys.readouterr()

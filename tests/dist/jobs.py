@@ -197,7 +197,9 @@ def command(words: list[str], cwd: str) -> dict[str, Any]:
     os.chdir(cwd)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(words)
+            code: Any = main(words)
+    except SystemExit as end:  # after --print_config
+        code = end.code
     finally:
         os.chdir(before)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,25 @@ def lit_fsdp(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]), **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
+
+
+def cpu_seconds() -> float:
+    """What the commands have taken so far; unlike the clock on the wall, nothing of what else the machine does."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished miniature run; its folder is ``run`` inside."""
     cwd = tmp_path_factory.mktemp("smoke")
-    started = time.monotonic()
+    before = cpu_seconds()
     done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "run", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 60
+    assert cpu_seconds() - before < 60
     assert "miniature: trainer.accelerator: 'gpu' → 'cpu'" in done.stderr
     assert " → llama of 2 layers, hidden size 64, random init" in done.stderr
     assert "FSDP units by the model's FSDP plan (model.layers.*)" in done.stderr
@@ -68,11 +73,12 @@ def test_the_run_folder(smoke: Path) -> None:
     assert dtypes["realised"]["reductions"].keys() == {"fp32"}
 
 
-def test_the_resolved_recipe_can_be_fed_back(smoke: Path) -> None:
-    done = lit_fsdp("fit", "--config", "run/recipe.yaml", "--print_config", cwd=smoke)
-    assert done.returncode == 0, done.stderr
+def test_the_resolved_recipe_can_be_fed_back(smoke: Path, workers: Workers) -> None:
+    words = ["fit", "--config", "run/recipe.yaml", "--print_config"]
+    (done, _) = workers.run("command", 2, words=words, cwd=str(smoke))
+    assert done["code"] == 0, done["err"]
     resolved = yaml.safe_load((smoke / "run/recipe.yaml").read_text())
-    assert yaml.safe_load(done.stdout) == resolved
+    assert yaml.safe_load(done["out"]) == resolved
     assert resolved["data"]["global_batch_size"] == 4
     assert resolved["model"]["optim"]["eps"] == 1e-8  # every default is spelled out
 
@@ -91,14 +97,15 @@ def test_a_used_run_folder_is_refused_and_unchanged(smoke: Path) -> None:
     assert content(smoke / "run") == before
 
 
-def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path) -> None:
+def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, workers: Workers) -> None:
+    """On two ranks that somebody else started."""
     with (smoke / "run/metrics.csv").open(newline="") as file:
         before = list(csv.DictReader(file))
     words = ["--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]
     words += ["--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
-    done = lit_fsdp("fit", *SMOKE, *words, cwd=smoke)
-    assert done.returncode == 0, done.stderr
-    assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done.stderr
+    done = workers.run("command", 2, words=["fit", *SMOKE, *words], cwd=str(smoke))
+    assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
+    assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0]["err"]
     with (smoke / "run/metrics.csv").open(newline="") as file:
         after = list(csv.DictReader(file))
     assert after[:4] == before
@@ -149,9 +156,9 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
 def test_refused_at_once_without_torch(tmp_path: Path, words: list[str], code: int, needles: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     (tmp_path / "folder").mkdir()
-    started = time.monotonic()
+    before = cpu_seconds()
     done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "other", *words, cwd=tmp_path)
-    seconds = time.monotonic() - started
+    seconds = cpu_seconds() - before
     assert done.returncode == code
     assert done.stdout == ""
     error = [line for line in done.stderr.splitlines() if not line.startswith("miniature: ")]
@@ -187,9 +194,9 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     seconds = []
     for _ in range(3):
-        started = time.monotonic()
+        before = cpu_seconds()
         done = lit_fsdp("--help", cwd=tmp_path)
-        seconds.append(time.monotonic() - started)
+        seconds.append(cpu_seconds() - before)
     assert done.returncode == 0
     assert done.stderr == ""
     assert min(seconds) <= 0.5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,13 +79,11 @@ def test_an_export_never_overwrites_and_the_answer_goes_through_the_template(
     assert (done["code"], done["out"]) == (2, "")
     assert done["err"].startswith("error: out: got out, a folder that is not empty\n")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    words = [sys.executable, "-m", "lit_fsdp", "generate", "--model", str(out), "--prompt", "2 + 2?"]
-    done = subprocess.run(
-        [*words, "--max_new_tokens", "3"], capture_output=True, text=True, timeout=120, check=False, cwd=out.parents[0]
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\n")
-    assert "<|im_start|>" not in done.stdout
+    words = ["generate", "--model", str(out), "--prompt", "2 + 2?", "--max_new_tokens", "3"]
+    (done,) = workers.run("command", 1, words=words, cwd=str(tmp_path))
+    assert done["code"] == 0, done["err"]
+    assert done["out"].endswith("\n")
+    assert "<|im_start|>" not in done["out"]
 
 
 def test_verified_on_the_command_line_and_refused_when_it_differs(

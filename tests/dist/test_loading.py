@@ -73,12 +73,18 @@ def test_random_weights_equal_those_of_one_process(
     )
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_peak_memory_of_a_rank(tmp_path: Path, engine: str) -> None:
-    """A 137M model, 547 MB in fp32: each of two ranks stays under its shard, the largest unit and 120 MB."""
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """137M parameters, 547 MB in fp32."""
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10, "vocab_size": 8192}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True}
-    result = measure(engine, write_random_llama(tmp_path, {**shape, **heads}), 2)
+    return write_random_llama(tmp_path_factory.mktemp("large"), {**shape, **heads})
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_peak_memory_of_a_rank(large_model: Path, engine: str) -> None:
+    """Each of two ranks stays under its shard, the largest unit and 120 MB."""
+    result = measure(engine, large_model, 2)
     assert "error" not in result, result.get("error")
     records = result["ranks_measured"]
     assert sum(record["held_bytes"] for record in records) == pytest.approx(4 * records[0]["num_params"], rel=0.01)

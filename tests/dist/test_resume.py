@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,11 @@ from tests.dist.workers import RankError, Workers
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
+        # every other one by default, and in those every value once
         ({"engine": "fsdp2"}, 1),
         ({"engine": "fsdp1"}, 3),
+        ({"engine": "fsdp1", "state_dict": "full", "sharding": "shard_grad_op"}, 2),
         ({"engine": "fsdp2", "state_dict": "full"}, 3),
-        ({"engine": "fsdp1", "state_dict": "full", "sharding": "shard_grad_op"}, 1),
         ({"engine": "fsdp2", "precision": "low_precision", "sharding": "no_shard"}, 1),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"accumulate{value}",
@@ -55,7 +58,7 @@ def test_from_the_best_validation(
     workers: Workers, dropout_model: Path, tmp_path: Path, accumulate: int, first_step: int
 ) -> None:
     """A validation that beats all before is saved with its metrics, and a run goes on from there bit-equal."""
-    job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "steps": 16, "every": None}
+    job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "steps": 10, "every": None}
     job |= {"val_check_interval": 4, "accumulate_grad_batches": accumulate}
     (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), **job)
     found = checkpoints(tmp_path / "whole")
@@ -70,16 +73,25 @@ def test_from_the_best_validation(
     assert after["digest"] == whole["digest"]
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(workers: Workers, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """What a whole run gave, and the run folder of one that was cut after five steps."""
+    folder = tmp_path_factory.mktemp("two")
+    job: dict[str, Any] = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "precision": "fp32"}}
+    job["accumulate_grad_batches"] = 2
+    (whole, _) = workers.run("train_with_checkpoints", 2, run=str(folder / "whole"), steps=25, **job)
+    workers.run("train_with_checkpoints", 2, run=str(folder / "cut"), steps=5, **job)
+    return whole, folder / "cut"
+
+
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 3), (4, 1)])
 def test_on_another_number_of_ranks(
-    workers: Workers, tiny_model: Path, tmp_path: Path, ranks: int, accumulate: int
+    workers: Workers, tiny_model: Path, tmp_path: Path, on_two_ranks: tuple[Any, Path], ranks: int, accumulate: int
 ) -> None:
     """The same global batches: losses differ only by the order of summation, and epochs stay where they were."""
-    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "precision": "fp32"}}
-    two = {**job, "accumulate_grad_batches": 2}
-    (whole, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "whole"), steps=25, **two)
-    workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), steps=5, **two)
-    job["strategy"] = {"engine": "fsdp1", "precision": "fp32"}
+    whole, cut = on_two_ranks
+    shutil.copytree(cut, tmp_path / "cut")
+    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp1", "precision": "fp32"}}
     after = workers.run(
         "train_with_checkpoints",
         ranks,

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
 # One phase of the run made slow, so that a signal can fall into it; a script, as rank 1 is started with the same words.
 PHASES = str(ROOT / "tests/dist/slow_phases.py")
+PATIENCE = 120  # seconds for a start or an end; a busy machine needs many for the imports of two processes
 FEW_STEPS = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "2", "--trainer.val_check_interval", "4"]
 
 
@@ -57,7 +58,7 @@ def start(tmp_path: Path, every: int, *more: str, phase: str | None = None) -> s
     return process
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 90) -> None:
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = PATIENCE) -> None:
     """Until the file is there."""
     deadline = time.monotonic() + seconds
     while not path.exists():
@@ -81,7 +82,7 @@ def children(pid: int) -> list[int]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Output up to the end; no process of the session may be left."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:

@@ -13,6 +13,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ _JOBS = (
     "packing_jobs",
     "retention_jobs",
 )
-_REFUSED = "lit_fsdp.errors.ConfigError"
 _MARK = "\x1eRESULT "
+_AFTER_AN_ERROR = 30.0  # seconds in which the other ranks must answer too; who knows what they wait for
 
 
 class RankError(AssertionError):
@@ -50,22 +52,29 @@ class Workers:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
 
-    def run(self, job: str, ranks: int, timeout: float = 120, **arguments: Any) -> list[Any]:
-        """The results of ``tests.dist.jobs.<job>(**arguments)`` by rank; raises RankError if any rank raised."""
+    def run(self, job: str, ranks: int, timeout: float = 200, **arguments: Any) -> list[Any]:
+        """The results of ``tests.dist.jobs.<job>(**arguments)`` by rank; raises RankError if any rank raised.
+
+        Processes that have answered, be it with an error, go on to the next job; with one that has not, all are ended.
+        """
         while len(self._processes) < ranks:
             self._processes.append(_start())
         port = _free_port()
         chosen = self._processes[:ranks]
-        for rank, process in enumerate(chosen):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
-            task = {"job": job, "arguments": arguments, "env": {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-        answers = [self._answer(process) for process in chosen]
+        try:
+            for rank, process in enumerate(chosen):
+                env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
+                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({"job": job, "arguments": arguments, "env": env}) + "\n")
+                process.stdin.flush()
+            answers = _answers(chosen, timeout)
+        except BaseException:  # the time of a test is over: what these processes do is for nobody
+            self.close()
+            raise
+        if any(answer.get("is_lost") for answer in answers):
+            self.close()
         if any("error" in answer for answer in answers):
-            if not all(_REFUSED in answer.get("error", "") for answer in answers):  # who knows what the others wait for
-                self.close()
             raise RankError("\n".join(f"rank {r}: {a.get('error', 'ok')}" for r, a in enumerate(answers)))
         return [answer["result"] for answer in answers]
 
@@ -76,12 +85,39 @@ class Workers:
             process.communicate()  # closes the pipes too
         self._processes.clear()
 
-    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(_MARK):
-                return json.loads(line.removeprefix(_MARK))
-        return {"error": f"the process ended with exit code {process.wait()}"}
+
+def _answers(processes: list[subprocess.Popen[str]], timeout: float) -> list[dict[str, Any]]:
+    """Of every rank; soon after the first error, or when the time is over, without those that have not come."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def listen(rank: int) -> None:
+        found[rank] = _answer(processes[rank])
+
+    threads = [threading.Thread(target=listen, args=(rank,), daemon=True) for rank in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    begin = time.monotonic()
+    deadline = begin + timeout
+    try:
+        while (waiting := [t for t in threads if t.is_alive()]) and time.monotonic() < deadline:
+            waiting[0].join(0.1)
+            if any("error" in answer for answer in list(found.values())):
+                deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR)
+        late = {"error": f"no answer after {time.monotonic() - begin:.0f} s", "is_lost": True}
+        return [found.get(rank, late) for rank in range(len(processes))]
+    finally:  # the late ones, and all when the time of a test is over: nobody may read these pipes any more
+        for process, thread in zip(processes, threads, strict=True):
+            if thread.is_alive():
+                process.kill()
+                thread.join()
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_MARK):
+            return json.loads(line.removeprefix(_MARK))
+    return {"error": f"the process ended with exit code {process.wait()}", "is_lost": True}
 
 
 def _start() -> subprocess.Popen[str]:

@@ -22,9 +22,9 @@ _LEDGER = Ledger()
 class Counts:
     """How often the random injections are tried."""
 
-    kills_of_jobs: int = 300 if LONG else 15
+    kills_of_jobs: int = 300 if LONG else 9
     kills_of_ranks: int = 60 if LONG else 6
-    damages: int = 1000 if LONG else 100
+    damages: int = 1000 if LONG else 48
     soak_seconds: float = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
 
 
@@ -34,6 +34,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("injected faults")
         for line in _LEDGER.table():
             terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``-n`` another process prints the table, see ``tests/conftest.py``."""
+    if _LEDGER.tried and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["injected faults"] = _LEDGER.table()
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -18,6 +20,7 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
+_ENDED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _MODEL = ROOT / "configs" / "model" / "SmolLM2-135M-Instruct.json"
 
 
@@ -27,6 +30,7 @@ class Cluster:
     def __init__(self, folder: Path, conf: str) -> None:
         self.folder = folder
         self.env = {**os.environ, "SLURM_CONF": conf, "LIT_FSDP_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        self.env["OMP_NUM_THREADS"] = "1"  # two ranks or more on the cores of one machine
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             self.env.pop(name, None)
 
@@ -47,9 +51,22 @@ class Cluster:
         return path
 
     def run(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """A command of SLURM, or ``lit-fsdp`` by this Python."""
-        line = [sys.executable, "-m", "lit_fsdp", *words[1:]] if words[0] == "lit-fsdp" else list(words)
-        return subprocess.run(line, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
+        """A command of SLURM, or ``lit-fsdp`` in this process, which has imported everything already."""
+        if words[0] == "lit-fsdp":
+            return self._run_here(list(words[1:]))
+        return subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
+
+    def _run_here(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        from lit_fsdp.__main__ import main
+
+        out, err = io.StringIO(), io.StringIO()
+        with ExitStack() as stack:
+            for context in (mock.patch.dict(os.environ, self.env, clear=True), chdir(self.folder)):
+                stack.enter_context(context)
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            code = main(words)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def submit(self, recipe: Path, *flags: str) -> str:
         """The number of the job of a recipe."""
@@ -62,17 +79,35 @@ class Cluster:
         lines = self.run("scontrol", "show", "job", "--oneliner", number).stdout.splitlines()
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
 
-    def wait_until(self, number: str, *wanted: str, seconds: float = 240) -> list[dict[str, str]]:
-        """Its states, once every task is in one of those wanted."""
+    def wait_until(self, number: str, *wanted: str, seconds: float = 600) -> list[dict[str, str]]:
+        """Its states, once every task is in one of those wanted; at once an error if one has ended in another."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             states = self.states(number)
             if states and all(state["JobState"] in wanted for state in states):
                 return states
+            if any(state["JobState"] in {*_ENDED, *("COMPLETED", "CANCELLED")} - {*wanted} for state in states):
+                break
             time.sleep(0.5)
         raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
 
-    def wait_for_step(self, name: str, step: int, seconds: float = 240) -> None:
+    def restarted(self, number: str, times: int, seconds: float = 600) -> None:
+        """Waits until a job has been put back into the queue so often and runs again."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            (state,) = self.states(number)
+            if state["Restarts"] == str(times) and state["JobState"] in ("RUNNING", "COMPLETED"):
+                return
+            assert state["JobState"] not in _ENDED, self.logs()
+            time.sleep(0.3)
+        raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
+
+    def signal(self, number: str, name: str = "USR1") -> None:
+        """What a time limit and a preemption send to every process of the step."""
+        done = self.run("scancel", f"--signal={name}", number)
+        assert done.returncode == 0, done.stderr
+
+    def wait_for_step(self, name: str, step: int, seconds: float = 600) -> None:
         """Until a run has logged a step."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -80,6 +115,13 @@ class Cluster:
                 return
             time.sleep(0.2)
         raise AssertionError(f"{name} did not reach step {step}\n{self.logs()}")
+
+    def wait_for(self, path: Path, seconds: float = 600) -> None:
+        """Until a file is there."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < deadline, f"no {path}\n{self.logs()}"
+            time.sleep(0.05)
 
     def logs(self) -> str:
         """The end of every log."""

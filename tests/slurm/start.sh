@@ -56,6 +56,8 @@ SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
 ProctrackType=proctrack/$track
 TaskPlugin=task/none
+# a requeued job is looked at by these rounds alone; 60 s and 30 s by default
+SchedulerParameters=sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides

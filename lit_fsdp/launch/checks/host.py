@@ -99,8 +99,9 @@ def _open_files(facts: HostFacts) -> Row:
     if limit < 0 or limit >= _OPEN_FILES["warning"]:
         return Row(name, found)
     within = hard < 0 or hard >= _OPEN_FILES["warning"]
-    fix = "ulimit -n 65536 before the run" if hard < 0 or hard >= 65536 else f"ulimit -n {hard} before the run"
-    fix += ", or a slurm.setup line" if within else f"; the hard limit is {hard}: raise it in /etc/security/limits.conf"
+    fix = f"ulimit -n {65536 if hard < 0 else min(hard, 65536)} before the run, or a slurm.setup line"
+    if not within:
+        fix = f"the hard limit is {hard}: raise it in /etc/security/limits.conf (nofile), for jobs slurmd's LimitNOFILE"
     return Row(name, found, "bad" if limit < _OPEN_FILES["bad"] else "warning", fix)
 
 

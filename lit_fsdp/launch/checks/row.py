@@ -48,6 +48,8 @@ class Wanted:
     """Optional groups of our dependencies that the recipe needs."""
     compute_dtype: str | None = None
     """``bf16``, ``fp16``, ``fp32`` or ``fp8``; ``None``: no recipe."""
+    words: str = ""
+    """How doctor was called, without ``--nodes``: what has to be said on all nodes too."""
     signal_lead_seconds: int | None = None
     """Seconds before a time limit at which a save begins; ``None``: no SLURM section."""
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from lit_fsdp.launch.checks.row import Row, Wanted
-from lit_fsdp.launch.slurm_lint import local_place
+from lit_fsdp.launch.slurm_lint_places import local_place
 
 _COMMANDS = ("sbatch", "srun", "scontrol")
 
@@ -29,7 +29,8 @@ def judge_slurm(
     found = f"{', '.join(there) or 'no commands'}; {f'inside job {job}' if job else 'not inside a job'}"
     tasks = int(environment.get("SLURM_NTASKS") or 1)
     if job is not None and "SLURM_STEP_ID" not in environment and (tasks > 1 or wanted.nodes > 1):
-        fix = f"srun lit-fsdp doctor --nodes {max(wanted.nodes, int(environment.get('SLURM_NNODES') or 1))}"
+        nodes = max(wanted.nodes, int(environment.get("SLURM_NNODES") or 1))
+        fix = f"srun lit-fsdp doctor{wanted.words} --nodes {nodes}"
         return Row("SLURM", f"{found}, started once by its shell: only this node is looked at", "warning", fix)
     if missing:
         return Row("SLURM", f"{found}; without {', '.join(missing)}", "warning", "see PATH: a login node has them all")
@@ -46,7 +47,7 @@ def judge_nodes(wanted: Wanted, started: int) -> list[Row]:
     rows = []
     if wanted.nodes != started:
         tasks = f"--nodes={wanted.nodes} --ntasks-per-node={wanted.devices or 8}"
-        fix = f"srun {tasks} lit-fsdp doctor --nodes {wanted.nodes} looks at all"
+        fix = f"srun {tasks} lit-fsdp doctor{wanted.words} --nodes {wanted.nodes} looks at all"
         grade = "bad" if started > 1 else "warning"
         text = f"{wanted.nodes} wanted, {started} looked at"
         rows.append(Row("nodes", text, grade, fix))  # type: ignore[arg-type]

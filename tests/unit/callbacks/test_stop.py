@@ -119,8 +119,9 @@ class Saving(Checkpoint):
         super().__init__()
         self.saved: list[int] = []
 
-    def save(self, trainer: Any) -> Path:
-        """Only the step."""
+    def save(self, trainer: Any, on_signal: bool = False) -> Path:
+        """Only the step, and that it says why."""
+        assert on_signal
         self.saved.append(trainer.global_step)
         return Path()
 
@@ -216,7 +217,7 @@ def test_a_signal_is_heard_by_a_thread():
 
 
 class Watched(LightningModule):
-    """Notes the handlers that are there while it trains."""
+    """Notes the handlers that are there while it works."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,26 +229,31 @@ class Watched(LightningModule):
         self.seen = [signal.getsignal(number) for number in signals.STOPPING]
         return self.weight * batch.sum()
 
+    validation_step = test_step = predict_step = training_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Any."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("ours", [True, False])
-def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path: Path, flags: SignalFlags, ours: bool):
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
+@pytest.mark.parametrize(
+    ("verb", "ours"), [("fit", True), ("validate", True), ("test", True), ("predict", True), ("fit", False)]
+)
+def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path: Path, flags: SignalFlags, verb: str, ours: bool):
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
-    watched = Watched()
+    watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
     run = Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)],
+        plugins=[environment],
         callbacks=[StopOnSignal(flags)] if ours else [],
         max_steps=1,
         default_root_dir=tmp_path,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    run.fit(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
+    getattr(run, verb)(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
     assert (watched.seen == before) is ours
+    assert environment.auto_requeue is not ours
     assert [signal.getsignal(number) for number in signals.STOPPING] == before

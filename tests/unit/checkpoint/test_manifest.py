@@ -26,6 +26,7 @@ def test_a_manifest_describes_every_file_and_tensor(save):
     assert (manifest.global_step, manifest.world_size, manifest.layout) == (3, 1, "full")
     assert manifest.versions["torch"] == torch.__version__.split("+")[0] or torch.__version__
     assert set(manifest.versions) >= {"python", "torch", "lightning", "transformers"}
+    assert 0 <= manifest.extra.pop("save_seconds") < 60
     assert manifest.extra == {"model": {"prefix": "model.", "tied": {}}}
     assert str(folder) not in (folder / "manifest.json").read_text()
 

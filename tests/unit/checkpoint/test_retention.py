@@ -60,6 +60,26 @@ def test_the_newest_the_best_and_every_nth_stay(losses, options, expected):
     assert left(dict(reversed(losses.items())), **options)[::-1] == expected
 
 
+@pytest.mark.parametrize(
+    ("signalled", "options", "expected"),
+    [
+        ([5, 11, 17], {"keep_last": 2, "keep_best": 0}, [10, 17]),  # whole intervals are not pushed out
+        ([5, 11], {"keep_last": -1, "keep_best": 0}, [10, 11, 17]),
+        ([5, 11, 17], {"keep_last": 1, "keep_best": 0}, [17]),
+        ([5, 11, 17], {"keep_last": -1, "keep_best": 0}, [10, 17]),
+        ([5, 11, 17], {"keep_last": -1, "keep_best": 1}, [5, 10, 17]),  # 5 is the best
+        ([5, 11, 17], {"keep_last": 1, "keep_best": 0, "every_steps": 1, "keep_every": 11}, [11, 17]),
+    ],
+)
+def test_of_those_saved_on_a_signal_only_the_newest_counts(signalled, options, expected):
+    there = [
+        Found(step, Path(f"step-{step}"), {"val_loss": step}, "", 0, on_signal=step in signalled)
+        for step in (5, 10, 11, 17)
+    ]
+    gone = retention.to_remove(there, CheckpointConfig(**options))
+    assert [entry.step for entry in there if entry not in gone] == expected
+
+
 def test_the_one_just_saved_stays_beside_newer_ones():
     assert left({10: 1.0, 25: 2.0, 30: 3.0, 40: 4.0}, current=25, keep_last=1, keep_best=0) == [25, 40]
 

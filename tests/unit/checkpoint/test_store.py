@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import warnings
 
 import pytest
@@ -227,3 +228,17 @@ def test_a_folder_that_is_none_is_refused(tmp_path, blanks):
             load(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="no such checkpoint folder"):
         store.load_tensors(tmp_path / "gone", blanks)
+
+
+@LAYOUTS
+def test_how_long_it_took_is_left_behind(save, monkeypatch: pytest.MonkeyPatch, layout):
+    """Submitting compares time limits with it, so it has to hold whatever makes this disk slow."""
+    assert 0 <= read_manifest(save(1, layout)).extra["save_seconds"] < 60
+    write = disk.write_bytes
+
+    def slow(path, content):
+        time.sleep(0.3)
+        return write(path, content)
+
+    monkeypatch.setattr(disk, "write_bytes", slow)
+    assert read_manifest(save(2, layout)).extra["save_seconds"] > 0.3

@@ -25,7 +25,7 @@ def recipe(
             **(trainer or {}),
         },
         "model": {"name": MODEL},
-        "data": {"train": "rows.jsonl", "global_batch_size": 64},
+        "data": {"train": "generated:640", "global_batch_size": 64},
         "slurm": dict(slurm or {}),
         **sections,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -64,6 +66,52 @@ def test_a_recipe_says_what_is_wanted(asked: list[Any], tmp_path: Path):
     assert (wanted.nodes, wanted.devices, wanted.num_checkpoints, quick) == (4, 8, 5, False)
     assert (wanted.signal_lead_seconds, wanted.compute_dtype, wanted.needs_weights) == (300, "bf16", False)
     assert wanted.copies_to_host
+
+
+def test_the_command_for_all_nodes_repeats_what_was_asked(asked: list[Any], tmp_path: Path):
+    path = written(tmp_path)
+    spaced = tmp_path / "a b.yaml"
+    spaced.write_text("checkpoint: {keep_last: 3}\n")
+    words = ["--config", path, "--config", str(spaced), "--trainer.max_steps", "7", "--quick"]
+    assert main(["doctor", "--nodes", "2", *words]) == 0
+    (((wanted, _),)) = asked
+    assert shlex.split(wanted.words) == words
+    assert wanted.nodes == 2
+
+
+def test_checkpoints_are_counted_as_the_run_counts_them(monkeypatch: pytest.MonkeyPatch):
+    """Three last ones, the best and the one being written, but the run has two steps."""
+    from lit_fsdp.commands.doctor import _wanted, _with_bytes
+    from lit_fsdp.config.run import check_recipe
+
+    monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 1)
+    for steps, val, expected in ((2, "generated:8", 2), (100, "generated:8", 5), (100, None, 4)):
+        data = {"train": "generated:640", "global_batch_size": 64, "val": val}
+        values = recipe(trainer={"max_steps": steps}, checkpoint={"keep_last": 3, "every_steps": 1}, data=data)
+        run = check_recipe(values, "fit")
+        assert _with_bytes(_wanted(run, values, "r", None), run, 0).num_checkpoints == expected
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "is_coloured"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_colours_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str], is_coloured: bool
+):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", **variables}.items():
+        monkeypatch.setenv(name, value)
+    file = Terminal()
+    print_report(Report([GOOD, Row("disk", "full", "bad", "free space")]), file)
+    colours = re.findall(r"\x1b\[[0-9;]*3[0-7]m", file.getvalue())
+    assert bool(colours) is is_coloured
+    assert is_terminal or "\x1b" not in file.getvalue()
 
 
 def test_what_a_recipe_needs_beside_the_core(asked: list[Any], tmp_path: Path):

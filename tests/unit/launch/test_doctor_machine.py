@@ -99,7 +99,9 @@ def test_memory_is_compared_with_a_nodes_part_of_a_checkpoint():
 
 def test_a_hard_limit_that_is_too_low_is_named():
     assert "hard limit is 1024" in host(open_files=512, open_files_hard=1024)["open files"].fix
+    assert "ulimit -n" not in host(open_files=512, open_files_hard=1024)["open files"].fix  # it would be too low too
     assert "ulimit -n 65536" in host(open_files=512, open_files_hard=-1)["open files"].fix
+    assert "ulimit -n 8192" in host(open_files=512, open_files_hard=8192)["open files"].fix
 
 
 def test_limits_of_a_process_are_read():

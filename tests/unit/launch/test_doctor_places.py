@@ -212,6 +212,8 @@ def test_nodes_that_were_not_started(wanted: Wanted):
     (row,) = [row for row in judge_nodes(shared, 1) if row.name == "nodes"]
     assert row.grade == "warning"
     assert row.fix.startswith("srun --nodes=4 --ntasks-per-node=8 lit-fsdp doctor --nodes 4")
+    (row,) = [row for row in judge_nodes(dataclasses.replace(shared, words=" --quick"), 1) if row.name == "nodes"]
+    assert "lit-fsdp doctor --quick --nodes 4 " in row.fix
     assert [row.grade for row in judge_nodes(shared, 2) if row.name == "nodes"] == ["bad"]
     assert [row for row in judge_nodes(shared, 4) if row.name == "nodes"] == []
     assert judge_nodes(dataclasses.replace(shared, nodes=1), 1) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_script import render, sbatch_value
 from tests.unit.launch.jobs import planned
 
@@ -100,7 +101,7 @@ def text_of(run_folder: Path, slurm: dict[str, Any] | None = None, **more: Any) 
 
 def test_no_value_runs_anything(cluster: Cluster, tmp_path: Path):
     """Quotes, $( ), backticks, semicolons in the run folder, the environment, a container and the command."""
-    folder = tmp_path / NASTY
+    folder = tmp_path / NASTY.replace("\\", "")
     (folder / "slurm").mkdir(parents=True)
     slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": NASTY, "job_name": NASTY}
     done = cluster.run(text_of(folder, slurm))
@@ -179,7 +180,7 @@ def test_each_seed_has_its_folder_and_resumes_from_it(cluster: Cluster, tmp_path
     (tmp_path / "seed-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
     text = text_of(tmp_path, {"seeds": [5, 7]})
     for index, seed, resumed in (("0", "5", []), ("1", "7", ["--ckpt_path", "last"])):
-        cluster.run(text, SLURM_ARRAY_TASK_ID=index, SLURM_RESTART_COUNT="1")
+        cluster.run(text, SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID=index, SLURM_RESTART_COUNT="1")
         called = cluster.words("srun-srun")
         assert called is not None
         own = ["--seed_everything", seed, "--trainer.default_root_dir", f"{tmp_path}/seed-{seed}"]
@@ -200,3 +201,63 @@ def test_a_port_in_use_is_passed_over(cluster: Cluster, tmp_path: Path):
         port = taken.getsockname()[1]
         text = text_of(tmp_path).replace("$((20000 + SLURM_JOB_ID % 10000))", str(port))
         assert f"meeting at 127.0.0.1:{port + 1}" in cluster.run(text).stdout
+
+
+def test_what_users_add_runs_without_our_options_and_cannot_change_our_names(cluster: Cluster, tmp_path: Path):
+    """Files that load modules read variables that are not set; conda's do; others end with `set -e`."""
+    file = tmp_path / "load modules.sh"
+    file.write_text("export LOADED=$NOT_SET_ANYWHERE'yes'\n")
+    setup = ["set -e", "words=x run_folder=x logs=/nowhere restarts=9 job=x code=0 seeds=x", "cap=x"]
+    done = cluster.run(text_of(tmp_path, {"env_file": str(file), "setup": setup}), step_code=75)
+    assert done.returncode == 75, done.stderr
+    words = cluster.words("srun-srun")
+    assert words is not None
+    assert words[-3:] == ["fit", "--config", f"{tmp_path}/slurm/recipe.yaml"]
+    assert cluster.words("scontrol-requeue") == ["4711"]
+
+
+def test_an_env_file_is_found_where_the_job_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Quoted, a tilde stays one; and bash looks for a bare name in PATH."""
+    monkeypatch.setenv("HOME", "/home/somebody/of mine")
+    monkeypatch.chdir(tmp_path)
+    assert "\n. '/home/somebody/of mine/modules.sh' || exit 1\n" in text_of(tmp_path, {"env_file": "~/modules.sh"})
+    assert f"\n. {tmp_path}/modules.sh || exit 1\n" in text_of(tmp_path, {"env_file": "modules.sh"})
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "tab\there", "back\\slash", "bell\x7f"])
+def test_a_run_folder_that_slurm_would_not_take_as_it_is_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError) as caught:
+        text_of(tmp_path / name)
+    assert caught.value.field == "trainer.default_root_dir"
+
+
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_one_run_of_wandb_per_job_and_per_seed(cluster: Cluster, tmp_path: Path, given: str | None):
+    """Numbers of jobs begin with 1 on every cluster."""
+    env = {"SLURM_CLUSTER_NAME": "big", **({"WANDB_RUN_ID": given} if given else {})}
+    found = set()
+    for seeds, more in ((None, {}), ([5, 7], {"SLURM_ARRAY_TASK_ID": "0"}), ([5, 7], {"SLURM_ARRAY_TASK_ID": "1"})):
+        text = text_of(tmp_path, {"seeds": seeds}).replace("\nsrun ", '\necho "id $WANDB_RUN_ID"\nsrun ')
+        said = [cluster.run(text, SLURM_ARRAY_JOB_ID="40", SLURM_RESTART_COUNT=n, **env, **more).stdout for n in "01"]
+        ids = {line.removeprefix("id ") for out in said for line in out.splitlines() if line.startswith("id ")}
+        assert len(ids) == 1, said
+        found |= ids
+    of_array = {"slurm-big-40_0", "slurm-big-40_1"}
+    assert found == (
+        {"slurm-big-4711"} | of_array if given is None else {"mine", *(f"mine-{name}" for name in of_array)}
+    )
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(138, True), (143, False)])
+def test_a_process_that_died_of_the_signal_before_it_could_listen(
+    cluster: Cluster, tmp_path: Path, code: int, requeued: bool
+):
+    cluster.run(text_of(tmp_path), step_code=code)
+    assert (cluster.words("scontrol-requeue") == ["4711"]) is requeued
+
+
+def test_a_task_of_an_array_is_named_by_its_index(cluster: Cluster, tmp_path: Path):
+    """The last task of an array has the array's number, by which scontrol requeues all of them."""
+    text = text_of(tmp_path, {"seeds": [5, 7]})
+    cluster.run(text, step_code=75, SLURM_JOB_ID="40", SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="1")
+    assert cluster.words("scontrol-requeue") == ["40_1"]

@@ -1,0 +1,153 @@
+"""torchrun over two hosts, each with its own network: where ranks meet, what a cut cable does, and the way back."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.store import verify_files
+from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
+
+pytestmark = pytest.mark.timeout(600)
+only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
+TIMEOUT = 12  # of a collective, in seconds
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Two, with a folder that both of them see."""
+    with two_hosts(tmp_path) as found:
+        yield found
+
+
+def recipe(folder: Path, steps: int, devices: int = 1, nodes: int = 2, engine: str = "fsdp2") -> list[str]:
+    """Words that train a miniature, the same global batches on any number of ranks."""
+    strategy = {"engine": engine, "precision": "fp32", "timeout_seconds": TIMEOUT}
+    values = {
+        "trainer": {
+            **{"accelerator": "cpu", "devices": devices, "num_nodes": nodes, "max_steps": steps},
+            **{"log_every_n_steps": 1, "default_root_dir": str(folder / "run")},
+            "strategy": {"class_path": "lit_fsdp.fsdp_strategy", "init_args": strategy},
+        },
+        "model": {
+            "name": str(ROOT / "configs/model/SmolLM2-135M-Instruct.json"),
+            "miniature": True,
+            "optim": {"schedule": "constant"},  # the same for any number of steps
+        },
+        "data": {"train": "generated:64", "max_seq_length": 64, "global_batch_size": 4},
+        "checkpoint": {"every_steps": 2},
+    }
+    path = folder / f"{engine}-{devices}x{nodes}-{steps}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return ["fit", "--config", str(path)]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    path = folder / "run" / "metrics.csv"
+    with path.open(newline="") if path.is_file() else open(os.devnull) as file:
+        return {int(row["step"]): float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")}
+
+
+def alone(folder: Path, steps: int) -> dict[int, float]:
+    """Losses of the same recipe in one process."""
+    folder.mkdir()
+    words = recipe(folder, steps, nodes=1)
+    subprocess.run([sys.executable, "-m", "lit_fsdp", *words], check=True, cwd=folder, env=env(), capture_output=True)
+    return losses(folder)
+
+
+def env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def cut_in_the_middle(hosts: Hosts, folder: Path, processes: int, meeting: str) -> list[str]:
+    """What both hosts say when the cable is cut after a few steps."""
+    started = hosts.torchrun("cut", meeting, processes, *recipe(folder, 4000, processes))
+    deadline = time.monotonic() + 240
+    while max(losses(folder), default=0) < 5:
+        assert time.monotonic() < deadline, hosts.output("cut")
+        assert ended(started, 0.05) == [None, None], hosts.output("cut")
+    hosts.set_cable("down")
+    cut = time.monotonic()
+    while not all("lost contact" in said for said in hosts.output("cut")):
+        assert time.monotonic() - cut < TIMEOUT + 30, hosts.output("cut")
+        time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while hosts.ranks():
+        assert time.monotonic() < deadline, hosts.output("cut")
+        time.sleep(0.2)
+    assert 0 not in ended(started, 0)
+    hosts.end()  # agents of torchrun wait for their own meeting point for minutes
+    return hosts.output("cut")
+
+
+def check_checkpoints(folder: Path) -> int:
+    """Every visible one is whole; the newest step."""
+    assert damaged(folder / "run") == []
+    found = checkpoints(folder / "run")
+    for entry in found:
+        verify_files(entry.path)
+    return found[-1].step
+
+
+def test_a_cut_cable_ends_the_run_on_both_hosts_and_each_names_the_other(hosts: Hosts, tmp_path: Path) -> None:
+    said = cut_in_the_middle(hosts, tmp_path, 1, "static")
+    assert "rank 0 (hosta) lost contact: no word from rank 1 (hostb)" in said[0]
+    assert "rank 1 (hostb) lost contact: no word from rank 0 (10.77.0.1)" in said[1]
+    assert check_checkpoints(tmp_path) >= 4
+
+
+@only_long
+@pytest.mark.parametrize(("meeting", "processes"), [("c10d", 2), ("static", 2), ("c10d", 1)])
+def test_over_the_mended_cable_it_goes_on_to_the_same_losses(
+    hosts: Hosts, tmp_path: Path, meeting: str, processes: int
+) -> None:
+    said = cut_in_the_middle(hosts, tmp_path, processes, meeting)
+    missing = ", ".join(f"{rank} (hostb)" for rank in range(processes, 2 * processes))
+    assert re.search(rf"rank 0 \(hosta\) lost contact: no word from rank {re.escape(missing)}: killed", said[0])
+    assert "lost contact: no word from rank 0 (10.77.0.1)" in said[1]
+    newest = check_checkpoints(tmp_path)
+    hosts.set_cable("up")
+    steps = newest + 4
+    started = hosts.torchrun("again", meeting, processes, *recipe(tmp_path, steps, processes), "--ckpt_path", "last")
+    assert ended(started, 240) == [0, 0], hosts.output("again")
+    found, wanted = losses(tmp_path), alone(tmp_path / "alone", steps)
+    assert sorted(found) == list(range(steps))
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@only_long
+def test_a_host_name_that_the_other_does_not_know_is_said_in_seconds(hosts: Hosts, tmp_path: Path) -> None:
+    """torchrun gives out the first host's name unless it is told an address."""
+    hosts.torchrun("name", "c10d-by-name", 1, *recipe(tmp_path, 4))
+    deadline = time.monotonic() + 120
+    while "does not resolve" not in hosts.output("name")[1]:
+        assert time.monotonic() < deadline, hosts.output("name")
+        time.sleep(0.2)
+    line = next(line for line in hosts.output("name")[1].splitlines() if "does not resolve" in line)
+    where = r"cannot reach torchrun's agent on the first node at hosta:\d+: this name does not resolve here .*"
+    assert re.search(rf"rank 1 on hostb {where} \(since [3-9] s, at most {TIMEOUT} s\)", line), line
+
+
+@only_long
+def test_a_rank_that_does_not_come_is_named_in_seconds(hosts: Hosts, tmp_path: Path) -> None:
+    words = recipe(tmp_path, 4)
+    by_hand = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0"}
+    process = hosts.start(0, "missing", sys.executable, "-m", "lit_fsdp", *words, **by_hand)
+    (tmp_path / "missing-1").touch()
+    assert ended([process], 120) == [1], hosts.output("missing")
+    said = hosts.output("missing")[0]
+    assert re.search(
+        r"rank 0 on hosta waits for rank 1: 1 of 2 ranks have come to 10\.77\.0\.1:29511 \(since 3 s", said
+    )
+    assert said.count("rank 0 on hosta waits for rank 1") >= 2  # again in the error at the end

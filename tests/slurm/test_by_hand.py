@@ -1,0 +1,154 @@
+"""srun by hand, without a script of ours: the same recipe, the same losses, wrong mixtures refused by all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import Cluster, losses
+
+pytestmark = pytest.mark.timeout(600)
+only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
+LIT_FSDP = [sys.executable, "-m", "lit_fsdp"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+STEPS = 4
+
+
+def fit(cluster: Cluster, name: str, engine: str = "fsdp2", **trainer: Any) -> list[str]:
+    """The words after ``lit-fsdp``."""
+    strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"engine": engine, "precision": "fp32"}}
+    changes = {"max_steps": STEPS, "devices": 2, "strategy": strategy, **trainer}
+    return ["fit", "--config", str(cluster.recipe(name, trainer=changes, checkpoint={"every_steps": None}))]
+
+
+def plain(cluster: Cluster, name: str, engine: str = "fsdp2") -> dict[int, float]:
+    """Losses on two processes that Lightning starts on one node."""
+    done = cluster.run("lit-fsdp", *fit(cluster, name, engine, num_nodes=1))
+    assert done.returncode == 0, done.stderr
+    return losses(cluster.folder / name)
+
+
+def test_srun_in_an_interactive_allocation_trains_as_one_node_does(cluster: Cluster) -> None:
+    """salloc names its jobs ``interactive``, by which Lightning would start two processes in each of the four tasks."""
+    words = ["salloc", "--nodes=2", "--ntasks-per-node=2", "srun", *LIT_FSDP, *fit(cluster, "hand")]
+    done = cluster.run(*words)
+    assert done.returncode == 0, done.stderr
+    found = losses(cluster.folder / "hand")
+    assert len(found) == STEPS
+    assert found == pytest.approx(plain(cluster, "plain"), rel=1e-5)
+
+
+BATCH = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output={log} --time=10
+export PYTHONPATH={path}
+{lines}
+"""
+
+
+def batch(cluster: Cluster, name: str, lines: str) -> subprocess.CompletedProcess[str]:
+    """A job whose script somebody wrote by hand, to its end."""
+    script = cluster.folder / f"{name}.sh"
+    log = cluster.folder / f"{name}.out"
+    script.write_text(BATCH.format(log=log, path=cluster.env["PYTHONPATH"], lines=lines))
+    done = cluster.run("sbatch", "--wait", str(script))
+    assert log.is_file(), done.stderr
+    return subprocess.CompletedProcess(done.args, done.returncode, log.read_text(), done.stderr)
+
+
+@only_long
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    "how",
+    ["srun", "srun --ntasks=4 --nodes=2", "torchrun in srun", "second node alone", "shell", "torchrun"],
+)
+def test_every_launch_gives_the_same_losses(cluster: Cluster, engine: str, how: str) -> None:
+    name = f"{how.replace(' ', '_')}-{engine}"
+    nodes = 1 if how in ("second node alone", "shell", "torchrun") else 2
+    words = fit(cluster, name, engine, num_nodes=nodes)
+    ours = " ".join([*LIT_FSDP, *words])
+    lines = f"srun {ours}"
+    if how.startswith("srun --ntasks"):
+        lines = f"{how} {ours}"
+    elif how == "torchrun in srun":
+        meet = '--rdzv-backend c10d --rdzv-endpoint "$(scontrol show hostnames | head -n 1):29455" --rdzv-id x'
+        lines = (
+            f"srun --ntasks-per-node=1 --ntasks=2 {' '.join(TORCHRUN)} --nnodes 2 {meet} -m lit_fsdp {' '.join(words)}"
+        )
+    elif how == "second node alone":
+        lines = f"srun --nodelist=node2 --nodes=1 --ntasks=2 {ours}"
+    if nodes == 1 and how != "second node alone":
+        line = [*TORCHRUN, "--standalone", "-m", "lit_fsdp"] if how == "torchrun" else LIT_FSDP
+        shell = ["srun", "--job-name=bash", "--nodes=1", "--ntasks=1", "bash", "-c", " ".join([*line, *words])]
+        done = cluster.run(*shell)
+    else:
+        done = batch(cluster, name, lines)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = losses(cluster.folder / name)
+    assert len(found) == STEPS
+    reference = cluster.folder / f"reference-{engine}"
+    wanted = losses(reference) if reference.is_dir() else plain(cluster, reference.name, engine)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+WRONG = {
+    # words of srun, changes of the recipe, field, part of the fix; in an allocation of 2 × 2
+    "fewer tasks": (["--ntasks=2", "--nodes=2"], {}, "trainer.devices", "--ntasks-per-node=2"),
+    "other tasks per node": (["--ntasks=4", "--nodes=2"], {"devices": 4}, "trainer.devices", "devices: 2"),
+    "fewer nodes": (["--nodes=1", "--ntasks=2"], {}, "trainer.num_nodes", "num_nodes: 1"),
+    "more nodes": ([], {"num_nodes": 1}, "trainer.num_nodes", "--nodes=1"),
+    "one task": (["--nodes=1", "--ntasks=1"], {"num_nodes": 1}, "trainer.devices", "--ntasks-per-node=2"),
+    "uneven": (["--ntasks=3", "--nodes=2"], {"devices": "auto"}, "SLURM_STEP_TASKS_PER_NODE", "--ntasks-per-node=1"),
+    "cyclic": (["--distribution=cyclic"], {}, "SLURM_DISTRIBUTION", "--distribution=block"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["fewer tasks", *(pytest.param(c, marks=only_long) for c in WRONG if c != "fewer tasks")]
+)
+def test_a_wrong_mixture_is_refused_by_every_rank(cluster: Cluster, case: str) -> None:
+    flags, changes, field, fix = WRONG[case]
+    words = [*LIT_FSDP, *fit(cluster, f"wrong-{case.replace(' ', '_')}", **changes)]
+    done = cluster.run("salloc", "--nodes=2", "--ntasks-per-node=2", "-J", "train", "srun", *flags, *words, timeout=120)
+    assert done.returncode == 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if f"error: {field}: " in line]
+    tasks = next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")), 4)
+    assert len(said) == tasks, done.stderr  # every rank refuses by itself
+    assert fix in done.stderr
+    assert "Exited with exit code 2" in done.stderr
+
+
+@only_long
+@pytest.mark.parametrize(
+    ("line", "changes", "field", "fix"),
+    [
+        (LIT_FSDP, {}, "command line", "write srun lit-fsdp fit"),
+        (
+            ["srun", "--ntasks=2", "--nodes=2", *TORCHRUN, "-m", "lit_fsdp"],
+            {"num_nodes": 1},
+            "command line",
+            "--nnodes 2",
+        ),
+        (["srun", "--ntasks=1", *TORCHRUN, "-m", "lit_fsdp"], {"num_nodes": 1, "devices": 8}, "trainer.devices", "2"),
+    ],
+)
+def test_a_wrong_script_is_refused(
+    cluster: Cluster, line: list[str], changes: dict[str, Any], field: str, fix: str
+) -> None:
+    words = " ".join([*line, *fit(cluster, "script", **changes)])
+    done = batch(cluster, "script", words)
+    assert done.returncode not in (0, None)
+    assert f"error: {field}: " in done.stdout, done.stdout
+    assert fix in done.stdout
+
+
+def test_the_shell_of_an_allocation_is_no_place_for_two_nodes(cluster: Cluster) -> None:
+    line = ["salloc", "--nodes=2", "--ntasks-per-node=2", *LIT_FSDP, *fit(cluster, "shell-of-two")]
+    done = cluster.run(*line, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "MASTER_ADDR, MASTER_PORT, NODE_RANK are not set" in done.stderr
+    assert not Path(cluster.folder, "shell-of-two").exists()

@@ -1,0 +1,237 @@
+"""Preemption and time limits on a real SLURM: whatever comes whenever, nothing is lost and nothing piles up."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.store import verify_files
+from tests.slurm.conftest import ROOT, Cluster, losses
+
+pytestmark = pytest.mark.timeout(1500)
+only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
+# a name of a folder that a shell, sbatch and SLURM's file names could each take for something else
+ONE = {"num_nodes": 1, "devices": 1}
+"""Where two nodes would show no more than one process does."""
+ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü'
+
+
+def steps_logged(run_folder: Path) -> list[int]:
+    """Every step of which a training loss was logged, as often as it was."""
+    with (run_folder / "metrics.csv").open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row.get("train_loss")]
+
+
+def check_whole(run_folder: Path) -> list[int]:
+    """Steps of the checkpoints, each of which is whole."""
+    assert damaged(run_folder) == []
+    found = checkpoints(run_folder)
+    for entry in found:
+        verify_files(entry.path)
+    return [entry.step for entry in found]
+
+
+def slow(phase: str) -> dict[str, Any]:
+    """A ``slurm`` section whose command waits for 1.5 s in one phase and leaves a file when it begins."""
+    return {"command": [sys.executable, str(ROOT / "tests/dist/slow_phases.py")], "env": {"SLOW_PHASE": phase}}
+
+
+class Size(threading.Thread):
+    """The most bytes that the checkpoints of a run folder take together at any time, hidden ones included."""
+
+    def __init__(self, run_folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.most, self.looks, self.going = run_folder / "checkpoints", 0, 0, True
+        self.start()
+
+    def run(self) -> None:
+        """Look until told to stop."""
+        while self.going:
+            total = 0
+            for path in self.folder.rglob("*"):
+                try:
+                    total += path.stat().st_size if path.is_file() else 0
+                except OSError:  # removed in the meantime
+                    continue
+            self.most, self.looks = max(self.most, total), self.looks + 1
+            time.sleep(0.02)
+
+
+def test_a_signal_saves_requeues_and_the_losses_are_those_of_a_run_without_one(cluster: Cluster):
+    """The run folder's name is odd as well; both runs go side by side."""
+    odd = {"trainer": {"default_root_dir": str(cluster.folder / ODD), "max_steps": 12}}
+    whole, stopped = cluster.recipe("whole", trainer={"max_steps": 12}), cluster.recipe("odd", **odd)
+    second, first = cluster.submit(stopped), cluster.submit(whole)
+    cluster.wait_for_step(ODD, 3)
+    cluster.signal(second)
+    state = cluster.wait_until(second, "COMPLETED")[0]
+    cluster.wait_until(first, "COMPLETED")
+    assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
+    assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
+    assert steps_logged(cluster.folder / ODD) == list(range(12))
+    assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
+    status = cluster.run("lit-fsdp", "slurm", "status", str(cluster.folder / ODD))
+    assert "COMPLETED" in status.stdout
+    assert "restarts 1" in status.stdout
+    assert status.stdout.count(f"{second}.rank-0.log: ") == 1
+
+
+@only_long
+def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
+    """Of a run with slow steps, so that it cannot be done before."""
+    steps: dict[str, Any] = {"trainer": {"max_steps": 45}, "checkpoint": {"every_steps": 10, "keep_best": 0}}
+    whole = cluster.submit(cluster.recipe("not_preempted", **steps))
+    number = cluster.submit(cluster.recipe("soak", **steps, slurm={**slow("step"), "max_requeues": 10}))
+    size, rolling = Size(cluster.folder / "soak"), []
+    for restart in range(10):
+        cluster.wait_for_step("soak", max(losses(cluster.folder / "soak"), default=0) + 1)
+        cluster.signal(number)
+        cluster.restarted(number, restart + 1)
+        rolling.append([entry.step for entry in checkpoints(cluster.folder / "soak") if entry.on_signal])
+    state = cluster.wait_until(number, "COMPLETED")[0]
+    size.going = False
+    cluster.wait_until(whole, "COMPLETED")
+    one = checkpoints(cluster.folder / "not_preempted")[0].num_bytes
+    assert state["Restarts"] == "10"
+    assert losses(cluster.folder / "soak") == losses(cluster.folder / "not_preempted")
+    assert steps_logged(cluster.folder / "soak") == list(range(45))
+    assert size.looks > 100
+    assert 2 * one < size.most < 3.05 * one + 2**18, (size.most, one)  # two are kept, one is being written
+    assert all(len(found) <= 1 for found in rolling), rolling
+    assert sum(len(found) for found in rolling) >= 7, rolling
+    found = check_whole(cluster.folder / "soak")
+    assert len(found) == 2
+    assert found[-1] == 45
+
+
+@only_long
+def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(cluster: Cluster):
+    """Of two minutes each time; lint would refuse so short a one in a recipe, so the controller is told."""
+    slurm = {**slow("step"), "max_requeues": 30, "signal_lead_seconds": 31}  # 3 s a step
+    number = cluster.submit(cluster.recipe("limited", trainer={"max_steps": 45}, slurm=slurm))
+    assert cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=2").returncode == 0
+    whole = cluster.submit(cluster.recipe("unlimited", trainer={"max_steps": 45}))
+    cluster.wait_until(whole, "COMPLETED")
+    state = cluster.wait_until(number, "COMPLETED", seconds=1200)[0]
+    assert state["TimeLimit"] == "00:02:00"
+    assert int(state["Restarts"]) >= 1
+    assert losses(cluster.folder / "limited") == losses(cluster.folder / "unlimited")
+    assert steps_logged(cluster.folder / "limited") == list(range(45))
+
+
+@only_long
+def test_one_seed_of_an_array_that_is_preempted_leaves_the_other_alone(cluster: Cluster):
+    """One of the tasks has the number of the whole array; each is preempted once."""
+    recipe = cluster.recipe("apart", trainer={**ONE, "max_steps": 60}, slurm={"seeds": [3, 9]})
+    number = cluster.submit(recipe)
+    for index, seed in enumerate((3, 9)):
+        cluster.wait_for_step(f"apart/seed-{seed}", 3)
+        cluster.signal(f"{number}_{index}")
+        deadline = time.monotonic() + 120
+        while {state["ArrayTaskId"]: state["Restarts"] for state in cluster.states(number)}[str(index)] != "1":
+            assert time.monotonic() < deadline, cluster.logs()
+            time.sleep(0.3)
+    states = cluster.wait_until(number, "COMPLETED")
+    assert [state["Restarts"] for state in states] == ["1", "1"]
+    found = {seed: losses(cluster.folder / "apart" / f"seed-{seed}") for seed in (3, 9)}
+    assert len(found[3]) == len(found[9]) == 60
+    assert found[3] != found[9]
+
+
+@only_long
+def test_after_as_many_requeues_as_are_allowed_the_job_ends_and_says_so(cluster: Cluster):
+    number = cluster.submit(cluster.recipe("capped", trainer={**ONE, "max_steps": 4000}, slurm={"max_requeues": 1}))
+    cluster.wait_for_step("capped", 3)
+    cluster.signal(number)
+    cluster.restarted(number, 1)
+    cluster.wait_for_step("capped", max(losses(cluster.folder / "capped")) + 3)
+    cluster.signal(number)
+    state = cluster.wait_until(number, "FAILED")[0]
+    assert (state["Restarts"], state["ExitCode"]) == ("1", "75:0")
+    log = (cluster.folder / "capped" / "slurm" / f"{number}.log").read_text()
+    assert log.count("not put back into the queue: 1 times are enough (slurm.max_requeues)") == 1
+    assert check_whole(cluster.folder / "capped")[-1] == max(losses(cluster.folder / "capped")) + 1
+
+
+@only_long
+@pytest.mark.parametrize("end", [{"max_time": "00:00:00:03", "max_steps": 10**5}, {"max_epochs": 1, "max_steps": -1}])
+def test_the_end_of_time_or_data_ends_the_job_for_good(cluster: Cluster, end: dict[str, Any]):
+    name = f"ended-{next(iter(end))}"
+    number = cluster.submit(cluster.recipe(name, trainer={**ONE, **end}))
+    state = cluster.wait_until(number, "COMPLETED")[0]
+    assert (state["Restarts"], state["ExitCode"]) == ("0", "0:0")
+    assert check_whole(cluster.folder / name)[-1] == max(losses(cluster.folder / name)) + 1
+
+
+@only_long
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0, 4.0, 8.0])
+def test_a_signal_while_the_job_starts_costs_a_start(cluster: Cluster, seconds: float):
+    """Before Python runs, before it listens, while it imports and loads, before the first batch."""
+    name = f"early-{seconds}"
+    few = ONE if seconds in (0.2, 4.0) else {}
+    number = cluster.submit(cluster.recipe(name, trainer={**few, "max_steps": 3}))
+    log = cluster.folder / name / "slurm" / f"{number}.log"
+    cluster.wait_for(cluster.folder / name / "slurm" / f"{number}.rank-0.log")
+    time.sleep(seconds)
+    cluster.signal(number)
+    state = cluster.wait_until(number, "COMPLETED")[0]
+    assert state["ExitCode"] == "0:0"
+    assert int(state["Restarts"]) <= 1
+    assert seconds > 3 or state["Restarts"] == "1", log.read_text()
+    assert steps_logged(cluster.folder / name) == [0, 1, 2]
+
+
+@only_long
+@pytest.mark.parametrize("phase", ["save", "exit"])
+def test_a_signal_in_the_last_save_or_later_changes_nothing(cluster: Cluster, phase: str):
+    name = f"late-{phase}"
+    trainer = {**ONE, "max_steps": 3}
+    recipe = cluster.recipe(name, trainer=trainer, slurm=slow(phase), checkpoint={"every_steps": 1000})
+    mark = cluster.folder / f"{phase}-0"
+    mark.unlink(missing_ok=True)
+    number = cluster.submit(recipe)
+    cluster.wait_for(mark)
+    cluster.signal(number)
+    state = cluster.wait_until(number, "COMPLETED")[0]
+    assert (state["ExitCode"], state["Restarts"]) == ("0:0", "0")
+    assert check_whole(cluster.folder / name) == [3]
+    assert steps_logged(cluster.folder / name) == [0, 1, 2]
+
+
+@only_long
+@pytest.mark.parametrize("how", ["scancel", "cancel", "kill", "requeue"])
+def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
+    """What was saved before is whole; only a requeue starts the job again."""
+    name = f"middle-{how}"
+    trainer = {**ONE, "max_steps": 12}
+    recipe = cluster.recipe(name, trainer=trainer, slurm=slow("save"), checkpoint={"every_steps": 4})
+    number = cluster.submit(recipe)
+    cluster.wait_for(cluster.folder / name / "checkpoints" / "step-00000004")
+    mark = cluster.folder / "save-0"
+    mark.unlink(missing_ok=True)
+    cluster.wait_for(mark)
+    commands = {
+        "scancel": ["scancel", number],
+        "cancel": ["lit-fsdp", "slurm", "cancel", str(cluster.folder / name)],
+        "kill": ["scancel", "--signal=KILL", "--full", number],
+        "requeue": ["scontrol", "requeue", number],
+    }
+    if how == "cancel":
+        mark.unlink(missing_ok=True)  # it takes seconds to start, so that this may be another save
+    assert cluster.run(*commands[how]).returncode == 0
+    wanted = {"requeue": ("COMPLETED",), "kill": ("FAILED", "CANCELLED")}.get(how, ("CANCELLED",))
+    state = cluster.wait_until(number, *wanted)[0]
+    assert state["Restarts"] == ("1" if how == "requeue" else "0")
+    time.sleep(8)  # cred_expire is 5: it would be in the queue again by now
+    assert cluster.states(number)[0]["JobState"] in wanted
+    assert check_whole(cluster.folder / name)[-1] >= 4
+    if how == "requeue":
+        assert steps_logged(cluster.folder / name) == list(range(12))

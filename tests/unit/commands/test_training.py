@@ -1,0 +1,23 @@
+"""``fit`` before it has a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lit_fsdp.commands import training
+from lit_fsdp.errors import ConfigError
+
+
+@pytest.mark.parametrize("under_srun", [True, False])
+def test_under_srun_signals_are_heard_before_the_recipe_is_read(monkeypatch: pytest.MonkeyPatch, under_srun: bool):
+    """A task that dies of one makes srun end the others; elsewhere the defaults hold until the recipe is fine."""
+    heard: list[Any] = []
+    monkeypatch.setattr(training.SignalFlags, "install", lambda flags: heard.append(flags))
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if under_srun:
+        monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError):
+        training.run_training_verb("fit", ["--config", "/no/such/recipe.yaml"])
+    assert len(heard) == under_srun
