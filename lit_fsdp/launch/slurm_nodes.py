@@ -52,15 +52,6 @@ def fewer_nodes_fit(job: Job, run: RunConfig, facts: Facts) -> Found:
     least = job.config.min_nodes
     if least is None:
         return
-    most = least * job.tasks_per_node
-    if job.nodes > most:
-        yield ConfigError(
-            "slurm.min_nodes",
-            f"{least} of {job.nodes} nodes with {job.tasks_per_node} process(es) each: SLURM counts the tasks of the "
-            "least number of nodes, and gives a job no more nodes than tasks",
-            f"at least {-(-job.nodes // job.tasks_per_node)}, or at most {most} nodes",
-            f"set slurm.min_nodes: {-(-job.nodes // job.tasks_per_node)}",
-        )
     why = unfit(job, run, least)
     if why is not None:
         counts = [n for n in job.node_counts if unfit(job, run, n) is None]

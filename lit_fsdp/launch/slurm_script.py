@@ -52,7 +52,7 @@ def _options(job: Job) -> str:
     lines: list[tuple[str, str | int | None]] = [
         ("job-name", job.name),
         ("nodes", job.node_range),
-        ("ntasks-per-node", job.tasks_per_node),
+        *_size_of_a_node(job),
         ("gpus-per-node", job.gpus_per_node or None),
         ("cpus-per-task", config.cpus_per_task),
         ("mem", config.mem),
@@ -74,6 +74,16 @@ def _options(job: Job) -> str:
         name, equals, value = option.partition("=")
         found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
     return "\n".join(found) + "\n"
+
+
+def _size_of_a_node(job: Job) -> list[tuple[str, str | int | None]]:
+    """Tasks per node; for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start.
+
+    A job that lost a node would then wait for it, although fewer nodes are allowed (seen with SLURM 22.05).
+    """
+    if not job.node_counts:
+        return [("ntasks-per-node", job.tasks_per_node)]
+    return [("mincpus", job.tasks_per_node * (job.config.cpus_per_task or 1))]
 
 
 def _body(job: Job) -> str:
@@ -162,7 +172,7 @@ def _run(job: Job) -> str:
         flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
     if config.cpus_per_task:
         flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
-    if job.node_counts:  # what sbatch says of tasks is true of the least number of nodes
+    if job.node_counts:  # sbatch was not told
         flags += [
             '--nodes="$nodes" --nodelist="$hosts"',
             f'--ntasks="$((nodes * {job.tasks_per_node}))" --ntasks-per-node={job.tasks_per_node}',

@@ -119,22 +119,22 @@ def without(cluster: Cluster, node: str) -> Iterator[None]:
 
 @only_long
 def test_a_node_that_goes_down_costs_one_interval(cluster: Cluster):
-    recipe = cluster.recipe("node", trainer={"max_steps": 150})
+    recipe = cluster.recipe("node", trainer={"max_steps": 60})
     number = cluster.submit(recipe)
     cluster.wait_for_step("node", 12)
     with without(cluster, "node2"):
         cluster.wait_until(number, "PENDING", "CONFIGURING")
     assert int(cluster.wait_until(number, "COMPLETED", seconds=450)[0]["Restarts"]) >= 1
     found = losses(cluster.folder / "node")
-    assert sorted(found) == list(range(150))
+    assert sorted(found) == list(range(60))
 
 
 @only_long
 @pytest.mark.parametrize(("lost", "left"), [("node2", "node1"), ("node1", "node2")])
 def test_a_job_that_may_have_fewer_nodes_goes_on_without_the_one_that_is_gone(cluster: Cluster, lost: str, left: str):
     """Node 1 is where the script ran and the ranks met; its checkpoints lie on the shared file system."""
-    steps = {"max_steps": 150, "strategy": STRATEGY, "devices": 2}
-    whole, name = cluster.folder / "whole-of-150", f"without-{lost}"
+    steps = {"max_steps": 60, "strategy": STRATEGY, "devices": 2}
+    whole, name = cluster.folder / "whole-of-60", f"without-{lost}"
     if not whole.is_dir():
         cluster.wait_until(cluster.submit(cluster.recipe(whole.name, trainer=steps)), "COMPLETED")
     wait_for_idle_nodes(cluster)  # else it starts at once with the one that is free
@@ -146,7 +146,7 @@ def test_a_job_that_may_have_fewer_nodes_goes_on_without_the_one_that_is_gone(cl
     assert (state["NodeList"], state["NumNodes"]) == (left, "1")
     assert int(state["Restarts"]) >= 1
     found, wanted = losses(cluster.folder / name), losses(whole)
-    assert sorted(found) == sorted(wanted) == list(range(150))
+    assert sorted(found) == sorted(wanted) == list(range(60))
     assert found == pytest.approx(wanted, rel=1e-5)
     status = cluster.run("lit-fsdp", "slurm", "status", str(cluster.folder / name))
     assert f"nodes {left} (1 of 1-2)" in status.stdout

@@ -71,11 +71,16 @@ def test_hybrid_sharding_keeps_whole_nodes():
     assert said(4, 2, {"sharding": "hybrid_shard", "shard_degree": 16})  # of 3 nodes 2 are used
 
 
-def test_slurm_gives_no_more_nodes_than_the_least_number_has_tasks():
-    assert not [found for found in said(8, 1) if isinstance(found, ConfigError)]  # 8 tasks on the one node
-    (error, *_) = [found for found in said(16, 1, batch=128) if isinstance(found, ConfigError)]
-    assert error.fix == "set slurm.min_nodes: 2"
-    assert not [found for found in said(16, 2, batch=128) if isinstance(found, ConfigError)]
+@pytest.mark.parametrize(("cores", "each"), [(None, 8), (6, 48)])
+def test_a_range_of_nodes_is_told_cores_and_no_tasks(cores: int | None, each: int):
+    """Told tasks, SLURM would keep those of the first start, and wait for a node that is lost."""
+    slurm = {"command": ["/env/python"], "min_nodes": 1, "cpus_per_task": cores}
+    text = render(with_node_counts(*planned(slurm, trainer={"num_nodes": 2})))
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=1-2" in options
+    assert f"#SBATCH --mincpus={each}" in options
+    assert not any("ntasks" in line for line in options)
+    assert "--ntasks-per-node=8" in text  # srun is told
 
 
 def test_more_than_the_job_has():
