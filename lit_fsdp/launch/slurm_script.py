@@ -206,12 +206,19 @@ def _after(job: Job) -> str:
 # Above 128: a rank was killed, by the kernel, an operator or a watchdog. That is worth another try if the job had come
 # further than where it started. A job that ended in any other way is not tried again.
 echo "$(date '+%F %T') ended with exit code $code"
-again=$([ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ] && echo yes)
-if [ "$code" -gt 128 ] && [ "$code" -ne {interrupted} ] && [ "$code" -ne {unheard} ]; then
-  echo "a rank was killed (signal $((code - 128))), or hung until srun did it; what the others say of it:"
+again=
+case $code in
+0 | {interrupted}) ;;
+{stopped} | {unheard}) again=yes ;;
+*)
+  # what the ranks say of each other
   tail -qn 5 "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep 'lost contact: ' | sort -u | tail -n 3
-  if [ "$(newest)" != "$before" ]; then again=yes; else echo "no checkpoint was made since this start"; fi
-fi
+  if [ "$code" -gt 128 ]; then
+    echo "a rank was killed (signal $((code - 128))), or hung until srun did it"
+    if [ "$(newest)" != "$before" ]; then again=yes; else echo "no checkpoint was made since this start"; fi
+  fi
+  ;;
+esac
 [ "$code" -ne {unheard} ] || code={stopped}
 if [ -n "$again" ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
   if [ "$restarts" -lt {cap} ]; then
