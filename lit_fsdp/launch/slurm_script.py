@@ -123,15 +123,14 @@ def _start(job: Job) -> str:
             'run_folder="$run_folder/seed-$seed"',
             'words+=(--seed_everything "$seed" --trainer.default_root_dir "$run_folder")',
         ]
-    resume = f"words+=(--ckpt_path {shlex.quote(job.ckpt_path)})" if job.ckpt_path else ":"
     lines += [
         "# a job that was put back into the queue goes on from its last checkpoint, if it had come as far as one",
         'if [ "$restarts" -gt 0 ] && compgen -G "$run_folder/checkpoints/step-*" >/dev/null; then',
         "  words+=(--ckpt_path last)",
-        'elif [ "$restarts" -eq 0 ]; then',
-        f"  {resume}",
-        "fi",
     ]
+    if job.ckpt_path:
+        lines += ["else", f"  words+=(--ckpt_path {shlex.quote(job.ckpt_path)})"]
+    lines.append("fi")
     if job.config.requeue:
         lines += [
             'newest() { compgen -G "$run_folder/checkpoints/step-*" | sort | tail -n 1; }',

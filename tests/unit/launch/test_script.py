@@ -160,7 +160,7 @@ def test_without_requeue_nothing_is_put_back(cluster: Cluster, tmp_path: Path):
         ("0", False, None, []),
         ("0", True, "best", ["--ckpt_path", "best"]),
         ("1", True, "best", ["--ckpt_path", "last"]),
-        ("1", False, "best", []),
+        ("1", False, "/other run/step-00000010", ["--ckpt_path", "/other run/step-00000010"]),
         ("2", True, None, ["--ckpt_path", "last"]),
     ],
 )
