@@ -52,7 +52,7 @@ class SlurmConfig:
     env_file: str | None = None
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None
-    """Shell lines before the run, once per job on its first node."""
+    """Shell lines before the run, once per job on its first node; one that fails does not end the job."""
     dependency: str | None = None
     """What must end first, e.g. afterok:1234."""
     extra: list[str] | None = None
@@ -67,7 +67,7 @@ class SlurmConfig:
     """Put a job back into the queue, where it resumes by itself, if it saved and stopped, if a node failed, or if a
     rank was killed (by the kernel, too, or NCCL's watchdog) after a checkpoint was made since the job's last start."""
     max_requeues: int = 10
-    """How often at most."""
+    """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
 
     def __post_init__(self) -> None:
         counts = (("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0))

@@ -29,7 +29,6 @@ class Job:
     """0 for processes on CPUs."""
     ckpt_path: str | None = None
     """What the first start resumes from; a requeued one resumes from the last checkpoint."""
-    dropped_env: tuple[str, ...] = ()
     node_counts: tuple[int, ...] = ()
     """Numbers of nodes that the recipe can run on, most first, where ``slurm.min_nodes`` leaves a choice."""
 

@@ -25,7 +25,7 @@ from lit_fsdp.launch.slurm_nodes import fewer_nodes_fit
 START_SECONDS = 300
 """Allowed for starting, loading and the first step."""
 STEP_SECONDS = 30
-"""Allowed for the step that is under way when the signal comes."""
+"""Allowed for the step that is under way when the signal comes and, on GPUs, the one after it."""
 _WRITE_BYTES_PER_SECOND_PER_NODE = GIB / 2
 """Assumed where nothing was measured: a shared file system under load, all ranks of a node together."""
 
@@ -88,7 +88,14 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
             f">= {needed}",
             f"set slurm.signal_lead_seconds: {max(60, -(-needed * 3 // 2 // 10) * 10)}",
         )
+    if run.data.val or run.data.val_split:
+        yield (
+            f"a validation is finished before a signal is heard: let it take less than {lead - needed} s, or raise "
+            "slurm.signal_lead_seconds"
+        )
     limit = None if job.config.time is None else time_seconds(str(job.config.time))
+    if job.config.time is None:
+        yield "slurm.time is not set, so that the partition's default holds and is not compared with a save"
     least = START_SECONDS + max(lead, needed)
     if limit is not None and limit < least:
         yield ConfigError(
@@ -96,6 +103,15 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
             f"{job.config.time} ({limit} s); the start takes {START_SECONDS} s, the last save {max(lead, needed)} s",
             f"{least} s or more ({how})",
             f'set slurm.time: "{-(-2 * least // 3600):02d}:00:00"',
+        )
+
+
+def _ranks_have_cores(job: Job, run: RunConfig, facts: Facts) -> Found:
+    config = job.config
+    if job.gpus_per_node and config.cpus_per_task is None and config.cpu_bind != "none":
+        yield (
+            "slurm.cpus_per_task is not set: SLURM gives each rank one core, loaders and NCCL's threads included; "
+            "set it to the node's cores / GPUs"
         )
 
 
@@ -139,6 +155,7 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     _groups_are_whole_nodes,
     fewer_nodes_fit,
     partition_has_it,
+    _ranks_have_cores,
     _time_is_enough,
     _start_is_clear,
     place_is_shared,

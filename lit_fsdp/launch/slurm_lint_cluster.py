@@ -42,7 +42,7 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
             Partition(
                 name=name.rstrip("*"),
                 is_default=name.endswith("*"),
-                time_limit=None if limit.lower() in ("infinite", "n/a", "unlimited") else time_seconds(limit),
+                time_limit=_limit_seconds(limit),
                 max_nodes=int(most) if most.isdigit() else None,
                 nodes=int(nodes),
                 cpus=int(cpus.rstrip("+") or 0),
@@ -50,6 +50,14 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
             )
         )
     return tuple(found)
+
+
+def _limit_seconds(text: str) -> int | None:
+    """``None`` also for what is no time that a job can have."""
+    try:
+        return None if text.lower() in ("infinite", "n/a", "unlimited") else time_seconds(text)
+    except ConfigError:
+        return None
 
 
 def partition_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:

@@ -46,6 +46,9 @@ def probe(job: Job) -> str:
     return compare(nodes, job)
 
 
+_WHICH_NODES = ("--reservation=", "--exclude=", "--nodelist=", "--exclusive", "--constraint=")
+
+
 def _ask(job: Job, token: Path) -> list[dict[str, Any]]:
     config = job.config
     words = ["srun", f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--job-name=probe-{os.getpid()}", "--time=5"]
@@ -54,6 +57,7 @@ def _ask(job: Job, token: Path) -> list[dict[str, Any]]:
         value = getattr(config, name)
         if value is not None:
             words.append(f"--{name}={value}")
+    words += [option for option in config.extra or [] if option.startswith(_WHICH_NODES)]
     python = job.command[0] if job.command[1:2] == ["-m"] else sys.executable
     start = [python]
     if config.container and config.container_runtime == "pyxis":

@@ -96,8 +96,12 @@ def _surroundings(job: Job) -> str:
     lines = ["trap : USR1 # meant for the processes, never for this shell"]
     if config.env_file:
         path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
-        lines.append(f". {shlex.quote(str(path))} || exit 1")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in (config.env or {}).items()]
+        said = shlex.quote(f"slurm.env_file {_commented(str(path))} ended with an error: let its last line succeed")
+        lines.append(f". {shlex.quote(str(path))} || {{ echo {said} >&2; exit 1; }}")
+    for name, value in (config.env or {}).items():
+        lines.append(f"export {name}={shlex.quote(value)}")
+        if config.container and config.container_runtime == "apptainer":  # else the image's own value wins
+            lines.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")
     if config.setup:
         lines += ["# slurm.setup", *config.setup]
     return "\n".join(lines) + "\n"
@@ -124,18 +128,15 @@ def _start(job: Job) -> str:
             'words+=(--seed_everything "$seed" --trainer.default_root_dir "$run_folder")',
         ]
     lines += [
+        "newest() { (cd \"$run_folder/checkpoints\" 2>/dev/null && compgen -G 'step-*') | sort | tail -n 1; }",
+        "before=$(newest)",
         "# a job that was put back into the queue goes on from its last checkpoint, if it had come as far as one",
-        'if [ "$restarts" -gt 0 ] && compgen -G "$run_folder/checkpoints/step-*" >/dev/null; then',
+        'if [ "$restarts" -gt 0 ] && [ -n "$before" ]; then',
         "  words+=(--ckpt_path last)",
     ]
     if job.ckpt_path:
         lines += ["else", f"  words+=(--ckpt_path {shlex.quote(job.ckpt_path)})"]
     lines.append("fi")
-    if job.config.requeue:
-        lines += [
-            'newest() { compgen -G "$run_folder/checkpoints/step-*" | sort | tail -n 1; }',
-            "before=$(newest)",
-        ]
     if job.node_counts:
         lines += [
             "# of the nodes that it was given, as many as the recipe can run on",
@@ -166,7 +167,7 @@ export WANDB_RESUME="${{WANDB_RESUME:-allow}}"
 
 def _run(job: Job) -> str:
     config = job.config
-    flags = ["--kill-on-bad-exit=1", "--open-mode=append", '--output="${logs//%/%%}/%j.rank-%t.log"']
+    flags = ["--kill-on-bad-exit=1", "--export=ALL", "--open-mode=append", '--output="${logs//%/%%}/%j.rank-%t.log"']
     if config.cpu_bind != "none":
         flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
     if config.cpus_per_task:
@@ -176,15 +177,14 @@ def _run(job: Job) -> str:
             '--nodes="$nodes" --nodelist="$hosts"',
             f'--ntasks="$((nodes * {job.tasks_per_node}))" --ntasks-per-node={job.tasks_per_node}',
         ]
-    mounts = [str(job.run_folder), *(config.container_mounts or [])]
     command = " ".join(shlex.quote(word) for word in job.command)
     if config.container and config.container_runtime == "pyxis":
-        listed = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
-        flags += [f"--container-image={shlex.quote(config.container)}", f"--container-mounts={shlex.quote(listed)}"]
+        flags += _pyxis_flags(job)
     elif config.container:
-        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
+        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in _mounts(job))
         nvidia = "--nv " if job.gpus_per_node else ""
-        command = f"apptainer exec {nvidia}{binds} {shlex.quote(config.container)} {command}"
+        image = shlex.quote(config.container)
+        command = f'apptainer exec {nvidia}{binds} --bind "$PWD" --pwd "$PWD" {image} {command}'
     joined = " \\\n  ".join(flags)
     return f"""# one process per GPU; the output of rank r goes to JOB.rank-r.log. After one that died srun sends
 # SIGTERM to the others: those that cannot listen yet ignore it, or their exit code would hide the one that matters
@@ -194,6 +194,24 @@ srun {joined} \\
   {command} "${{words[@]}}"
 code=$?
 """
+
+
+def _mounts(job: Job) -> list[str]:
+    return [str(job.run_folder), *(job.config.container_mounts or [])]
+
+
+def _pyxis_flags(job: Job) -> list[str]:
+    """The image, in the folder that the job was submitted from: relative paths of the recipe mean that one."""
+    config = job.config
+    listed = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(job))
+    flags = [
+        f"--container-image={shlex.quote(str(config.container))}",
+        f'--container-mounts={shlex.quote(listed)}",$PWD:$PWD"',
+        '--container-workdir="$PWD"',
+    ]
+    if config.env:  # else the image's own values win
+        flags.append(f"--container-env={','.join(config.env)}")
+    return flags
 
 
 def _after(job: Job) -> str:
@@ -211,7 +229,7 @@ case $code in
 {stopped} | {unheard}) again=yes ;;
 *)
   # what the ranks say of each other
-  tail -qn 5 "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep 'lost contact: ' | sort -u | tail -n 3
+  tail -qn 50 "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep 'lost contact: ' | sort -u | tail -n 3
   if [ "$code" -gt 128 ]; then
     echo "a rank was killed (signal $((code - 128))), or hung until srun did it"
     if [ "$(newest)" != "$before" ]; then again=yes; else echo "no checkpoint was made since this start"; fi
@@ -223,8 +241,10 @@ if [ -n "$again" ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
   if [ "$restarts" -lt {cap} ]; then
     echo "back into the queue, $((restarts + 1)) of {cap}"
     scontrol requeue "$job" && sleep 60 # the requeue ends this script
+    echo "SLURM has not taken it back; go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
   else
-    echo "not put back into the queue: {cap} times are enough (slurm.max_requeues)"
+    echo "not put back into the queue: {cap} times are enough (slurm.max_requeues), whoever caused them"
+    echo "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
   fi
 fi
 exit "$code"

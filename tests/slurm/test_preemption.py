@@ -21,7 +21,7 @@ only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in m
 # a name of a folder that a shell, sbatch and SLURM's file names could each take for something else
 ONE = {"num_nodes": 1, "devices": 1}
 """Where two nodes would show no more than one process does."""
-ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü'
+ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü [x]*?'
 
 
 def steps_logged(run_folder: Path) -> list[int]:

@@ -161,7 +161,34 @@ def test_what_could_not_be_checked_is_said():
     job, run = planned(COMMAND)
     errors, notes = lint(job, run, dataclasses.replace(FINE, checkpoint_bytes=None))
     assert errors == []
-    assert [note.split(":")[0] for note in notes] == ["the cluster's limits", "time of a save", "free disk"]
+    assert [note.split(":")[0] for note in notes] == [
+        "the cluster's limits",
+        "slurm.cpus_per_task is not set",
+        "time of a save",
+        "free disk",
+    ]
+
+
+def notes_of(slurm: dict[str, Any], **sections: Any) -> str:
+    job, run = planned({**COMMAND, **slurm}, **sections)
+    return "\n".join(lint(job, run, FINE)[1])
+
+
+def test_each_rank_gets_more_than_one_core():
+    assert "gives each rank one core" in notes_of({})
+    assert "gives each rank one core" not in notes_of({"cpus_per_task": 12})
+    assert "gives each rank one core" not in notes_of({"cpu_bind": "none"})
+
+
+def test_a_validation_may_be_longer_than_the_lead():
+    rows = {"train": "rows.jsonl", "global_batch_size": 64}
+    assert "a validation is finished before a signal is heard" not in notes_of({}, data=rows)
+    assert "a validation is finished before a signal is heard" in notes_of({}, data={**rows, "val_split": 0.1})
+
+
+def test_without_a_time_limit_it_is_said_that_none_is_compared():
+    assert "slurm.time is not set" in notes_of({})
+    assert "slurm.time is not set" not in notes_of({"time": "12:00:00"})
 
 
 def test_missing_files_are_refused():

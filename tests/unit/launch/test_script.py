@@ -21,8 +21,17 @@ CASES: dict[str, dict[str, Any]] = {
     "two_nodes": {"slurm": {**SLURM, "time": "12:00:00", "partition": "gpu", "account": "lab"}},
     "cpu": {"slurm": SLURM, "trainer": {"accelerator": "cpu", "devices": 4}, "ckpt_path": "best"},
     "array_of_seeds": {"slurm": {**SLURM, "seeds": [1, 2, 30], "requeue": False}},
-    "pyxis": {"slurm": {"container": "registry/image:1", "container_mounts": ["/data", "/a:/b"], "cpus_per_task": 8}},
-    "apptainer": {"slurm": {"container": "/images/a b.sif", "container_runtime": "apptainer"}},
+    "pyxis": {
+        "slurm": {
+            "container": "registry/image:1",
+            "container_mounts": ["/data", "/a:/b"],
+            "cpus_per_task": 8,
+            "env": {"NCCL_DEBUG": "WARN"},
+        }
+    },
+    "apptainer": {
+        "slurm": {"container": "/images/a b.sif", "container_runtime": "apptainer", "env": {"NCCL_DEBUG": "WARN"}}
+    },
     "everything": {
         "slurm": {
             **SLURM,
@@ -176,6 +185,22 @@ def test_a_job_that_starts_again_resumes(
     assert called[called.index("--config") + 2 :] == words
 
 
+def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
+    """``run[1]`` would match ``run1``."""
+    for name in ("run[1]", "run*"):
+        (tmp_path / name / "checkpoints" / "step-00000010").mkdir(parents=True)
+        cluster.run(text_of(tmp_path / name), SLURM_RESTART_COUNT="1")
+        called = cluster.words("srun-srun")
+        assert called is not None
+        assert called[-2:] == ["--ckpt_path", "last"]
+
+
+def test_a_refused_requeue_is_said(cluster: Cluster, tmp_path: Path):
+    (cluster.folder / "bin" / "scontrol").write_text("#!/bin/bash\n[ $1 != requeue ] || exit 1\n")
+    done = cluster.run(text_of(tmp_path), step_code=75)
+    assert "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last" in done.stdout
+
+
 def test_each_seed_has_its_folder_and_resumes_from_it(cluster: Cluster, tmp_path: Path):
     (tmp_path / "seed-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
     text = text_of(tmp_path, {"seeds": [5, 7]})
@@ -220,8 +245,8 @@ def test_an_env_file_is_found_where_the_job_was_submitted(tmp_path: Path, monkey
     """Quoted, a tilde stays one; and bash looks for a bare name in PATH."""
     monkeypatch.setenv("HOME", "/home/somebody/of mine")
     monkeypatch.chdir(tmp_path)
-    assert "\n. '/home/somebody/of mine/modules.sh' || exit 1\n" in text_of(tmp_path, {"env_file": "~/modules.sh"})
-    assert f"\n. {tmp_path}/modules.sh || exit 1\n" in text_of(tmp_path, {"env_file": "modules.sh"})
+    assert "\n. '/home/somebody/of mine/modules.sh' || { echo " in text_of(tmp_path, {"env_file": "~/modules.sh"})
+    assert f"\n. {tmp_path}/modules.sh || {{ echo " in text_of(tmp_path, {"env_file": "modules.sh"})
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "tab\there", "back\\slash", "bell\x7f"])
