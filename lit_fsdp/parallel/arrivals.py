@@ -2,7 +2,7 @@
 
 ``init_process_group`` waits in silence for an address that does not resolve, for a rank 0 that is not there, and for
 ranks that were never started. A watch beside it says which of them it is. A start without trouble pays nothing for it:
-only ranks that wait open a connection of their own.
+only ranks that wait open a connection of their own, and only one per node keeps it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUIET_SECONDS = 3.0
 _REMIND_SECONDS = 30.0
 _REACH_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-_KEY = "lit_fsdp/arrived"
+_KEY = "arrived"
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,11 @@ class _Watch:
             who = "itself" if at.rank == 0 and not at.hosted_by_agent else at.host
             return f"{me} cannot reach {who} at {at.place}: {self._trouble} {rest}"
         missing = set(range(at.world)) - self._arrived
-        if missing:
+        if missing and at.local_rank == 0:
             came = f"{len(self._arrived)} of {at.world} ranks have come to {at.place}"
             return f"{me} waits for rank {ranges(missing)}: {came} {rest}"
+        if missing:
+            return f"{me} has come to {at.place} and waits for the other ranks {rest}"
         return f"{me} waits for the ranks to connect with each other: all {at.world} have come to {at.place} {rest}"
 
     def _speak(self) -> None:
@@ -125,10 +127,28 @@ class _Watch:
     def _follow(self) -> None:
         """Say that this rank is there, and read who else is."""
         at = self._meeting
-        store: Any = dist.TCPStore(at.address, at.port, None, False, timedelta(seconds=_REACH_SECONDS), False)
+        store = own_store(at.address, at.port)
         store.append(_KEY, f"{at.rank} ")
-        while not self._done.wait(_POLL_SECONDS):
+        if at.local_rank != 0:  # rank 0 has so many files open, and does the answering
+            del store
+            self._done.wait()
+            return
+        while not self._done.wait(max(_POLL_SECONDS, at.world / 512)):
             self._arrived = {int(rank) for rank in store.get(_KEY).split()}
+
+
+def own_store(address: str, port: int) -> Any:
+    """A connection of its own to where all ranks meet.
+
+    The default store's only one is held by whoever waits for a key in it, as NCCL's first collectives do. Keys are
+    those of this attempt: torchrun's meeting point outlives it.
+
+    Raises:
+        RuntimeError: Nobody answers there.
+    """
+    seconds = timedelta(seconds=_REACH_SECONDS)
+    client = dist.TCPStore(address, port, None, False, seconds, wait_for_workers=False)
+    return dist.PrefixStore(f"lit_fsdp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
 
 
 def unreachable(address: str, port: int) -> str | None:

@@ -5,16 +5,18 @@ A mixin in front of a Lightning strategy; it does not import Lightning.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.parallel.arrivals import Meeting, is_hosted_by_agent, watched
+from lit_fsdp.parallel.arrivals import Meeting, is_hosted_by_agent, own_store, watched
 from lit_fsdp.parallel.interface import choose_interface
 from lit_fsdp.parallel.signs_of_life import SignsOfLife
+
+_FILES = 1024
+"""Open files of a process that talks to nobody, amply."""
 
 
 class ContactWithRanks:
@@ -26,6 +28,8 @@ class ContactWithRanks:
     num_processes: int
     node_rank: int
     local_rank: int
+    contact_store: Any = None
+    """Where signs of life and last words are left."""
     _signs: SignsOfLife | None = None
 
     @contextmanager
@@ -41,13 +45,15 @@ class ContactWithRanks:
             timeout_seconds=self.config.timeout_seconds,
             hosted_by_agent=is_hosted_by_agent(),
         )
+        if meeting.rank == 0:
+            _allow_open_files(_FILES + 3 * world)  # two or three connections of each rank end here
         if self.num_nodes > 1:
             choose_interface(meeting.address, meeting.port)
         with watched(meeting):
             yield
         if world > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._signs = SignsOfLife(meeting.rank, world, store, self.config.timeout_seconds)
+            self.contact_store = own_store(meeting.address, meeting.port)
+            self._signs = SignsOfLife(meeting.rank, world, self.contact_store, self.config.timeout_seconds)
             self._signs.start()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -61,3 +67,11 @@ class ContactWithRanks:
         if self._signs is not None:
             self._signs.stop()
         super().teardown()  # type: ignore[misc]
+
+
+def _allow_open_files(needed: int) -> None:
+    """Raise this process's own limit, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

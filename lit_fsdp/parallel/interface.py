@@ -11,6 +11,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import re
 import socket
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def choose_interface(address: str, port: int) -> None:
     """Set ``GLOO_SOCKET_IFNAME`` to the interface that leads to rank 0 where gloo would take the loopback one.
 
     Nothing is done where the variable is set, where this host's name resolves to an address of its own, or where the
-    way to rank 0 is the loopback interface itself.
+    way to rank 0 is the loopback interface itself; on rank 0's own node that to the last node of a SLURM step counts.
 
     Args:
         address: Of rank 0, as this node knows it.
@@ -30,7 +31,7 @@ def choose_interface(address: str, port: int) -> None:
     """
     if os.environ.get(_VARIABLE) or _name_is_usable():
         return
-    own = _address_towards(address, port)
+    own = _address_towards(address, port) or _address_towards(_last_node(), port)
     name = None if own is None else _interface_of(own)
     if name is None:
         return
@@ -59,6 +60,12 @@ def _name_is_usable() -> bool:
             continue
         return not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     return False
+
+
+def _last_node() -> str:
+    """The last node of this SLURM step; elsewhere this host."""
+    last = re.split(r",(?![^\[]*\])", os.environ.get("SLURM_STEP_NODELIST", ""))[-1]
+    return re.sub(r"\[(?:[^\]]*[,-])?(\d+)\]", r"\1", last) or "127.0.0.1"
 
 
 def _address_towards(address: str, port: int) -> str | None:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from lit_fsdp.parallel.signs_of_life import meeting_host, node_in, seconds_between, signs
 
 _SECONDS = 3.0
-_KEY = "lit_fsdp/last_words/"
+_KEY = "last_words/"
+_SPOKEN = "last_words"
+"""Ranks that have left a word, those that know what happened with an exclamation mark."""
 _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
@@ -38,20 +40,24 @@ class _Heard:
         return f"{rank} ({self.nodes[rank]})" if rank in self.nodes else str(rank)
 
 
-def explain_failure(error: BaseException) -> None:
+def explain_failure(error: BaseException, store: Any) -> None:
     """Add a note to ``error`` that names the rank which ended this run, and its node; called on each rank that fails.
 
     Waits at most 3 seconds for the others (longer with more than a thousand): a rank that says nothing and gives no
     sign of life was killed, is stopped or cut off. The meeting point is in rank 0's process (or in torchrun's on its
     node), so if it does not answer that rank is the one.
+
+    Args:
+        error: Of this rank.
+        store: See :func:`lit_fsdp.parallel.arrivals.own_store`; ``None`` where the ranks never met.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if store is None or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     rank, is_lost = dist.get_rank(), bool(_LOST_CONTACT.search(f"{type(error).__name__}: {error}"))
     own = "" if is_lost else f"{type(error).__name__}: {error}"[:_MAX_CHARS]
     heard = _Heard()
     seconds = max(_SECONDS, 2.5 * seconds_between(dist.get_world_size()))
-    meeting = threading.Thread(target=_meet, args=(own, seconds, heard), daemon=True, name="last-words")
+    meeting = threading.Thread(target=_meet, args=(store, own, seconds, heard), daemon=True, name="last-words")
     meeting.start()
     meeting.join(seconds + 0.5)
     me = f"rank {rank} ({socket.gethostname()})"
@@ -77,20 +83,22 @@ def _conclusions(rank: int, heard: _Heard) -> list[str]:
     return [f"rank {where} did not come, but is alive: hanging, or much slower than the others"] if silent else []
 
 
-def _meet(own: str, seconds: float, heard: _Heard) -> None:
+def _meet(store: Any, own: str, seconds: float, heard: _Heard) -> None:
     """Leave a word; those who do not know what happened read, rank 0 stays until it was read."""
     deadline = time.monotonic() + seconds
     rank, is_lost = dist.get_rank(), not own
     missing = set(range(dist.get_world_size()))
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
         store.set(f"{_KEY}{rank}", own)
+        store.append(_SPOKEN, f"{rank} " if is_lost else f"{rank}! ")
         before = signs(store, missing) if is_lost else {}
         heard.nodes.update({other: node_in(sign) for other, sign in before.items()})
         while missing and time.monotonic() < deadline and (is_lost or rank == 0):
-            for other in [other for other in missing if store.check([f"{_KEY}{other}"])]:
-                heard.words[other] = store.get(f"{_KEY}{other}").decode()
-                missing.discard(other)
+            for entry in store.get(_SPOKEN).decode().split():
+                other = int(entry.rstrip("!"))
+                if other in missing:
+                    heard.words[other] = store.get(f"{_KEY}{other}").decode() if entry.endswith("!") else ""
+                    missing.discard(other)
             time.sleep(0.02)
         after = signs(store, missing) if is_lost else {}
         heard.alive.update(other for other, sign in after.items() if sign != before.get(other))

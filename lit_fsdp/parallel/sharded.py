@@ -256,7 +256,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         if isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
             if self.rank_log is not None:
                 self.rank_log.failed(exception)
-            explain_failure(exception)
+            explain_failure(exception, self.contact_store)
         super().on_exception(exception)
 
     # -- the contract in the first step

@@ -15,8 +15,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from lit_fsdp.parallel.arrivals import ranges
+
 _log = logging.getLogger(__name__)
-_KEY = "lit_fsdp/alive/"
+_KEY = "alive/"
 _PATIENCE_SECONDS = 20.0
 _GRACE_SECONDS = 5.0
 _ENDED = "ended"
@@ -99,14 +101,16 @@ class SignsOfLife:
             for rank, (sign, since) in self._seen.items()
             if now - since > self._patience and rank not in self._silent and not sign.endswith(_ENDED)
         ]
+        nodes: dict[str, list[int]] = {}
         for rank in missed:
-            sign, since = self._seen[rank]
+            nodes.setdefault(node_in(self._seen[rank][0]), []).append(rank)
+        for node, silent in nodes.items():
             _log.warning(
-                "rank %d on %s has given no sign of life for %.0f s: killed, stopped, or its node cannot be reached; "
+                "rank %s on %s has given no sign of life for %.0f s: killed, stopped, or its node cannot be reached; "
                 "the others wait for it, at most %.0f s (timeout_seconds)",
-                rank,
-                node_in(sign),
-                now - since,
+                ranges(silent),
+                node,
+                now - max(self._seen[rank][1] for rank in silent),
                 self._timeout,
             )
         self._silent.update(missed)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lit_fsdp.parallel import arrivals
-from lit_fsdp.parallel.arrivals import Meeting, ranges, unreachable, watched
+from lit_fsdp.parallel.arrivals import Meeting, own_store, ranges, unreachable, watched
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +110,30 @@ def test_under_torchrun_its_agent_is_who_does_not_answer(port: int, caplog: pyte
 )
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
+
+
+def test_a_connection_of_its_own_is_not_held_by_who_waits_in_another(store: Any) -> None:
+    """A rank that waits for a key, as in NCCL's first collectives, still gives signs of life."""
+    default = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=4), wait_for_workers=False)
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            default.get("never")
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    begin = time.monotonic()
+    own = own_store("127.0.0.1", store.port)
+    own.set("sign", "3")
+    assert own.get("sign") == b"3"
+    assert waiting.is_alive()
+    assert time.monotonic() - begin < 3
+    waiting.join()
+
+
+def test_another_attempt_of_torchrun_does_not_see_the_keys_of_this_one(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_store("127.0.0.1", store.port).set("sign", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not own_store("127.0.0.1", store.port).check(["sign"])

@@ -55,3 +55,29 @@ def test_the_ways_of_this_host() -> None:
     assert interface._address_towards("127.0.0.1", 29500) is None
     assert interface._interface_of("127.0.0.1") == "lo"
     assert interface._interface_of("192.0.2.1") is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "last"),
+    [
+        ("gpu[01-16]", "gpu16"),
+        ("gpu[1-3,7]", "gpu7"),
+        ("login,gpu[1-3],cpu5", "cpu5"),
+        ("a[1,3],b[2-4]-ib", "b4-ib"),
+        ("node2", "node2"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_the_last_node_of_a_step(monkeypatch: pytest.MonkeyPatch, nodes: str, last: str) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    assert interface._last_node() == last
+
+
+def test_the_first_node_looks_towards_the_last(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name is rank 0's address, and leads to itself."""
+    host("127.0.1.1", None)
+    ways = {"node1": None, "node4": "10.1.2.3"}
+    monkeypatch.setattr(interface, "_address_towards", lambda address, port: ways[address])
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-4]")
+    choose_interface("node1", 29500)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -106,3 +106,16 @@ def test_a_store_that_is_gone_is_said_unless_this_rank_ends_too(
 def test_more_ranks_write_less_often() -> None:
     assert signs_of_life.seconds_between(4) == 1.0
     assert signs_of_life.seconds_between(4096) == 8.0
+
+
+def test_a_node_is_one_line(ranks: list[SignsOfLife], clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lit_fsdp")
+    for rank in ranks:
+        rank._give(0)
+    for count in range(30):
+        for rank in (0, 1):
+            ranks[rank]._give(count)
+        ranks[0].look()
+        clock[0] += 1.0
+    (line,) = said(caplog)
+    assert line.startswith("rank 2-3 on node2 has given no sign of life for")
