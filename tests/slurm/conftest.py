@@ -54,9 +54,11 @@ class Cluster:
         return path
 
     def run(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """A command of SLURM, or ``lit-fsdp`` in this process, which has imported everything already."""
-        if words[0] == "lit-fsdp":
+        """A command of SLURM, or ``lit-fsdp``; its verb slurm in this process, which has imported everything."""
+        if words[:2] == ("lit-fsdp", "slurm"):
             return self._run_here(list(words[1:]))
+        if words[0] == "lit-fsdp":  # others set loggers and handlers of their process
+            words = (sys.executable, "-m", "lit_fsdp", *words[1:])
         return subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
 
     def _run_here(self, words: list[str]) -> subprocess.CompletedProcess[str]:

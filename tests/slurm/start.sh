@@ -62,7 +62,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=5
+KillWait=10
 MinJobAge=3600
 PropagateResourceLimits=NONE
 NodeName=node[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1))-$((port + nodes)) CPUs=4 RealMemory=16000
