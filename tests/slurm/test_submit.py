@@ -52,7 +52,7 @@ def test_a_job_that_is_cancelled_from_outside(cluster: Cluster):
     ("flags", "says"),
     [
         (["--partition", "nowhere"], "set slurm.partition: test"),
-        (["--nodes", "3"], "at most 2"),
+        (["--nodes", "4"], "at most 2"),
         (["--slurm.extra", "[--reservation=none]"], "Requested reservation is invalid"),
         (["--slurm.extra", "[--exclusive --ntasks=8]"], "drop --ntasks"),
     ],
