@@ -15,6 +15,8 @@ from lit_fsdp.launch.slurm_job import FOLDER, Job
 
 _PACKAGES = ("lit_fsdp", "torch", "lightning", "transformers")
 _SECONDS = 300
+_WHICH_NODES = ("--reservation=", "--exclude=", "--nodelist=", "--exclusive")
+"""Beginnings of the options in ``slurm.extra`` that decide which nodes a job gets."""
 # Run by the job's own Python on every node: only the standard library, so that it says what is missing.
 _PROGRAM = """
 import importlib.metadata as m, json, os, platform, socket, sys
@@ -44,9 +46,6 @@ def probe(job: Job) -> str:
     finally:
         token.unlink(missing_ok=True)
     return compare(nodes, job)
-
-
-_WHICH_NODES = ("--reservation=", "--exclude=", "--nodelist=", "--exclusive", "--constraint=")
 
 
 def _ask(job: Job, token: Path) -> list[dict[str, Any]]:

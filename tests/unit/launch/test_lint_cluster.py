@@ -32,6 +32,8 @@ def test_sinfo_is_read():
     assert (small.is_default, small.time_limit, small.max_nodes, small.gpus) == (False, 3600, 4, 2)
     assert (cpu.time_limit, cpu.gpus) == (None, 0)
     assert parse_partitions("a greeting of the site\n\n") == ()
+    (odd,) = parse_partitions("odd|0:00|1|2|8|(null)\n")
+    assert odd.time_limit is None  # no time that a job can have
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,11 @@ def test_a_run_folder_whose_name_lightning_takes_for_a_shell(name: str):
         ("SBATCH_TIMELIMIT", "120", {"time": "2:00:00"}, True),
         ("SBATCH_GPUS_PER_TASK", "1", {}, False),
         ("SBATCH_SIGNAL", "B:TERM@10", {}, False),
+        ("SBATCH_OUTPUT", "here.log", {}, False),
+        ("SBATCH_OPEN_MODE", "truncate", {}, False),
+        ("SBATCH_OPEN_MODE", "append", {}, True),
+        ("SBATCH_MEM_PER_NODE", "1G", {"mem": "0"}, False),
+        ("SBATCH_EXPORT", "NONE", {}, True),  # srun is told otherwise
         ("SBATCH_NO_REQUEUE", "1", {}, False),
         ("SBATCH_NO_REQUEUE", "1", {"requeue": False}, True),
         ("SBATCH_DEBUG", "1", {}, True),

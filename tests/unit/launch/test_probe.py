@@ -45,6 +45,13 @@ def test_nodes_that_agree(slurm: FakeSlurm):
     assert sys.executable in call
 
 
+def test_the_nodes_asked_are_those_the_job_may_get(slurm: FakeSlurm):
+    asked(slurm, answer("n1"), answer("n2"), extra=["--reservation=course", "--mail-user=me@example.org"])
+    words = slurm.calls("srun")[0].split()
+    assert "--reservation=course" in words
+    assert "--mail-user=me@example.org" not in words
+
+
 @pytest.mark.parametrize(
     ("second", "field", "says"),
     [
