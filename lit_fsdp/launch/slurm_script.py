@@ -19,6 +19,10 @@ EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
 _EXIT_UNHEARD = 138
 """Of a step one of whose processes died of SIGUSR1 (128 + 10): it came before Python could listen."""
+_EXIT_TERMINATED = 143
+"""Of a step one of whose processes died of SIGTERM (128 + 15): srun gives the highest code, not the first one."""
+
+_SAID = 'said=$(stat -c %s "$logs/$SLURM_JOB_ID.log" 2>/dev/null || echo 0) # what earlier starts have said\n'
 
 
 def render(job: Job) -> str:
@@ -186,9 +190,10 @@ def _run(job: Job) -> str:
         image = shlex.quote(config.container)
         command = f'apptainer exec {nvidia}{binds} --bind "$PWD" --pwd "$PWD" {image} {command}'
     joined = " \\\n  ".join(flags)
+    noted = _SAID if config.requeue else ""
     return f"""# one process per GPU; the output of rank r goes to JOB.rank-r.log. After one that died srun sends
 # SIGTERM to the others: those that cannot listen yet ignore it, or their exit code would hide the one that matters
-echo "$(date '+%F %T') start $restarts on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
+{noted}echo "$(date '+%F %T') start $restarts on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
 srun {joined} \\
   sh -c 'trap "" TERM; exec "$@"' sh \\
   {command} "${{words[@]}}"
@@ -223,6 +228,11 @@ def _after(job: Job) -> str:
 # Above 128: a rank was killed, by the kernel, an operator or a watchdog. That is worth another try if the job had come
 # further than where it started. A job that ended in any other way is not tried again.
 echo "$(date '+%F %T') ended with exit code $code"
+# one that was not even that far is known by what srun says of the others
+if [ "$code" -eq {_EXIT_TERMINATED} ] && tail -c "+$((said + 1))" "$logs/$SLURM_JOB_ID.log" 2>/dev/null |
+  grep -E 'tasks? .*: (User defined signal 1|Exited with exit code {stopped})' >/dev/null; then
+  code={stopped}
+fi
 again=
 case $code in
 0 | {interrupted}) ;;

@@ -47,6 +47,12 @@ def ended(cluster: Cluster, number: str) -> list[tuple[str, str, str]]:
     return [(state["JobState"], state["ExitCode"], state["Restarts"]) for state in states]
 
 
+def after_other(act: str) -> str:
+    """Of two ranks the first one acts, as soon as the other one runs and would die of SIGTERM."""
+    other = "touch beside-$SLURM_JOB_ID; exec env --default-signal=TERM sleep 60"
+    return f"[ $SLURM_PROCID = 0 ] || {{ {other}; }}; until [ -e beside-$SLURM_JOB_ID ]; do sleep 0.1; done; {act}"
+
+
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, str]:
     """Started side by side, since SLURM lets a requeued job wait; numbers by name."""
@@ -56,6 +62,10 @@ def jobs(cluster: Cluster) -> dict[str, str]:
         "died": shell(cluster, "died", f"{first}kill -USR1 $$"),
         # srun sends SIGTERM to the other one, which does not listen yet
         "beside": shell(cluster, "beside", f"{first}{{ [ $SLURM_PROCID = 1 ] || kill -USR1 $$; sleep 60; }}", nodes=2),
+        # or has not even come as far as to ignore it
+        "stopped": shell(cluster, "stopped", f"{first}{{ {after_other('exit 75')}; }}", nodes=2),
+        "unheard": shell(cluster, "unheard", f"{first}{{ {after_other('kill -USR1 $$')}; }}", nodes=2),
+        "missing": shell(cluster, "missing", f"{{ {after_other('exit 127')}; }}", nodes=2),
         "capped": shell(cluster, "capped", "exit 75", max_requeues=1),
         "failed": shell(cluster, "failed", "exit 3"),
         "array": shell(cluster, "array", f"echo $WANDB_RUN_ID >> $SLURM_ARRAY_TASK_ID; {last_of_array}", seeds=[5, 6]),
@@ -64,8 +74,10 @@ def jobs(cluster: Cluster) -> dict[str, str]:
 
 def test_who_is_started_again(cluster: Cluster, jobs: dict[str, str]):
     assert ended(cluster, jobs["died"]) == [("COMPLETED", "0:0", "1")]
-    assert ended(cluster, jobs["beside"]) == [("COMPLETED", "0:0", "1")]
+    for name in ("beside", "stopped", "unheard"):
+        assert ended(cluster, jobs[name]) == [("COMPLETED", "0:0", "1")], name
     assert ended(cluster, jobs["failed"]) == [("FAILED", "3:0", "0")]
+    assert ended(cluster, jobs["missing"]) == [("FAILED", "143:0", "0")]
 
 
 def test_after_as_many_requeues_as_are_allowed_the_job_ends_and_says_so(cluster: Cluster, jobs: dict[str, str]):

@@ -12,11 +12,11 @@ import pytest
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_script import render, sbatch_value
+from tests.unit.launch.fake_step import SLURM, Cluster, text_of
 from tests.unit.launch.jobs import planned
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
-SLURM = {"command": ["/shared/env/bin/python", "-m", "lit_fsdp"]}
 CASES: dict[str, dict[str, Any]] = {
     "two_nodes": {"slurm": {**SLURM, "time": "12:00:00", "partition": "gpu", "account": "lab"}},
     "cpu": {"slurm": SLURM, "trainer": {"accelerator": "cpu", "devices": 4}, "ckpt_path": "best"},
@@ -70,42 +70,9 @@ def test_it_is_a_shell_script(name: str):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-class Cluster:
-    """Runs scripts in a shell whose srun and scontrol only write down how they were called."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        programs = folder / "bin"
-        programs.mkdir()
-        record = 'printf "%s\\0" "$@" > "$CALLS/$(basename "$0")-$1"\n'
-        (programs / "srun").write_text(f'#!/bin/bash\nset -- srun "$@"\n{record}exit "$STEP_CODE"\n')
-        (programs / "scontrol").write_text(
-            f'#!/bin/bash\n{record}[ "$1" = show ] && echo 127.0.0.1\n[ "$1" != requeue ]\n'
-        )
-        for program in programs.iterdir():
-            program.chmod(0o755)
-
-    def run(self, text: str, step_code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        """The script's result."""
-        fixed = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "STEP_CODE": str(step_code)}
-        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        env = {"PATH": path, "HOME": "/nowhere", "CALLS": str(self.folder), **fixed, **environment}
-        return subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, cwd=self.folder)
-
-    def words(self, call: str) -> list[str] | None:
-        """How it was called, or ``None``."""
-        path = self.folder / call
-        return path.read_text().split("\0")[1:-1] if path.exists() else None
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
-
-
-def text_of(run_folder: Path, slurm: dict[str, Any] | None = None, **more: Any) -> str:
-    job, _ = planned({**SLURM, **(slurm or {})}, trainer={"default_root_dir": str(run_folder)}, **more)
-    return render(job)
 
 
 def test_no_value_runs_anything(cluster: Cluster, tmp_path: Path):
@@ -139,52 +106,6 @@ def test_a_value_of_an_sbatch_line_is_one_word(value: str):
     assert shlex.split(sbatch_value(value)) == [value]
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts", "requeued"),
-    [(75, "0", True), (75, "2", True), (75, "3", False), (1, "0", False), (0, "0", False), (137, "1", False)],
-)
-def test_only_a_job_that_saved_and_stopped_is_put_back(
-    cluster: Cluster, tmp_path: Path, code: int, restarts: str, requeued: bool
-):
-    done = cluster.run(text_of(tmp_path, {"max_requeues": 3}), step_code=code, SLURM_RESTART_COUNT=restarts)
-    assert done.returncode == code
-    assert cluster.words("scontrol-requeue") == (["4711"] if requeued else None)
-
-
-def test_a_cancelled_job_is_not_put_back(cluster: Cluster, tmp_path: Path):
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm" / "cancelled-4711").touch()
-    cluster.run(text_of(tmp_path), step_code=75)
-    assert cluster.words("scontrol-requeue") is None
-
-
-def test_without_requeue_nothing_is_put_back(cluster: Cluster, tmp_path: Path):
-    assert cluster.run(text_of(tmp_path, {"requeue": False}), step_code=75).returncode == 75
-    assert cluster.words("scontrol-requeue") is None
-
-
-@pytest.mark.parametrize(
-    ("restarts", "has_checkpoint", "given", "words"),
-    [
-        ("0", False, None, []),
-        ("0", True, "best", ["--ckpt_path", "best"]),
-        ("1", True, "best", ["--ckpt_path", "last"]),
-        ("1", False, "/other run/step-00000010", ["--ckpt_path", "/other run/step-00000010"]),
-        ("2", True, None, ["--ckpt_path", "last"]),
-    ],
-)
-def test_a_job_that_starts_again_resumes(
-    cluster: Cluster, tmp_path: Path, restarts: str, has_checkpoint: bool, given: str | None, words: list[str]
-):
-    if has_checkpoint:
-        (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    more = {"ckpt_path": given} if given else {}
-    cluster.run(text_of(tmp_path, **more), SLURM_RESTART_COUNT=restarts)
-    called = cluster.words("srun-srun")
-    assert called is not None
-    assert called[called.index("--config") + 2 :] == words
-
-
 def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
     """``run[1]`` would match ``run1``."""
     for name in ("run[1]", "run*"):
@@ -193,23 +114,6 @@ def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
         called = cluster.words("srun-srun")
         assert called is not None
         assert called[-2:] == ["--ckpt_path", "last"]
-
-
-def test_a_refused_requeue_is_said(cluster: Cluster, tmp_path: Path):
-    (cluster.folder / "bin" / "scontrol").write_text("#!/bin/bash\n[ $1 != requeue ] || exit 1\n")
-    done = cluster.run(text_of(tmp_path), step_code=75)
-    assert "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last" in done.stdout
-
-
-def test_each_seed_has_its_folder_and_resumes_from_it(cluster: Cluster, tmp_path: Path):
-    (tmp_path / "seed-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    text = text_of(tmp_path, {"seeds": [5, 7]})
-    for index, seed, resumed in (("0", "5", []), ("1", "7", ["--ckpt_path", "last"])):
-        cluster.run(text, SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID=index, SLURM_RESTART_COUNT="1")
-        called = cluster.words("srun-srun")
-        assert called is not None
-        own = ["--seed_everything", seed, "--trainer.default_root_dir", f"{tmp_path}/seed-{seed}"]
-        assert called[called.index("--config") + 2 :] == [*own, *resumed]
 
 
 def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):
@@ -271,18 +175,3 @@ def test_one_run_of_wandb_per_job_and_per_seed(cluster: Cluster, tmp_path: Path,
     assert found == (
         {"slurm-big-4711"} | of_array if given is None else {"mine", *(f"mine-{name}" for name in of_array)}
     )
-
-
-@pytest.mark.parametrize(("code", "requeued"), [(138, True), (143, False)])
-def test_a_process_that_died_of_the_signal_before_it_could_listen(
-    cluster: Cluster, tmp_path: Path, code: int, requeued: bool
-):
-    cluster.run(text_of(tmp_path), step_code=code)
-    assert (cluster.words("scontrol-requeue") == ["4711"]) is requeued
-
-
-def test_a_task_of_an_array_is_named_by_its_index(cluster: Cluster, tmp_path: Path):
-    """The last task of an array has the array's number, by which scontrol requeues all of them."""
-    text = text_of(tmp_path, {"seeds": [5, 7]})
-    cluster.run(text, step_code=75, SLURM_JOB_ID="40", SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="1")
-    assert cluster.words("scontrol-requeue") == ["40_1"]
