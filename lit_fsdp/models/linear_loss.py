@@ -27,8 +27,10 @@ class Head(Protocol):
 
     tensors: list[torch.Tensor]
     """What is trained."""
+    space: Workspace
+    """Where one chunk after another is computed."""
 
-    def logits(self, hidden_CD: torch.Tensor, with_grad: bool, space: Workspace) -> torch.Tensor:
+    def logits(self, hidden_CD: torch.Tensor, with_grad: bool) -> torch.Tensor:
         """(C, V), without a graph, to be overwritten."""
 
     def backward(self, grad_CV: torch.Tensor) -> torch.Tensor:
@@ -115,15 +117,15 @@ def _run(
     with_hidden: bool | None,
 ) -> tuple[TokenScores, torch.Tensor | None, list[torch.Tensor]]:
     """Scores, and unless ``with_hidden`` is None the gradients of hidden states (if it is true) and of the head."""
-    space, with_grad, undo = Workspace(), with_hidden is not None, 1.0
+    with_grad, undo = with_hidden is not None, 1.0
     dhidden_ND = torch.empty_like(hidden_ND) if with_hidden else None
     found: list[TokenScores] = []
     for start in range(0, len(hidden_ND), num_rows):
         rows = slice(start, start + num_rows)
-        logits_CV = head.logits(hidden_ND[rows], with_grad, space)
+        logits_CV = head.logits(hidden_ND[rows], with_grad)
         undo = 1.0 / gradient_scale(logits_CV.dtype)
         with torch.autocast(logits_CV.device.type, enabled=False):
-            scores, grad_CV = score_logits(logits_CV, targets_N[rows], terms, with_grad, space)
+            scores, grad_CV = score_logits(logits_CV, targets_N[rows], terms, with_grad, head.space)
             found.append(scores)
             if grad_CV is not None:
                 dhidden_CD = head.backward(grad_CV)
@@ -139,9 +141,13 @@ class LinearHead:
         weight_VD: As it stands in the layer's forward.
         bias_V: Or None.
         dtype: In which products are taken: the weight's, or autocast's.
+        space: Buffers of earlier calls; default: fresh ones.
     """
 
-    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype, space: Workspace | None = None
+    ) -> None:
+        self.space = space or Workspace()
         self._given = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
         self.tensors = [tensor for tensor in self._given if tensor.requires_grad]
         self._weight = weight_VD.detach().to(dtype)
@@ -149,11 +155,10 @@ class LinearHead:
         self._wide = torch.promote_types(dtype, torch.float32)
         self._grads: dict[int, torch.Tensor] = {}
 
-    def logits(self, hidden_CD: torch.Tensor, with_grad: bool, space: Workspace) -> torch.Tensor:
+    def logits(self, hidden_CD: torch.Tensor, with_grad: bool) -> torch.Tensor:
         """Product and bias."""
-        self._space = space
         self._hidden = hidden_CD.to(self._weight.dtype)
-        out = self._space.take("logits", hidden_CD, self._weight.dtype, (len(hidden_CD), len(self._weight)))
+        out = self.space.take("logits", hidden_CD, self._weight.dtype, (len(hidden_CD), len(self._weight)))
         if self._bias is None:
             return torch.mm(self._hidden, self._weight.T, out=out)
         return torch.addmm(self._bias, self._hidden, self._weight.T, out=out)
@@ -169,12 +174,16 @@ class LinearHead:
         if tensor.ndim == 1:
             total = grad_CV.sum(dim=0, dtype=wide)
             self._grads[key] = self._grads[key].add_(total) if key in self._grads else total
-        elif key not in self._grads:
-            self._grads[key] = (grad_CV.T @ self._hidden).to(wide)
         elif grad_CV.dtype == wide:
-            self._grads[key].addmm_(grad_CV.T, self._hidden)
+            if key in self._grads:
+                self._grads[key].addmm_(grad_CV.T, self._hidden)
+            else:
+                self._grads[key] = grad_CV.T @ self._hidden
         else:
-            product = torch.mm(grad_CV.T, self._hidden, out=self._space.take("product", tensor, grad_CV.dtype))
+            product = torch.mm(grad_CV.T, self._hidden, out=self.space.take("product", tensor, grad_CV.dtype))
+            if key not in self._grads:
+                self._grads[key] = product.to(wide)
+                return
             for total, part in zip(self._grads[key].split(_SLAB_ROWS), product.split(_SLAB_ROWS), strict=True):
                 total.add_(part.to(wide))  # a whole wide copy would cost memory, and a mixed sum is slow
 
@@ -194,6 +203,7 @@ class AnyHead:
     """
 
     def __init__(self, module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.space = Workspace()
         self._forward = forward
         found: dict[int, torch.Tensor] = {}
         for child in module.modules():  # FSDP1 puts plain tensors in the place of parameters
@@ -202,7 +212,7 @@ class AnyHead:
         self.tensors = list(found.values())
         self._totals: list[torch.Tensor | None] = [None] * len(self.tensors)
 
-    def logits(self, hidden_CD: torch.Tensor, with_grad: bool, space: Workspace) -> torch.Tensor:
+    def logits(self, hidden_CD: torch.Tensor, with_grad: bool) -> torch.Tensor:
         """What the forward gives, copied: it may be needed for the gradient."""
         with torch.set_grad_enabled(with_grad):
             self._hidden = hidden_CD.detach().requires_grad_(with_grad)

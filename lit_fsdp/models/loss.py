@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ from lit_fsdp.models.head import (
 from lit_fsdp.models.linear_loss import AnyHead, Head, LinearHead, chunk_rows, head_loss
 from lit_fsdp.models.plain_loss import logits_of, loss_of_logits
 from lit_fsdp.models.router_loss import router_loss
-from lit_fsdp.models.token_scores import LossTerms, TokenScores
+from lit_fsdp.models.token_scores import LossTerms, TokenScores, Workspace
 
 IGNORED = -100
 """Label of a token that is not learnt, as in ``torch.nn.functional.cross_entropy``."""
@@ -64,6 +64,8 @@ class LossPlan:
     """What the model does with its logits; None: unknown, so the plain way is taken."""
     reason: str = ""
     """Why ``use`` is None."""
+    space: Workspace = field(default_factory=Workspace, repr=False, compare=False)
+    """Buffers of the chunked loss, kept from batch to batch on a CPU; a GPU's allocator keeps them itself."""
 
     @property
     def backend(self) -> str:
@@ -230,7 +232,8 @@ def _of_linear(head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan
         tensors = (hidden_ND.to(dtype), weight_VD.to(dtype), bias_V)
         return _Found(*fused_loss(plan.backend, *tensors, targets_N, plan.terms), None, None)
     num_rows = plan.config.chunk_tokens or chunk_rows(*weight_VD.shape)
-    return _chunked(LinearHead(weight_VD, bias_V, dtype), hidden_ND, targets_N, plan.terms, num_rows)
+    linear = LinearHead(weight_VD, bias_V, dtype, plan.space if device == "cpu" else None)
+    return _chunked(linear, hidden_ND, targets_N, plan.terms, num_rows)
 
 
 def _chunked(head: Head, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms, num_rows: int) -> _Found:

@@ -70,11 +70,19 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
-        """The buffer of that name with the shape of ``like``, or ``shape``; only dim 0 may shrink from call to call."""
-        wanted = tuple(shape) or tuple(like.shape)
-        if name not in self._buffers or len(self._buffers[name]) < wanted[0]:
-            self._buffers[name] = torch.empty(wanted, dtype=dtype, device=like.device)
-        return self._buffers[name][: wanted[0]]
+        """The buffer of that name on the device of ``like``, with its shape or ``shape``; what was in it is lost."""
+        rows, *rest = tuple(shape) or tuple(like.shape)
+        held = self._buffers.get(name)
+        if (
+            held is None
+            or len(held) < rows
+            or (held.device, held.dtype, [*held.shape[1:]]) != (like.device, dtype, rest)
+        ):
+            self._buffers.pop(name, None)
+            del held  # before there are two
+            with torch.inference_mode(False):  # a validation comes first, and training could not write into it
+                held = self._buffers[name] = torch.empty((rows, *rest), dtype=dtype, device=like.device)
+        return held[:rows]
 
 
 def score_logits(

@@ -24,6 +24,7 @@ from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.casting import cast_buffers
 from lit_fsdp.parallel.contact import ContactWithRanks
 from lit_fsdp.parallel.devices import check_device
+from lit_fsdp.parallel.kept_memory import KeptMemory
 from lit_fsdp.parallel.last_words import explain_failure
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
@@ -58,6 +59,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self._plugin = self.precision_class()
         self._plugin.guard = build_guard(config)
         self._root: nn.Module | None = None
+        self._kept_memory = KeptMemory()
         self._owner: Any = None
         self._broadcast_done: dict[Any, Any] = {}
         self._ties: dict[str, str] = {}
@@ -111,6 +113,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.contract.check_parameters(self.lightning_module.named_parameters(), "after set-up")
         self.contract.check_buffers(self.lightning_module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
+            if self._rest_device().type == "cpu":  # now that the files have been read
+                self._kept_memory.keep()
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
@@ -270,6 +274,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
+        self._kept_memory.stepped()
         if self.contract.watching:
             named = list(self.lightning_module.named_parameters())
             self.contract.check_parameters(named, "after the first step")

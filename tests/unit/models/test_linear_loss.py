@@ -140,6 +140,30 @@ def test_buffers_are_written_into_again():
     first = space.take("a", like, torch.float32)
     assert space.take("a", like[:2], torch.float32).data_ptr() == first.data_ptr()
     assert space.take("b", like, torch.float32).data_ptr() != first.data_ptr()
+    for other in (space.take("a", like, torch.bfloat16), space.take("a", like[:2], torch.float64, (5, 7))):
+        assert other.data_ptr() != first.data_ptr()
+    assert (other.shape, other.dtype) == ((5, 7), torch.float64)
+
+
+def test_buffers_of_another_batch_change_nothing():
+    """Batches of different lengths, validation before and between, another dtype, one batch forward before backward."""
+    space = Workspace()
+    for rows, dtype, inference in ((9, "float64", True), (12, "float64", False), (5, "float32", False)):
+        hidden, weight, bias, targets = (
+            tensor[:rows] if i in (0, 3) else tensor for i, tensor in enumerate(_tensors())
+        )
+        if inference:
+            with torch.inference_mode():
+                head_loss(LinearHead(weight, bias, weight.dtype, space), hidden, targets, LossTerms(), 4)
+            continue
+        found = []
+        for used in (None, space):
+            leaves = [t.detach().to(getattr(torch, dtype)).requires_grad_() for t in (hidden, weight, bias)]
+            loss, scores = head_loss(LinearHead(*leaves[1:], leaves[1].dtype, used), leaves[0], targets, LossTerms(), 4)
+            head_loss(LinearHead(*leaves[1:], leaves[1].dtype, used), leaves[0] * 3, targets, LossTerms(), 3)
+            loss.sum().backward()
+            found.append([loss.detach(), *scores, *(leaf.grad for leaf in leaves)])
+        assert all(torch.equal(plain, kept) for plain, kept in zip(*found, strict=True))
 
 
 def test_gradients_are_given_away_once():

@@ -1,0 +1,49 @@
+"""Freed memory of a process that trains on a CPU: kept for its next tensors, and given back now and then.
+
+By default glibc asks the system for each block of more than 32 MiB and gives it back at once, so that each tensor of
+the size of a head or an embedding costs a page fault for every 4 KiB, at every micro-batch. Kept blocks cost none. But
+glibc before 2.38 does not find a freed block again for an aligned one of the same size, as torch asks for
+(https://sourceware.org/bugzilla/show_bug.cgi?id=14581), so that the process would grow from step to step: what is free
+is given back every :data:`STEPS` steps, which that version makes unnecessary.
+
+A 135M model on 2 cores with glibc 2.36, three packs of 512 a step: about 1.5 times as fast as without, peak 4.8 GiB
+within 64 steps, 4.5 without; 6.3 if nothing were ever given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+from lit_fsdp.host import return_freed_memory
+
+STEPS = 16
+"""Optimizer steps after which everything that is free is given back."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""As ``malloc.h`` of glibc has them."""
+
+
+class KeptMemory:
+    """Freed memory of this process, from :meth:`keep` on."""
+
+    def __init__(self) -> None:
+        self._steps: int | None = None
+
+    def keep(self) -> bool:
+        """Keep what is freed; whether that is so. Who has set malloc's own variables is left alone, and no glibc."""
+        own = [name for name in os.environ if name.startswith("MALLOC_") and name.endswith("_")]
+        if sys.platform != "linux" or own or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+            return False
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is None or not (mallopt(_M_MMAP_THRESHOLD, 2**31 - 1) and mallopt(_M_TRIM_THRESHOLD, -1)):
+            return False
+        self._steps = 0
+        return True
+
+    def stepped(self) -> None:
+        """Called after each optimizer step."""
+        if self._steps is not None:
+            self._steps += 1
+            if self._steps % STEPS == 0:
+                return_freed_memory()
