@@ -12,12 +12,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lit_fsdp.host import return_freed_memory
+
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Around the start of loaders: they begin with signals blocked, and nothing is lost for this process."""
+    """Around the start of loaders: they begin with signals blocked, and nothing is lost for this process.
+
+    Free memory is given back first: a forked loader would hold on to what this process is about to write over.
+    """
+    return_freed_memory()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         yield

@@ -232,6 +232,7 @@ echo "$(date '+%F %T') ended with exit code $code"
 if [ "$code" -eq {_EXIT_TERMINATED} ] && tail -c "+$((said + 1))" "$logs/$SLURM_JOB_ID.log" 2>/dev/null |
   grep -E 'tasks? .*: (User defined signal 1|Exited with exit code {stopped})' >/dev/null; then
   code={stopped}
+  echo "a rank was ended before it listened, after another one had stopped"
 fi
 again=
 case $code in

@@ -69,6 +69,10 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        """A copy of a module or a file of it has no use for what is in them."""
+        return Workspace, ()
+
     def take(self, name: str, like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
         """The buffer of that name on the device of ``like``, with its shape or ``shape``; what was in it is lost."""
         rows, *rest = tuple(shape) or tuple(like.shape)

@@ -113,8 +113,6 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.contract.check_parameters(self.lightning_module.named_parameters(), "after set-up")
         self.contract.check_buffers(self.lightning_module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
-            if self._rest_device().type == "cpu":  # now that the files have been read
-                self._kept_memory.keep()
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
@@ -274,7 +272,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
-        self._kept_memory.stepped()
+        if self.root_device.type == "cpu":
+            self._kept_memory.stepped()
         if self.contract.watching:
             named = list(self.lightning_module.named_parameters())
             self.contract.check_parameters(named, "after the first step")

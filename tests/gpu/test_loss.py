@@ -58,6 +58,7 @@ def _step(model: Any, batch: dict[str, torch.Tensor], plan: LossPlan) -> tuple[f
     model.zero_grad()
     before = _peak_bytes(reset=True)
     loss = causal_lm_forward(model, batch, plan).loss_sum
+    assert not plan.space._buffers  # kept between batches on CPUs only
     loss.backward()
     peak = _peak_bytes() - before
     grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -115,6 +117,20 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits(family, tiny, fill, ex
     plan = plan_loss(model, LossConfig(chunk_tokens=3, **extras))
     assert plan.backend == "chunked"
     _check_same(model, _batch(), plan, LossPlan(LossConfig(backend="plain", **extras), None))
+
+
+def test_buffers_are_kept_from_batch_to_batch_and_left_out_of_copies(family, tiny, fill):
+    model = _model(tiny(family), fill)
+    plan = plan_loss(model)
+    places = []
+    for _ in range(2):
+        causal_lm_forward(model, _batch(), plan).loss_sum.backward()
+        places.append({name: buffer.data_ptr() for name, buffer in plan.space._buffers.items()})
+    assert places[0] == places[1]
+    assert {"p", "logits"} <= places[0].keys()
+    for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert copied == plan
+        assert not copied.space._buffers
 
 
 _AFTER_THE_HEAD = {
