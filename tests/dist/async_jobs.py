@@ -51,6 +51,7 @@ class Watch(Callback):
         """Once per step."""
         background: Any = trainer.strategy.background  # type: ignore[attr-defined]
         step = trainer.global_step
+        (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
         self.pending[step] = background is not None and background.pending is not None
         self.last[step] = Path(trainer.checkpoint_callback.last_model_path).name  # type: ignore[union-attr]
@@ -79,7 +80,7 @@ def train_async(
     data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
     found: dict[str, Any] = {"error": ""}
     began = time.monotonic()
-    with _hurt(fault, rank):
+    with _hurt(fault, rank, Path(run)):
         try:
             trainer.fit(module, datamodule=data)
         except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
@@ -140,9 +141,17 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _hurt(fault: str, rank: int) -> Iterator[None]:
-    """Slow the end of every save down, or let rank 1 fail to write its shard of step 6."""
+def _hurt(fault: str, rank: int, run: Path) -> Iterator[None]:
+    """Let the end of a save wait for the step after it, or take long, or rank 1 fail to write its shard of step 6."""
     publish, write = staging.publish, disk.HashedFile.write
+
+    def next_step_first(place: Path, folder: Path) -> None:
+        step = int(folder.name.removeprefix("step-"))
+        deadline = time.monotonic() + 60
+        while step < STEPS and not all((run / f"rank-{r}-ended-{step + 1}").exists() for r in range(2)):
+            assert time.monotonic() < deadline, f"no step {step + 1}"
+            time.sleep(0.02)
+        publish(place, folder)
 
     def slow(place: Path, folder: Path) -> None:
         time.sleep(0.5)
@@ -154,7 +163,9 @@ def _hurt(fault: str, rank: int) -> Iterator[None]:
             raise CheckpointError(f"{self.path}: No space left on device")
         return write(self, data)
 
-    if fault in ("slow", "raise", "signal"):
+    if fault == "slow":
+        staging.publish = next_step_first  # type: ignore[assignment]
+    if fault in ("raise", "signal"):
         staging.publish = slow  # type: ignore[assignment]
     if fault == "full disk":
         disk.HashedFile.write = failing  # type: ignore[method-assign]

@@ -69,7 +69,7 @@ def test_somebody_elses_module(workers: Workers, tmp_path: Path, engine: str) ->
 
 
 def test_training_goes_on_and_the_next_save_waits(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
-    """The end of each save takes half a second, a step a fraction of that; the old one goes once the new one stands."""
+    """The end of each save comes after the next step; the old one goes once the new one stands."""
     job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}
     for seen in workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job):
         assert seen["pending"]["4"]

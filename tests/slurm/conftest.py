@@ -98,6 +98,13 @@ class Cluster:
             time.sleep(0.5)
         raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
 
+    def put_back(self, number: str, seconds: float = 60) -> None:
+        """Waits until a job has been put back into the queue, whether it runs again or not yet."""
+        deadline = time.monotonic() + seconds
+        while self.states(number)[0]["Restarts"] == "0":
+            assert time.monotonic() < deadline, f"{number} is {self.states(number)}\n{self.logs()}"
+            time.sleep(0.2)
+
     def restarted(self, number: str, times: int, seconds: float = 600) -> None:
         """Waits until a job has been put back into the queue so often and runs again."""
         deadline = time.monotonic() + seconds

@@ -49,7 +49,7 @@ def ended(cluster: Cluster, number: str) -> list[tuple[str, str, str]]:
 
 def after_other(act: str) -> str:
     """Of two ranks the first one acts, as soon as the other one runs and would die of SIGTERM."""
-    other = "touch beside-$SLURM_JOB_ID; exec env --default-signal=TERM sleep 60"
+    other = "exec env --default-signal=TERM sh -c 'touch beside-$SLURM_JOB_ID; exec sleep 60'"
     return f"[ $SLURM_PROCID = 0 ] || {{ {other}; }}; until [ -e beside-$SLURM_JOB_ID ]; do sleep 0.1; done; {act}"
 
 

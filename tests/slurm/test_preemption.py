@@ -67,16 +67,17 @@ class Size(threading.Thread):
 
 def test_a_signal_saves_requeues_and_the_losses_are_those_of_a_run_without_one(cluster: Cluster):
     """The run folder's name is odd as well; both runs go side by side."""
-    odd = {"trainer": {"default_root_dir": str(cluster.folder / ODD), "max_steps": 12}}
-    whole, stopped = cluster.recipe("whole", trainer={"max_steps": 12}), cluster.recipe("odd", **odd)
+    odd = {"trainer": {"default_root_dir": str(cluster.folder / ODD), "max_steps": 20}}
+    whole = cluster.recipe("whole", trainer={"max_steps": 20})
+    stopped = cluster.recipe("odd", **odd)
     second, first = cluster.submit(stopped), cluster.submit(whole)
-    cluster.wait_for_step(ODD, 3)
+    cluster.wait_for_step(ODD, 1)
     cluster.signal(second)
     state = cluster.wait_until(second, "COMPLETED")[0]
     cluster.wait_until(first, "COMPLETED")
     assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
-    assert steps_logged(cluster.folder / ODD) == list(range(12))
+    assert steps_logged(cluster.folder / ODD) == list(range(20))
     assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
     status = cluster.run("lit-fsdp", "slurm", "status", str(cluster.folder / ODD))
     assert "COMPLETED" in status.stdout

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 CODE = """
-import os, signal, time
+import os, signal, sys, time
 from lit_fsdp.signals import SignalFlags
 
 SignalFlags().install()
+while not any(frame.f_code.co_name == "_listen" for frame in sys._current_frames().values()):
+    time.sleep(0.01)
 
 def waiting_for_a_peer():
     os.kill(os.getpid(), signal.SIGUSR2)

@@ -155,16 +155,16 @@ def meet(world: int, absent: tuple[int, ...] = (), leaves: int | None = None) ->
     found: dict[int, list[Any]] = {}
 
     def one(rank: int) -> None:
-        with Meeting(Place(rank, world, 0, world, "127.0.0.1", port, "test"), 5.0) as meeting:
-            first = meeting.exchange({"round": 1, "rank": rank}, 0.6 if absent else 5.0)
+        with Meeting(Place(rank, world, 0, world, "127.0.0.1", port, "test"), 60.0) as meeting:
+            first = meeting.exchange({"round": 1, "rank": rank}, 2.0 if absent else 60.0)
             if rank != leaves:
-                found[rank] = [first, meeting.exchange({"round": 2}, 5.0)]
+                found[rank] = [first, meeting.exchange({"round": 2}, 2.0 if absent else 60.0)]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world) if rank not in absent]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(90)
     return found
 
 
@@ -181,7 +181,7 @@ def test_who_does_not_come_or_goes_is_none():
     assert [message is None for message in meet(3, absent=(1,))[0][0]] == [False, True, False]
     start = time.monotonic()
     found = meet(3, leaves=2)
-    assert time.monotonic() - start < 4  # who is gone is not waited for
+    assert time.monotonic() - start < 30  # who is gone is not waited for
     assert [message is None for message in found[1][1]] == [False, False, True]
 
 
@@ -189,7 +189,7 @@ def test_a_stranger_at_the_port_disturbs_nobody():
     with socket.socket() as chosen:
         chosen.bind(("", 0))
         port = chosen.getsockname()[1]
-    with Meeting(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), 5.0) as meeting:
+    with Meeting(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), 60.0) as meeting:
         for words in (b"GET / HTTP/1.0\n", b'{"rank": 1, "launch": "another", "message": {}}\n', b"[]\n", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(words)

@@ -160,7 +160,13 @@ def test_ctrl_c_leaves_the_job_alone(slurm: FakeSlurm, monkeypatch: pytest.Monke
     monkeypatch.setattr("lit_fsdp.launch.slurm_submit.submit", lambda job, values: "4711")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     slurm.states(job_line("RUNNING"))
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+    def once_it_follows() -> None:
+        while not slurm.calls("scontrol"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=once_it_follows, daemon=True).start()
     try:
         assert command._submit(job, {}, SimpleNamespace(probe=False, wait=True)) == 130
     finally:

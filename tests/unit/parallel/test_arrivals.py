@@ -42,7 +42,7 @@ def meeting(rank: int, port: int, world: int = 4, address: str = "127.0.0.1", **
     return Meeting(rank, world, rank % 2, address, port, 60.0, **more)
 
 
-def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -86,10 +86,11 @@ def test_rank_0_names_those_who_are_missing(store: Any, caplog: pytest.LogCaptur
 def test_a_start_without_trouble_is_silent_and_opens_no_connection(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(arrivals, "_QUIET_SECONDS", 60.0)
     monkeypatch.setattr(arrivals, "unreachable", lambda *args: pytest.fail("asked"))
     with watched(meeting(0, store.port)):
-        time.sleep(0.02)
-    time.sleep(0.2)
+        assert any(thread.name.startswith("arrivals") for thread in threading.enumerate())
+    until(lambda: not any(thread.name.startswith("arrivals") for thread in threading.enumerate()))
     assert caplog.records == []
 
 
