@@ -8,12 +8,14 @@ import fcntl
 import logging
 import os
 import platform
+import random
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_fsdp.errors import CheckpointError
@@ -22,6 +24,9 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _REMIND_SECONDS = 30.0
 _IDLE_SECONDS = 3600.0
+_PORTS = range(10000, 20000)
+"""Below those of outgoing connections (from 32768 on, on Linux) and those derived from the number of a SLURM job."""
+_PORTS_TRIED = 200
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -146,6 +151,22 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_port() -> int:
+    """A TCP port for ranks to meet at, which nobody listens on.
+
+    One that the system chooses (``bind`` to port 0) is among those that it gives to outgoing connections too: any of
+    them may get it in the seconds until rank 0 listens there, which then fails with ``EADDRINUSE``.
+
+    Raises:
+        OSError: None of many is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, _PORTS_TRIED):  # processes of one seed must not choose alike
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"none of {_PORTS_TRIED} ports tried from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def is_first_process() -> bool:

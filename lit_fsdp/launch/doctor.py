@@ -10,12 +10,12 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.host import free_port
 from lit_fsdp.launch.bandwidth_report import SIZES, Rate, judge_ranks, rates
 from lit_fsdp.launch.checks import places
 from lit_fsdp.launch.checks.devices import judge_devices
@@ -161,7 +161,7 @@ def measuring_plan(address: str, backend: str, world: int, folder: Path | None, 
     """
     return {
         "address": address,
-        "port": _free_port(),
+        "port": free_port(),
         "backend": backend,
         "world": world,
         "timeout": limits.collective_seconds,
@@ -171,9 +171,3 @@ def measuring_plan(address: str, backend: str, world: int, folder: Path | None, 
         "save_folder": None if folder is None else str(folder / "step-00000001"),
         "save_bytes": SAVE_BYTES,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

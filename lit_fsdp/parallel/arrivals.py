@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lit_fsdp.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 _QUIET_SECONDS = 3.0
 _REMIND_SECONDS = 30.0
@@ -54,19 +56,33 @@ class Meeting:
 
 @contextlib.contextmanager
 def watched(meeting: Meeting) -> Iterator[None]:
-    """Around the start of the process group: say what it waits for, and put that into the error if it fails."""
-    if meeting.world == 1:
-        yield
-        return
+    """Around the start of the process group: say what it waits for, and put that into the error if it fails.
+
+    Raises:
+        ConfigError: Another process listens where this one must.
+    """
     watch = _Watch(meeting)
-    watch.start()
+    if meeting.world > 1:
+        watch.start()
     try:
         yield
     except Exception as error:
+        if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+            raise _taken(meeting) from error
         error.add_note(watch.report())
         raise
     finally:
         watch.stop()
+
+
+def _taken(meeting: Meeting) -> ConfigError:
+    return ConfigError(
+        "MASTER_PORT",
+        f"{meeting.port}, where another process of {socket.gethostname()} listens already",
+        "a port that nobody listens on where rank 0 runs",
+        f"start again with another MASTER_PORT (without torchrun and srun: with none, a free one is chosen), or end "
+        f"what listens there: ss -ltnp sport = :{meeting.port}",
+    )
 
 
 class _Watch:

@@ -5,12 +5,14 @@ A mixin in front of a Lightning strategy; it does not import Lightning.
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.host import free_port
 from lit_fsdp.parallel.arrivals import Meeting, is_hosted_by_agent, own_store, watched
 from lit_fsdp.parallel.interface import choose_interface
 from lit_fsdp.parallel.signs_of_life import SignsOfLife
@@ -31,6 +33,14 @@ class ContactWithRanks:
     contact_store: Any = None
     """Where signs of life and last words are left."""
     _signs: SignsOfLife | None = None
+
+    def choose_port(self) -> None:
+        """Before further processes are started here: where they meet, unless ``MASTER_PORT`` says it.
+
+        Lightning's own choice may be given to an outgoing connection before rank 0 listens (:func:`free_port`).
+        """
+        if not self.cluster_environment.creates_processes_externally and "STANDALONE_PORT" not in os.environ:
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
 
     @contextmanager
     def meeting_others(self) -> Iterator[None]:

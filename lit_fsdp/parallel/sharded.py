@@ -211,6 +211,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         @functools.wraps(launch)
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._check_environment(trainer)
+            self.choose_port()
             return launch(function, *args, trainer=trainer, **kwargs)
 
         launcher.launch = launch_checked

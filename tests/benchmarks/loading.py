@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from lit_fsdp.host import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("fsdp2", "fsdp1", "transformers", "accelerate")
@@ -116,13 +117,10 @@ def measure(side: str, model: Path, ranks: int) -> dict[str, Any]:
         ``ranks_measured``: per rank ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and, for ours, counts of
         parameters; or ``error``.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
+    with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record"
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+        env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, str(Path(__file__).with_name("load_once.py")), side, str(model), str(out)]
         processes = [

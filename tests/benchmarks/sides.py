@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from typing import Any
 
 from record import ROOT
 from workload import Workload
+
+from lit_fsdp.host import free_port
 
 _HERE = Path(__file__).parent
 _LIMIT_SECONDS = 1800
@@ -43,7 +44,7 @@ def peer_trainer(folder: Path, side: str) -> dict[str, Any]:
 
 def hand_written(work: Workload, ranks: int) -> dict[str, Any]:
     """The loop without Lightning; each rank is started here."""
-    place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     words = ["hand_written.py", str(work.folder), "OUT"]
     return _record([words] * ranks, [{"RANK": rank, **place} for rank in range(ranks)], work.folder, ranks)
 
@@ -94,9 +95,3 @@ def _record(commands: list[list[str]], places: list[dict[str, Any]], folder: Pat
     if any(process.returncode for process in processes) or not out.is_file():
         raise RuntimeError(f"{commands[0][0]} failed:\n" + "\n".join(text[-4000:] for text in said))
     return {"launched": launched, **json.loads(out.read_text())}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lit_fsdp.host import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,9 +125,7 @@ class ForkServer:
 def _start(jobs: Sequence[Any], task: dict[str, Any]) -> list[int]:
     size, place = task["ranks"], Path(task["place"])
     job = next(getattr(module, task["job"]) for module in jobs if hasattr(module, task["job"]))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     pids: list[int] = []
     for rank in range(size):

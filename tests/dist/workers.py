@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from lit_fsdp.host import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _JOBS = (
@@ -59,7 +60,7 @@ class Workers:
         """
         while len(self._processes) < ranks:
             self._processes.append(_start())
-        port = _free_port()
+        port = free_port()
         chosen = self._processes[:ranks]
         try:
             for rank, process in enumerate(chosen):
@@ -130,12 +131,6 @@ def _start() -> subprocess.Popen[str]:
         cwd=ROOT,
         env=env,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _serve() -> None:

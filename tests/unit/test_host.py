@@ -6,6 +6,8 @@ import errno
 import fcntl
 import logging
 import os
+import random
+import socket
 import threading
 import time
 
@@ -13,7 +15,7 @@ import pytest
 
 from lit_fsdp import host
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.host import cache_root, free_port, make_once
 
 
 def _write(folder):
@@ -122,3 +124,35 @@ def test_place_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("LIT_FSDP_CACHE")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert str(cache_root()) == "/home/somebody/.cache/lit_fsdp"
+
+
+def test_a_free_port_is_none_of_those_of_outgoing_connections():
+    ports = {free_port() for _ in range(50)}
+    assert all(10000 <= port < 20000 for port in ports)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_processes_of_one_seed_choose_different_ports():
+    chosen = []
+    for _ in range(2):
+        random.seed(1)
+        chosen.append([free_port() for _ in range(3)])
+    assert chosen[0] != chosen[1]
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily):
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 on this host")
+    dual = family == socket.AF_INET6
+    with socket.create_server(("", free_port()), family=family, dualstack_ipv6=dual) as taken:
+        busy, free = taken.getsockname()[1], free_port()
+        monkeypatch.setattr(host, "_PORTS", [busy, free])
+        monkeypatch.setattr(host, "_PORTS_TRIED", 2)
+        assert {free_port() for _ in range(10)} == {free}
+        monkeypatch.setattr(host, "_PORTS", [busy])
+        monkeypatch.setattr(host, "_PORTS_TRIED", 1)
+        with pytest.raises(OSError, match=f"from {busy} to {busy} is free"):
+            free_port()

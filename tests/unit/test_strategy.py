@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -84,3 +85,21 @@ def test_lightnings_default_precision_is_no_choice(engine: Any):
     trainer = Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=32, logger=False)
     assert isinstance(trainer.strategy, ShardedStrategy)
     assert trainer.precision == "32-true"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_under_any_trainer_the_ranks_meet_where_no_outgoing_connection_can_come_first(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("MASTER_PORT", "STANDALONE_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Lightning changes no threads of this process
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=fsdp_strategy(engine), logger=False, enable_checkpointing=False
+    )
+    launcher: Any = trainer.strategy.launcher
+    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: None)
+    assert "MASTER_PORT" not in os.environ  # another Trainer's choice is its own
+    launcher.launch(lambda: None, trainer=trainer)
+    assert int(os.environ["MASTER_PORT"]) in range(10000, 20000)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.host import free_port
 from lit_fsdp.launch.bandwidth_report import Rate, judge_ranks, pair_rounds, rates
 from lit_fsdp.launch.checks.row import Row
 from lit_fsdp.launch.doctor_together import judge_network, node_names, rows_of_others
@@ -149,9 +150,7 @@ def test_the_first_node(nodes: str, first: str):
 
 def meet(world: int, absent: tuple[int, ...] = (), leaves: int | None = None) -> dict[int, list[Any]]:
     """Two rounds between threads; ``leaves`` goes after the first."""
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     found: dict[int, list[Any]] = {}
 
     def one(rank: int) -> None:
@@ -186,9 +185,7 @@ def test_who_does_not_come_or_goes_is_none():
 
 
 def test_a_stranger_at_the_port_disturbs_nobody():
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     with Meeting(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), 60.0) as meeting:
         for words in (b"GET / HTTP/1.0\n", b'{"rank": 1, "launch": "another", "message": {}}\n', b"[]\n", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import free_port
 from lit_fsdp.parallel import arrivals
 from lit_fsdp.parallel.arrivals import Meeting, own_store, ranges, unreachable, watched
 
@@ -28,8 +30,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def port() -> int:
     """One that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -138,3 +139,13 @@ def test_another_attempt_of_torchrun_does_not_see_the_keys_of_this_one(
     own_store("127.0.0.1", store.port).set("sign", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not own_store("127.0.0.1", store.port).check(["sign"])
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_port_that_is_taken_is_said_with_the_way_out(world: int, store: Any) -> None:
+    with pytest.raises(ConfigError) as caught, watched(meeting(0, store.port, world)):
+        dist.TCPStore("127.0.0.1", store.port, world, True, wait_for_workers=False)
+    assert (caught.value.field, caught.value.given.partition(",")[0]) == ("MASTER_PORT", str(store.port))
+    assert "another MASTER_PORT" in caught.value.fix
+    assert f":{store.port}" in caught.value.fix
+    until(lambda: not any(thread.name.startswith("arrivals") for thread in threading.enumerate()))

@@ -1,12 +1,14 @@
-"""Room for the connections that end in rank 0's process."""
+"""Where ranks meet, and room for the connections that end in rank 0's process."""
 
 from __future__ import annotations
 
+import os
 import resource
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lit_fsdp.parallel.contact import _allow_open_files
+from lit_fsdp.parallel.contact import ContactWithRanks, _allow_open_files
 
 INFINITY = resource.RLIM_INFINITY
 
@@ -29,3 +31,33 @@ def test_the_limit_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "setrlimit", lambda which, values: told.append(values))
     _allow_open_files(needed)
     assert told == ([] if soft is None else [(soft, limits[1])])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, range(10000, 20000)),
+        ({"MASTER_PORT": "31234"}, [31234]),
+        ({"STANDALONE_PORT": "31235"}, [31235]),  # Lightning's variable for its own choice
+    ],
+)
+def test_where_further_processes_are_started_the_port_is_chosen_by_us_unless_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: range | list[int]
+) -> None:
+    for name in ("MASTER_PORT", "STANDALONE_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    os.environ.update(given)
+    contact = ContactWithRanks()
+    contact.cluster_environment = LightningEnvironment()
+    contact.choose_port()
+    assert contact.cluster_environment.main_port in expected
+
+
+def test_a_rank_that_was_started_chooses_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    contact = ContactWithRanks()
+    contact.cluster_environment = LightningEnvironment()
+    contact.choose_port()
+    assert "MASTER_PORT" not in os.environ
