@@ -31,6 +31,7 @@ precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learni
 TESTS_AT_ONCE := 2
 PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
+# A test of several processes is tried once more if it fails (tests/conftest.py), and its first failure is shown.
 test: lint slurm-programs  ## lint, types and the whole suite, two tests at a time (TESTS_AT_ONCE=0: one after the other)
 	$(PYTEST) tests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from lit_fsdp.commands import run
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError, NonFiniteGradientError
 from lit_fsdp.host import is_first_process
-from lit_fsdp.redaction import guarded_streams
+from lit_fsdp.redaction import OutputError, guarded_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        return run(list(sys.argv[1:] if argv is None else argv))
+        code = run(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
+        return code
     except ConfigError as error:
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
@@ -33,15 +36,25 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OutputError as error:
+        _drop_output()
+        return _say(f"{error.strerror}", 1)
+
+
+def _drop_output() -> None:
+    """What is still to be written at the end of the process goes nowhere."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str, code: int) -> int:
     # rows and file names that an error quotes may hold escapes, which must not reach the terminal
     text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or "0"
-    print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where nothing can be said the exit code still counts
+        print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
     return code
 
 

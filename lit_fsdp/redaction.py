@@ -117,12 +117,26 @@ def guarded_streams() -> Iterator[None]:
     Tracebacks of uncaught exceptions too, also of those that end the process afterwards.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Redacting(sys.stdout), _Redacting(sys.stderr)
+    sys.stdout, sys.stderr = (stream and _Redacting(stream) for stream in before)  # closed ones are None
     sys.excepthook, threading.excepthook = _show_exception, _show_thread_exception
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+class OutputError(OSError):
+    """Standard output or standard error cannot be written, as on a full disk."""
+
+
+@contextlib.contextmanager
+def _named(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # who reads has enough
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, f"{stream.name.strip('<>')} cannot be written: {error.strerror}") from error
 
 
 class _Redacting:
@@ -132,8 +146,13 @@ class _Redacting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        with _named(self._stream):
+            self._stream.write(redact(text))
         return len(text)
+
+    def flush(self) -> None:
+        with _named(self._stream):
+            self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,13 @@ _ORDER = (*_TOGETHER, "tests/dist/")
 _TABLES: list[str] = []  # of the processes that ran tests for this one
 
 
+def _is_the_whole_suite(config: pytest.Config) -> bool:
+    return not os.environ.get("LIT_FSDP_LONG") and not any("::" in argument for argument in config.args)
+
+
 def _leave_some_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is only in the long version, unless a test is asked for by its name."""
-    if os.environ.get("LIT_FSDP_LONG") or any("::" in argument for argument in config.args):
+    if not _is_the_whole_suite(config):
         return
     seen: Counter[str] = Counter()
     kept, left_out = [], []
@@ -111,11 +116,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_some_out(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: next((n for n, folder in enumerate(_ORDER) if item.nodeid.startswith(folder)), 9))
+    # Their processes share two cores with another test and whatever else runs: see the summary below.
+    again = _is_the_whole_suite(config) and config.pluginmanager.hasplugin("rerunfailures")
     for item in items:
         relative = item.path.relative_to(ROOT / "tests") if item.path.is_relative_to(ROOT / "tests") else item.path
         mark = _MARKS.get(relative.parts[0])
         if mark is not None:
             item.add_marker(mark)
+        if again and item.get_closest_marker("dist"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch
@@ -145,18 +154,22 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """And prints it at the end."""
+    """And prints it at the end, after what failed at the first attempt: to be looked into, whatever the second gave."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"failed at the first attempt: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
     if _TABLES:
         terminalreporter.section("injected faults")
         for line in _TABLES:
             terminalreporter.write_line(line)
 
 
-@pytest.fixture(autouse=True)
-def _caches_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _caches_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Caches of tokenised rows and converted models go to a folder of this test run, never to the user's."""
-    cache = tmp_path_factory.getbasetemp() / "lit_fsdp_cache"
-    monkeypatch.setenv("LIT_FSDP_CACHE", str(cache))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIT_FSDP_CACHE", str(tmp_path_factory.getbasetemp() / "lit_fsdp_cache"))
+        yield
 
 
 @pytest.fixture(scope="session")

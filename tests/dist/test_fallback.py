@@ -46,9 +46,10 @@ def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
     def copy(engine: str, folder: Path) -> Path:
         if engine not in made:
-            made[engine] = tmp_path_factory.mktemp("three") / engine
-            done = runs(made[engine], engine)
+            run = tmp_path_factory.mktemp("three") / engine
+            done = runs(run, engine)
             assert [rank["code"] for rank in done] == [0, 0], done
+            made[engine] = run
         return Path(shutil.copytree(made[engine], folder))
 
     return copy
