@@ -16,9 +16,9 @@ class DataConfig:
     """The ``data`` section: arguments of :class:`lit_fsdp.CausalLMDataModule`.
 
     A source is a JSONL, JSON, Parquet, CSV, TSV or Arrow file (text also as .gz), a glob, a folder of such files
-    (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``), or
-    ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry may be a mapping ``{source, weight,
-    format, columns}``.
+    (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``,
+    ``name:configuration:split``), or ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry
+    may be a mapping ``{source, weight, format, columns}``.
     """
 
     train: Sources | None = None

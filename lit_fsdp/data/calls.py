@@ -53,7 +53,13 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         arguments = from_json(arguments.strip() or "{}", f"{place}: arguments of {function['name'][:40]!r}")
     if arguments is None:
         arguments = {}
+    if isinstance(arguments, (list, tuple)) and all(_is_pair(entry) for entry in arguments):
+        arguments = dict(arguments)  # a map of a Parquet or Arrow file
     if not isinstance(arguments, Mapping):
         raise DataError(f"{place}: arguments of {function['name'][:40]!r} are an object, not {shown(arguments)}")
     made = {**function, "arguments": dict(arguments)}
     return {**call, "function": made} if "function" in call else made
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)

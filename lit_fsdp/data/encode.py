@@ -12,7 +12,8 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import RowFormat
-from lit_fsdp.data.formats import Conversation, sides_of, to_conversation
+from lit_fsdp.data.cells import text_of
+from lit_fsdp.data.formats import Conversation, check_columns, sides_of, to_conversation
 from lit_fsdp.data.masks import Encoded, SpanEncoder
 from lit_fsdp.data.named import find_template, no_template
 from lit_fsdp.data.plain import read_text
@@ -98,7 +99,8 @@ class RowEncoder:
             return [self._cut(row, place, NOTHING_LEFT) for row, place in zip(found, places, strict=True)]
         if self._chat is None:
             return self._bare(rows, form, places)
-        talks = [to_conversation(row, form, place) for row, place in zip(rows, places, strict=True)]
+        whole = self._config.train_on_prompt
+        talks = [to_conversation(r, form, place, learns_prompt=whole) for r, place in zip(rows, places, strict=True)]
         found = self._chat.encode(talks, places)
         return [self._cut(row, place, _nothing_in(talk)) for row, talk, place in zip(found, talks, places, strict=True)]
 
@@ -106,6 +108,8 @@ class RowEncoder:
         """Prompts and completions as they stand, which is what they mean to a base model."""
         if form != "prompt_completion":
             raise no_template(f"{form} rows", self._tokenizer)
+        for row, place in zip(rows, places, strict=True):
+            check_columns(row, form, place)
         strange = [place for row, place in zip(rows, places, strict=True) if not _is_bare(row)]
         if strange:
             raise no_template(f"messages, a system prompt or tools ({strange[0]})", self._tokenizer)
@@ -114,9 +118,12 @@ class RowEncoder:
             _log.info(
                 "%s: no chat template, so that prompt, completion and EOS are put together as they stand", places[0]
             )
-        texts = [row["prompt"] + row["completion"] for row in rows]
-        heads = [0 if self._config.train_on_prompt else len(row["prompt"]) for row in rows]
-        found = self._texts.encode(texts, heads, places)
+        sides = [
+            [text_of(row[side], f"{place}: {side}") for side in ("prompt", "completion")]
+            for row, place in zip(rows, places, strict=True)
+        ]
+        heads = [0 if self._config.train_on_prompt else len(prompt) for prompt, _ in sides]
+        found = self._texts.encode(["".join(both) for both in sides], heads, places)
         return [self._cut(row, place, NOTHING_LEFT) for row, place in zip(found, places, strict=True)]
 
     def _split(self, row: Encoded, text: str) -> EncodedRow:
@@ -152,4 +159,6 @@ def _nothing_in(talk: Conversation) -> str:
 
 
 def _is_bare(row: Mapping[str, Any]) -> bool:
-    return all(isinstance(side, str) for side in sides_of(row)) and not (row.get("system") or row.get("tools"))
+    return not any(isinstance(side, (list, tuple)) for side in sides_of(row)) and not (
+        row.get("system") or row.get("tools")
+    )

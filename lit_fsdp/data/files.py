@@ -120,7 +120,13 @@ def _json_line(line: bytes, place: str) -> Any:
 
 
 def json_chunks(path: Path, start: Position | None) -> Iterator[Chunk]:
-    """A list of objects, alone or as the only list in an object; held in memory whole. Position: row."""
+    """A list of objects, alone or as the only list in an object; held in memory whole. Position: row.
+
+    Files of one object per line, which many name ``.json``, are read as :func:`jsonl_chunks` reads them.
+    """
+    if _has_an_object_per_line(path):
+        yield from jsonl_chunks(path, start)
+        return
     try:
         with reading(path) as file:
             loaded = json.loads(file.read().decode("utf-8-sig"))
@@ -140,6 +146,17 @@ def json_chunks(path: Path, start: Position | None) -> Iterator[Chunk]:
         )
     for first in range(start[0] if start else 0, len(loaded), _RECORDS):
         yield Chunk(str(path), first, loaded[first : first + _RECORDS], numbered_rows, [first])
+
+
+def _has_an_object_per_line(path: Path) -> bool:
+    """Whether the first line is a whole object and something follows it."""
+    with reading(path) as file:
+        first = next((line for line in file if not line.removeprefix(_BOM).isspace()), b"")
+        try:
+            found = json.loads(first.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(found, dict) and any(not line.isspace() for line in file)
 
 
 def numbered_rows(chunk: Chunk) -> Iterator[tuple[str, Any]]:

@@ -24,11 +24,14 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
     "chatgpt": "assistant",
     "bard": "assistant",
+    "model": "assistant",
     "tool": "tool",
+    "function": "tool",
     "function_response": "tool",
     "observation": "tool",
     "function_call": "assistant",
 }
+"""In whatever case, with ``-`` for ``_``."""
 _SIGNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first format whose columns are all there
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -64,37 +67,66 @@ def find_format(columns: set[str], name: str) -> RowFormat:
     )
 
 
-def to_conversation(row: Mapping[str, Any], form: RowFormat, place: str) -> Conversation:
-    """The conversation of one row, with its ``tools`` column where there is one.
+def to_conversation(
+    row: Mapping[str, Any], form: RowFormat, place: str, *, learns_prompt: bool = False
+) -> Conversation:
+    """The conversation of one row, with its ``system`` and ``tools`` columns where there are such.
 
     Args:
         row: Column values.
         form: Not ``auto``, ``text`` or ``tokens``, which are no conversations.
         place: Where the row stands, for errors.
+        learns_prompt: Otherwise assistant's turns of a ``prompt`` are not learnt, unless they say so themselves.
 
     Raises:
-        DataError: A column is missing, a role is unknown, a content is no text, or ``tools`` are no schemas.
+        DataError: A column is missing, a role is unknown, a content is no text, two system prompts differ, or
+            ``tools`` are no schemas.
     """
     assert form not in ("auto", "text", "tokens")
+    check_columns(row, form, place)
+    messages = _messages(row, form, place, learns_prompt)
+    if row.get("system"):
+        messages = _with_system(messages, _message("system", row["system"], place), place)
+    return Conversation(messages, read_tools(row.get("tools"), place))
+
+
+def check_columns(row: Mapping[str, Any], form: RowFormat, place: str) -> None:
+    """Whether a row has every column of its format.
+
+    Raises:
+        DataError: One is missing.
+    """
     for column in _SIGNS[form]:
         if column not in row:
             raise DataError(f"{place}: no {column!r}; a row of format {form} has {', '.join(_SIGNS[form])}")
-    return Conversation(_messages(row, form, place), read_tools(row.get("tools"), place))
 
 
-def _messages(row: Mapping[str, Any], form: RowFormat, place: str) -> list[Message]:
+def _with_system(messages: list[Message], system: Message, place: str) -> list[Message]:
+    if messages[0]["role"] != "system":
+        return [system, *messages]
+    if messages[0]["content"] != system["content"]:
+        raise DataError(
+            f"{place}: a system column and a system message that differ\n"
+            "  fix:     keep one of them; data.columns: {system: NAME} reads the system prompt from another column"
+        )
+    return messages
+
+
+def _messages(row: Mapping[str, Any], form: RowFormat, place: str, learns_prompt: bool) -> list[Message]:
     if form == "messages":
         return [_turn(turn, f"{place}: message {i}") for i, turn in _turns(row["messages"], place)]
-    system = [_message("system", row["system"], place)] if row.get("system") else []
     if form == "instruction":
         asked = text_of(row["instruction"], f"{place}: instruction")
         more = row.get("input")
         prompt = f"{asked}\n\n{text_of(more, f'{place}: input')}" if more else asked
-        return [*system, _message("user", prompt, place), _message("assistant", row["output"], place)]
+        return [_message("user", prompt, place), _message("assistant", row["output"], place)]
     if form == "prompt_completion":
         prompt, completion = sides_of(row)
-        return [*system, *_side(prompt, "user", place), *_side(completion, "assistant", place)]
-    return [*system, *(_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place))]
+        asked = _side(prompt, "user", place)
+        if not learns_prompt:
+            asked = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in asked]
+        return [*asked, *_side(completion, "assistant", place)]
+    return [_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place)]
 
 
 def sides_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -157,12 +189,13 @@ def _turn(turn: Any, place: str) -> Message:
 def _sharegpt_turn(turn: Mapping[str, Any], place: str) -> Message:
     if "value" not in turn:
         raise DataError(f"{place}: a turn has from and value, not {shown(turn)}")
-    if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT_ROLES:
+    who = turn["from"].lower().replace("-", "_") if isinstance(turn["from"], str) else ""
+    if who not in _SHAREGPT_ROLES:
         raise DataError(f"{place}: from {reprlib.repr(turn['from'])}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
-    if turn["from"] == "function_call":
+    if who == "function_call":
         calls = read_calls(text_of(turn["value"], place), place)
         return {"role": "assistant", "content": "", "tool_calls": calls, **_flag(turn, place)}
-    return {**_message(_SHAREGPT_ROLES[turn["from"]], turn["value"], place), **_flag(turn, place)}
+    return {**_message(_SHAREGPT_ROLES[who], turn["value"], place), **_flag(turn, place)}
 
 
 def _flag(turn: Mapping[str, Any], place: str) -> dict[str, bool]:

@@ -112,7 +112,7 @@ def _digest(loaded: Any) -> str:
 
 
 def hub_data_set(name: str, streaming: bool) -> SavedPart | StreamedPart:
-    """A data set by its name on the hub, with an optional ``:split``.
+    """A data set by its name on the hub: ``name``, ``name:split`` or ``name:configuration:split``.
 
     Raises:
         DataError: It is not there, or there is no network.
@@ -120,14 +120,18 @@ def hub_data_set(name: str, streaming: bool) -> SavedPart | StreamedPart:
     import datasets
 
     datasets.disable_progress_bars()
-    base, _, split = name.partition(":")
+    base, _, rest = name.partition(":")
+    rest, bracket, rows = rest.partition("[")  # of train[:10%], whose colon is no border
+    configuration, _, split = rest.rpartition(":")
+    split = (split or "train") + bracket + rows
     try:
-        loaded = datasets.load_dataset(base, split=split or "train", streaming=streaming)
+        loaded = datasets.load_dataset(base, configuration or None, split=split, streaming=streaming)
     except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DataError(
             f"{name}: no such file below {Path.cwd()}, and datasets cannot load it ({why})\n"
-            "  fix:     check the name; without a network name a file, or a folder written by save_to_disk"
+            "  fix:     check the name (name:split, name:configuration:split); without a network name a file, or a "
+            "folder written by save_to_disk"
         ) from error
     if streaming:
         return StreamedPart(name, loaded, f"stream of {name}")

@@ -10,6 +10,7 @@ import glob
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from lit_fsdp.data.saved import hub_data_set, saved_folder
 from lit_fsdp.errors import DataError
 
 _log = logging.getLogger(__name__)
+_SLICE = re.compile(r"[\w.\-/]+(:[\w.\-]+)+\[-?\d*%?:-?\d*%?\]")  # imdb:train[:10%], as datasets writes it
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,15 @@ def _parts(name: str, streaming: bool) -> list[Part]:
         return [GeneratedPart(name)]
     # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
     path = Path(os.path.expanduser(name))
-    if glob.has_magic(name) and not os.path.exists(path):
+    base, colon, split = name.rpartition(":")
+    folder, wanted = (Path(os.path.expanduser(base)), split) if colon and not os.path.exists(path) else (path, None)
+    if glob.has_magic(name) and not (os.path.exists(path) or os.path.isdir(folder) or _SLICE.fullmatch(name)):
         paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(found)]
         if not paths:
             raise DataError(
                 f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
             )
         return [file_part(path, streaming) for path in paths]
-    base, colon, split = name.rpartition(":")
-    folder, wanted = (Path(os.path.expanduser(base)), split) if colon and not os.path.exists(path) else (path, None)
     if os.path.isdir(folder):
         if is_saved(folder):
             return [saved_folder(name, folder, wanted)]

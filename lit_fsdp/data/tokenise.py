@@ -16,9 +16,9 @@ from lit_fsdp.data.files import Chunk, Row
 from lit_fsdp.errors import DataError
 
 _CONTENT: dict[RowFormat, tuple[str, ...]] = {
-    "messages": ("messages", "tools"),
+    "messages": ("messages", "system", "tools"),
     "sharegpt": ("conversations", "system", "tools"),
-    "instruction": ("system", "instruction", "input", "output"),
+    "instruction": ("system", "instruction", "input", "output", "tools"),
     "prompt_completion": ("system", "prompt", "completion", "tools"),
     "text": ("text",),
     "tokens": ("input_ids", "labels"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -274,28 +272,3 @@ def test_last_is_found_again_when_no_other_job_can_write(recipe: list[str], call
     path, others = choosers[0]()
     assert Path(path).name == "step-00000004"
     assert others == ()
-
-
-def test_an_output_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        assert __main__.main(["recipes", "ls"]) == 1
-        monkeypatch.undo()
-    assert capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
-
-
-def test_errors_that_cannot_be_written_keep_their_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
-    monkeypatch.setattr("sys.stderr", full)
-    assert __main__.main(["fit", "--config", "/no/such.yaml"]) == 2
-    monkeypatch.undo()
-    with contextlib.suppress(OSError):
-        full.close()
-    assert capsys.readouterr().out == ""
-
-
-def test_closed_streams_are_no_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.stdout", None)
-    assert __main__.main(["recipes", "ls"]) == 0
-    monkeypatch.setattr("sys.stderr", None)
-    assert __main__.main(["fit", "--config", "/no/such.yaml"]) == 2

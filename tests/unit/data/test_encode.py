@@ -206,3 +206,31 @@ def test_an_encoder_survives_being_sent():
 def test_everything_is_learnt_or_some_turns_are():
     with pytest.raises(ConfigError, match=r"^train_on_prompt: got true with supervise: last"):
         DataConfig(train_on_prompt=True, supervise="last")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "hi"}, "no 'completion'; a row of format prompt_completion has prompt, completion"),
+        ({"prompt": "hi", "completion": None}, "completion: text expected, not NoneType"),
+        ({"prompt": 3, "completion": "a"}, "prompt: text expected, not int '3'"),
+        ({"prompt": "\ud800 hi", "completion": "a"}, "prompt: half a character at 0"),
+    ],
+)
+def test_a_bad_row_of_a_base_model_is_named(row: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
+        _encode(row, "prompt_completion")
+
+
+def test_of_a_prompt_with_turns_the_completion_alone_is_learnt():
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    row = {"prompt": [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]}
+    row["completion"] = [turn("assistant", "d")]
+    for options, wanted in (({}, ["d", "<|im_end|>"]), ({"supervise": "last"}, ["d", "<|im_end|>"])):
+        (sample,) = _encode(row, "prompt_completion", template=CHATML, **options).samples
+        tokens = byte_level_tokenizer().convert_ids_to_tokens(sample.input_ids[sample.supervised.astype(bool)].tolist())
+        assert tokens == wanted
+    (sample,) = _encode(row, "prompt_completion", template=CHATML, train_on_prompt=True).samples
+    assert sample.supervised[1:].all()

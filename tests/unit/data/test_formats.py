@@ -23,7 +23,11 @@ def _calling(arguments: Any) -> dict[str, Any]:
     [
         ("messages", {"messages": [SYSTEM, HI, YO], "id": 3}, [SYSTEM, HI, YO]),
         ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, [HI, YO]),
+        ("messages", {"system": "S", "messages": [HI, YO]}, [SYSTEM, HI, YO]),
+        ("messages", {"system": None, "messages": [HI, YO]}, [HI, YO]),
+        ("messages", {"system": "S", "messages": [SYSTEM, HI, YO]}, [SYSTEM, HI, YO]),  # said twice alike
         ("sharegpt", {"system": "S", "conversations": [{"from": "user", "value": "Hi"}]}, [SYSTEM, HI]),
+        ("sharegpt", {"conversations": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yo"}]}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": "", "output": "Yo"}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": None, "output": "Yo", "system": "S"}, [SYSTEM, HI, YO]),
         ("prompt_completion", {"prompt": "Hi", "completion": "Yo"}, [HI, YO]),
@@ -40,6 +44,37 @@ def _calling(arguments: Any) -> dict[str, Any]:
 def test_formats(form: Any, row: dict[str, Any], wanted: list[dict[str, str]]):
     assert find_format(set(row), "x") == form
     assert to_conversation(row, form, "x") == Conversation(wanted)
+
+
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
+def test_two_system_prompts_are_refused(form: str):
+    row: dict[str, Any] = {"system": "S", form: [{"role": "system", "content": "other"}, HI], "completion": [YO]}
+    kind: Any = {"conversations": "sharegpt", "prompt": "prompt_completion"}.get(form, form)
+    with pytest.raises(DataError, match=r"^x: a system column and a system message that differ\n  fix: "):
+        to_conversation(row, kind, "x")
+
+
+def test_turns_of_a_prompt_are_learnt_only_if_they_say_so():
+    """What the assistant said before is given, as everything else in a prompt."""
+    row = {"prompt": [HI, YO, HI, {**YO, "train": True}, HI], "completion": [YO]}
+    flags = [turn.get("train") for turn in to_conversation(row, "prompt_completion", "x").messages]
+    assert flags == [None, False, None, True, None, None]
+    flags = [turn.get("train") for turn in to_conversation(row, "prompt_completion", "x", learns_prompt=True).messages]
+    assert flags == [None, None, None, True, None, None]
+
+
+@pytest.mark.parametrize("who", ["function-response", "Function", "TOOL", "observation"])
+def test_results_of_tools_under_their_many_names(who: str):
+    row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": who, "value": "3"}]}
+    assert to_conversation(row, "sharegpt", "x").messages == [HI, {"role": "tool", "content": "3"}]
+
+
+@pytest.mark.parametrize("arguments", [[("a", 1), ("b", "c")], {"a": 1, "b": "c"}, '{"a": 1, "b": "c"}'])
+def test_arguments_of_a_call_may_be_a_map(arguments: Any):
+    """Parquet and Arrow give a map as a list of pairs."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    made = to_conversation({"messages": [HI, call]}, "messages", "x").messages[1]
+    assert made["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": "c"}
 
 
 def test_instruction_with_input():

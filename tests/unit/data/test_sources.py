@@ -76,8 +76,18 @@ def test_json_of_another_shape(tmp_path: Path):
             _read(_write(tmp_path / "rows.json", content))
     with pytest.raises(DataError, match=r"rows\.json: row 1: int, not an object"):
         _read(_write(tmp_path / "rows.json", '[{"a": 1}, 2]'))
-    with pytest.raises(DataError, match=r"name \.jsonl what has one object per line"):
-        _read(_write(tmp_path / "rows.json", '{"a": 1}\n{"a": 2}\n'))
+    with pytest.raises(DataError, match=r"not JSON .*\n  fix: .*name \.jsonl what has one object per line"):
+        _read(_write(tmp_path / "rows.json", '{"a": 1} {"a": 2}\n'))
+
+
+@pytest.mark.parametrize("head", ["", "\ufeff", "\n \n"])
+def test_json_with_an_object_per_line_is_read_by_line(tmp_path: Path, head: str):
+    path = _write(tmp_path / "rows.json", head + "".join(json.dumps(row) + "\n" for row in ROWS))
+    first = 1 + head.count("\n")
+    assert _read(path) == [(f"{path}:{first}", ROWS[0]), (f"{path}:{first + 1}", ROWS[1])]
+    broken = _write(tmp_path / "broken.json", json.dumps(ROWS[0]) + "\n{\n")
+    with pytest.raises(DataError, match=rf"^{broken}:2: not JSON"):
+        _read(broken)
 
 
 def test_csv_and_tsv(tmp_path: Path):
