@@ -122,10 +122,10 @@ def _messages(row: Mapping[str, Any], form: RowFormat, place: str, learns_prompt
         return [_message("user", prompt, place), _message("assistant", row["output"], place)]
     if form == "prompt_completion":
         prompt, completion = sides_of(row)
-        asked = _side(prompt, "user", place)
+        given = _side(prompt, "user", place)
         if not learns_prompt:
-            asked = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in asked]
-        return [*asked, *_side(completion, "assistant", place)]
+            given = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in given]
+        return [*given, *_side(completion, "assistant", place)]
     return [_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place)]
 
 
