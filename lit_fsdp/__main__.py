@@ -32,7 +32,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except ConfigError as error:
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
-        return _say(str(error), 1)
+        # which rank was lost, if that is why a save or a load failed
+        lost = [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
+        return _say("\n".join([str(error), *lost]), 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:

@@ -97,7 +97,7 @@ class Together:
 
     def part(self, code: int) -> None:
         """On rank 0, after the report was printed: let the others end, with this exit code."""
-        self.meeting.exchange({"code": code}, 10.0)
+        self.meeting.exchange({"code": code}, 60.0)
         self.meeting.__exit__(None, None, None)
 
     def _arrive(self, more: Message) -> list[Message | None]:

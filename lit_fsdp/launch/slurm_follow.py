@@ -81,10 +81,11 @@ class _Output:
 
     def copy_rest(self) -> None:
         """Copy until the scripts' last words are there, or nothing has come for a while."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < deadline:
+        deadline, is_over = time.monotonic() + _SETTLE_SECONDS, False
+        while not is_over:
+            is_over = time.monotonic() >= deadline  # asked first: what comes before that moment is copied
             if self.copy():
-                deadline = time.monotonic() + _SETTLE_SECONDS
+                deadline, is_over = time.monotonic() + _SETTLE_SECONDS, False
             if all(self._tails[f"{raw}.log"].is_complete for raw in self.raw_ids):
                 return
             time.sleep(_POLL_SECONDS / 5)

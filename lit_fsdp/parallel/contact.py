@@ -15,6 +15,7 @@ from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.host import free_port
 from lit_fsdp.parallel.arrivals import Meeting, is_hosted_by_agent, own_store, watched
 from lit_fsdp.parallel.interface import choose_interface
+from lit_fsdp.parallel.last_words import explain_failure
 from lit_fsdp.parallel.signs_of_life import SignsOfLife
 
 _FILES = 1024
@@ -32,6 +33,7 @@ class ContactWithRanks:
     local_rank: int
     contact_store: Any = None
     """Where signs of life and last words are left."""
+    _launcher: Any = None
     _signs: SignsOfLife | None = None
 
     def choose_port(self) -> None:
@@ -65,6 +67,14 @@ class ContactWithRanks:
             self.contact_store = own_store(meeting.address, meeting.port)
             self._signs = SignsOfLife(meeting.rank, world, self.contact_store, self.config.timeout_seconds)
             self._signs.start()
+
+    def explain(self, exception: Exception) -> None:
+        """Name the rank that ended the run (:func:`explain_failure`)."""
+        if procs := getattr(self._launcher, "procs", None):
+            # Lightning's observer of this list would kill this process meanwhile, for a child that has ended
+            self._launcher.procs = list(procs)
+            procs.clear()
+        explain_failure(exception, self.contact_store)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing more is asked of a store that may be out of reach."""

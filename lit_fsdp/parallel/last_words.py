@@ -18,6 +18,8 @@ import torch.distributed as dist
 from lit_fsdp.parallel.signs_of_life import meeting_host, node_in, seconds_between, signs
 
 _SECONDS = 3.0
+_LOOKS = 50
+"""At least so often, so that a machine that stood still for those seconds blames nobody."""
 _KEY = "last_words/"
 _SPOKEN = "last_words"
 """Ranks that have left a word, those that know what happened with an exclamation mark."""
@@ -29,7 +31,7 @@ _MAX_CHARS = 300
 
 @dataclass
 class _Heard:
-    """What a rank has learnt from where all ranks met."""
+    """What a rank has learnt from where all ranks met; replaced and never changed, as another thread may read it."""
 
     words: dict[int, str] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class _Heard:
 def explain_failure(error: BaseException, store: Any) -> None:
     """Add a note to ``error`` that names the rank which ended this run, and its node; called on each rank that fails.
 
-    Waits at most 3 seconds for the others (longer with more than a thousand): a rank that says nothing and gives no
+    Waits about 3 seconds for the others (longer with more than a thousand): a rank that says nothing and gives no
     sign of life was killed, is stopped or cut off. The meeting point is in rank 0's process (or in torchrun's on its
     node), so if it does not answer that rank is the one.
 
@@ -59,7 +61,7 @@ def explain_failure(error: BaseException, store: Any) -> None:
     seconds = max(_SECONDS, 2.5 * seconds_between(dist.get_world_size()))
     meeting = threading.Thread(target=_meet, args=(store, own, seconds, heard), daemon=True, name="last-words")
     meeting.start()
-    meeting.join(seconds + 0.5)
+    meeting.join(seconds + 2.0)
     me = f"rank {rank} ({socket.gethostname()})"
     if not is_lost:
         error.add_note(f"this was raised on {me}")
@@ -92,15 +94,18 @@ def _meet(store: Any, own: str, seconds: float, heard: _Heard) -> None:
         store.set(f"{_KEY}{rank}", own)
         store.append(_SPOKEN, f"{rank} " if is_lost else f"{rank}! ")
         before = signs(store, missing) if is_lost else {}
-        heard.nodes.update({other: node_in(sign) for other, sign in before.items()})
-        while missing and time.monotonic() < deadline and (is_lost or rank == 0):
+        heard.nodes = {other: node_in(sign) for other, sign in before.items()}
+        looks, is_over = 0, False
+        while missing and not is_over and (is_lost or rank == 0):
+            looks, is_over = looks + 1, looks >= _LOOKS and time.monotonic() >= deadline
             for entry in store.get(_SPOKEN).decode().split():
                 other = int(entry.rstrip("!"))
                 if other in missing:
-                    heard.words[other] = store.get(f"{_KEY}{other}").decode() if entry.endswith("!") else ""
+                    word = store.get(f"{_KEY}{other}").decode() if entry.endswith("!") else ""
+                    heard.words = {**heard.words, other: word}
                     missing.discard(other)
             time.sleep(0.02)
         after = signs(store, missing) if is_lost else {}
-        heard.alive.update(other for other, sign in after.items() if sign != before.get(other))
+        heard.alive = {other for other, sign in after.items() if sign != before.get(other)}
     except RuntimeError:  # the meeting point is gone, and with it rank 0
         return

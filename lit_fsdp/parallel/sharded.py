@@ -25,7 +25,6 @@ from lit_fsdp.parallel.casting import cast_buffers
 from lit_fsdp.parallel.contact import ContactWithRanks
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.kept_memory import KeptMemory
-from lit_fsdp.parallel.last_words import explain_failure
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
@@ -259,7 +258,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         if isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
             if self.rank_log is not None:
                 self.rank_log.failed(exception)
-            explain_failure(exception, self.contact_store)
+            self.explain(exception)
         super().on_exception(exception)
 
     # -- the contract in the first step

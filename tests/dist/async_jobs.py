@@ -51,12 +51,12 @@ class Watch(Callback):
         """Once per step."""
         background: Any = trainer.strategy.background  # type: ignore[attr-defined]
         step = trainer.global_step
-        (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
         self.pending[step] = background is not None and background.pending is not None
         self.last[step] = Path(trainer.checkpoint_callback.last_model_path).name  # type: ignore[union-attr]
         if background is not None and background.buffers.num_bytes:
             self.buffers.add(background.buffers._blocks[0].data_ptr())
+        (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()  # the writer waits for it
 
 
 def train_async(

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.host import free_port
+from tests.ports import own_port
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,9 +46,14 @@ class Job:
 
     def __init__(self, server: ForkServer, place: Path, pids: list[int]) -> None:
         self.server, self.place, self.pids = server, place, pids
+        self._ended: set[int] = set()
 
     def kill(self, ranks: Sequence[int] | None = None, number: int = signal.SIGKILL) -> None:
-        """Send a signal to some ranks, or to all."""
+        """Send a signal to some ranks, or to all at once."""
+        if ranks is None or len(ranks) == len(self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pids[0], number)
+            return
         for rank in range(len(self.pids)) if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -56,7 +62,13 @@ class Job:
         """The outcomes of these ranks (default: all) once all of them have ended, or when the time is over."""
         wanted = list(range(len(self.pids)) if ranks is None else ranks)
         ends = self.server.ask({"wait": [self.pids[rank] for rank in wanted], "timeout": timeout})
+        self._ended.update(rank for rank, (code, _) in zip(wanted, ends, strict=True) if code is not None)
         return [self._outcome(rank, *end) for rank, end in zip(wanted, ends, strict=True)]
+
+    def end(self) -> None:
+        """Kill what is left of it, if it was not waited for."""
+        if len(self._ended) < len(self.pids):  # the numbers are still its own
+            self.kill()
 
     def is_alive(self) -> bool:
         """Whether any process of this job is left."""
@@ -87,6 +99,8 @@ class ForkServer:
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._places = tempfile.TemporaryDirectory(prefix="lit_fsdp_jobs_")
+        self.jobs: list[Job] = []
+        """Those that :meth:`end_jobs` has not ended."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.dist.forks", *modules],
             stdin=subprocess.PIPE,
@@ -100,13 +114,20 @@ class ForkServer:
         """Fork the ranks of ``job(**arguments)``; files of theirs go to a folder of their own."""
         place = Path(tempfile.mkdtemp(dir=self._places.name))
         task = {"job": job, "ranks": ranks, "place": str(place), "env": env or {}, "arguments": arguments}
-        return Job(self, place, self.ask({"start": task}))
+        self.jobs.append(Job(self, place, self.ask({"start": task})))
+        return self.jobs[-1]
 
-    def run(self, job: str, ranks: int, timeout: float = 120, **arguments: Any) -> list[Any]:
+    def run(self, job: str, ranks: int, timeout: float = 250, **arguments: Any) -> list[Any]:
         """The answers of all ranks; AssertionError with their output unless all end well."""
         outcomes = self.start(job, ranks, **arguments).wait(timeout)
         assert all(o.code == 0 for o in outcomes), "\n".join(f"{o.code}: {o.output}" for o in outcomes)
         return [o.answer for o in outcomes]
+
+    def end_jobs(self) -> None:
+        """Kill what a test has left behind."""
+        for job in self.jobs:
+            job.end()
+        self.jobs.clear()
 
     def ask(self, request: dict[str, Any]) -> Any:
         """One request, one answer."""
@@ -125,7 +146,7 @@ class ForkServer:
 def _start(jobs: Sequence[Any], task: dict[str, Any]) -> list[int]:
     size, place = task["ranks"], Path(task["place"])
     job = next(getattr(module, task["job"]) for module in jobs if hasattr(module, task["job"]))
-    port = free_port()
+    port = own_port()
     meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     pids: list[int] = []
     for rank in range(size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("hosta", "hostb")
 """Each host knows its own alone, as 127.0.1.1, as Debian writes it."""
+_count = itertools.count()
 
 
 class Hosts:
@@ -29,8 +31,9 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._spaces = [f"lf{os.getpid()}{side}" for side in "ab"]
-        self._ends = [f"v{os.getpid()}{side}" for side in "ab"]
+        number = next(_count)  # of an attempt before, something may be left
+        self._spaces = [f"lf{os.getpid()}{side}{number}" for side in "ab"]
+        self._ends = [f"v{os.getpid()}{side}{number}" for side in "ab"]
         self._running: list[subprocess.Popen[bytes]] = []
 
     def connect(self) -> None:

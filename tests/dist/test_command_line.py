@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import os
 import re
 import subprocess
@@ -47,7 +48,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = cpu_seconds()
     done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "run", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    assert cpu_seconds() - before < 60
+    assert cpu_seconds() - before < 240
     assert "miniature: trainer.accelerator: 'gpu' → 'cpu'" in done.stderr
     assert " → llama of 2 layers, hidden size 64, random init" in done.stderr
     assert "FSDP units by the model's FSDP plan (model.layers.*)" in done.stderr
@@ -97,8 +98,9 @@ def test_a_used_run_folder_is_refused_and_unchanged(smoke: Path) -> None:
     assert content(smoke / "run") == before
 
 
-def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, workers: Workers) -> None:
+def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, workers: Workers, tmp_path: Path) -> None:
     """On two ranks that somebody else started."""
+    smoke = shutil.copytree(smoke, tmp_path / "smoke")
     with (smoke / "run/metrics.csv").open(newline="") as file:
         before = list(csv.DictReader(file))
     words = ["--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]

@@ -44,7 +44,7 @@ def rows_of(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path):
-    out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE))).communicate(timeout=200)
+    out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE))).communicate(timeout=400)
     assert out, err
     report = json.loads(out)
     rows = rows_of(report)

@@ -7,6 +7,7 @@ Saving runs and the runs that resume them are paired so that every pair of their
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,8 @@ def saved(
     def run(name: str) -> tuple[Path, Results]:
         if name not in done:
             choices = SAVING[name]
-            done[name] = root / name, go(root / name, choices, choices["kind"], steps=STEPS, save_at=[MIDDLE, END])
+            folder = Path(tempfile.mkdtemp(dir=root))
+            done[name] = folder, go(folder, choices, choices["kind"], steps=STEPS, save_at=[MIDDLE, END])
         return done[name]
 
     return run

@@ -122,7 +122,7 @@ def test_the_example_runs(root: Path, tmp_path: Path, by: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = [sys.executable, *(torchrun if by == "torchrun" else []), str(script)]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("32 steps, loss ") == 1
 

@@ -20,7 +20,7 @@ from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
 
 pytestmark = pytest.mark.timeout(600)
 only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
-TIMEOUT = 12  # of a collective, in seconds
+TIMEOUT = 30  # of a collective, in seconds
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def cut_in_the_middle(hosts: Hosts, folder: Path, processes: int, meeting: str) 
     hosts.set_cable("down")
     cut = time.monotonic()
     while not all("lost contact" in said for said in hosts.output("cut")):
-        assert time.monotonic() - cut < TIMEOUT + 30, hosts.output("cut")
+        assert time.monotonic() - cut < TIMEOUT + 90, hosts.output("cut")
         time.sleep(0.2)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while hosts.ranks():
         assert time.monotonic() < deadline, hosts.output("cut")
         time.sleep(0.2)
@@ -120,7 +120,7 @@ def test_over_the_mended_cable_it_goes_on_to_the_same_losses(
     hosts.set_cable("up")
     steps = newest + 4
     started = hosts.torchrun("again", meeting, processes, *recipe(tmp_path, steps, processes), "--ckpt_path", "last")
-    assert ended(started, 240) == [0, 0], hosts.output("again")
+    assert ended(started, 400) == [0, 0], hosts.output("again")
     found, wanted = losses(tmp_path), alone(tmp_path / "alone", steps)
     assert sorted(found) == list(range(steps))
     assert found == pytest.approx(wanted, rel=1e-5)

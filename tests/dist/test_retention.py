@@ -130,7 +130,7 @@ def lit_fsdp(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-m", "lit_fsdp", *words],
         cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_a_crash_shows_no_secret_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script), "fit", *SMOKE],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **canaries},
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: refused: *** '***'" in done.stderr

@@ -128,7 +128,9 @@ def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(run, tmp_path):
     for round_ in range(5):
         before = len(checkpoints(tmp_path))
         job = run.start("save_for_ever", 2, tmp_path)
+        deadline = time.monotonic() + 120
         while len(checkpoints(tmp_path)) == before:
+            assert time.monotonic() < deadline, job.output(0)
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.15))
         killed = [0, 1] if round_ % 2 == 0 else [round_ // 2]

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.host import free_port
+from tests.ports import own_port
+
 
 ROOT = Path(__file__).resolve().parents[2]
 _JOBS = (
@@ -53,14 +54,14 @@ class Workers:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
 
-    def run(self, job: str, ranks: int, timeout: float = 200, **arguments: Any) -> list[Any]:
+    def run(self, job: str, ranks: int, timeout: float = 280, **arguments: Any) -> list[Any]:
         """The results of ``tests.dist.jobs.<job>(**arguments)`` by rank; raises RankError if any rank raised.
 
         Processes that have answered, be it with an error, go on to the next job; with one that has not, all are ended.
         """
         while len(self._processes) < ranks:
             self._processes.append(_start())
-        port = free_port()
+        port = own_port()
         chosen = self._processes[:ranks]
         try:
             for rank, process in enumerate(chosen):

@@ -60,6 +60,13 @@ def forks() -> Iterator[ForkServer]:
     server.close()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_runs_on(forks: ForkServer) -> Iterator[None]:
+    """After a test that failed."""
+    yield
+    forks.end_jobs()
+
+
 @pytest.fixture(scope="session")
 def model(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama as a model folder."""

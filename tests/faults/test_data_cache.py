@@ -92,7 +92,7 @@ def test_jobs_that_start_together(tmp_path: Path, prepare: Prepare, ledger: Ledg
             time.sleep(0.05 + 0.1 * number)
             jobs[0].kill()
             for job in jobs:
-                job.join(60)
+                job.join(200)
             assert [job.exitcode for job in jobs[1:]] == [0, 0]
             assert _content(cache) == _content(tmp_path / "whole")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,9 +75,13 @@ def test_a_training_on_a_full_disk_goes_on_when_there_is_room(
         job = run.start()
         run.wait_for_step(1, job)
         filler = disk / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:  # somebody else's files
-            while True:
-                file.write(bytes(1 << 16))
+        deadline = time.monotonic() + 100
+        with filler.open("wb", buffering=0) as file:  # somebody else's files
+            while any(o.code is None for o in job.wait(0)) and time.monotonic() < deadline:
+                try:
+                    file.write(bytes(1 << 16))
+                except OSError:
+                    time.sleep(0.01)  # what a removal frees is taken as well
         outcomes = job.wait(120)
         assert all(o.code not in (0, None) for o in outcomes)
         assert any(word in outcomes[0].output for word in ("No space left on device", "free")), outcomes[0].output

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Cluster:
         path.write_text(yaml.safe_dump(values))
         return path
 
-    def run(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
         """A command of SLURM, or ``lit-fsdp``; its verb slurm in this process, which has imported everything."""
         if words[:2] == ("lit-fsdp", "slurm"):
             return self._run_here(list(words[1:]))
@@ -83,7 +83,12 @@ class Cluster:
 
     def states(self, number: str) -> list[dict[str, str]]:
         """What the controller says of a job, or of each task of an array."""
-        lines = self.run("scontrol", "show", "job", "--oneliner", number).stdout.splitlines()
+        for _ in range(5):  # a controller that is busy does not answer
+            done = self.run("scontrol", "show", "job", "--oneliner", number)
+            if done.returncode == 0:
+                break
+            time.sleep(1)
+        lines = done.stdout.splitlines()
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
 
     def wait_until(self, number: str, *wanted: str, seconds: float = 600) -> list[dict[str, str]]:
@@ -98,7 +103,7 @@ class Cluster:
             time.sleep(0.5)
         raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
 
-    def put_back(self, number: str, seconds: float = 60) -> None:
+    def put_back(self, number: str, seconds: float = 180) -> None:
         """Waits until a job has been put back into the queue, whether it runs again or not yet."""
         deadline = time.monotonic() + seconds
         while self.states(number)[0]["Restarts"] == "0":
@@ -172,3 +177,30 @@ def cluster() -> Iterator[Cluster]:
     finally:
         subprocess.run([str(HERE / "stop.sh"), str(folder / "cluster")], check=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Lets the fixture below know of a failure."""
+    report = yield
+    item.stash[_FAILED] = report.failed or (call.when != "setup" and item.stash.get(_FAILED, False))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_a_failed_attempt_stays(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[None]:
+    """Neither jobs nor folders, so that the next attempt begins as the first one did."""
+    before = set(cluster.folder.iterdir())
+    yield
+    if not request.node.stash.get(_FAILED, False):
+        return
+    cluster.run("scancel", "--user=root")
+    deadline = time.monotonic() + 120
+    while cluster.run("squeue", "-h").stdout.strip() and time.monotonic() < deadline:
+        time.sleep(0.3)
+    aside = Path(tempfile.mkdtemp(prefix="failed-", dir=cluster.folder))
+    for path in set(cluster.folder.iterdir()) - before - {aside}:
+        path.rename(aside / path.name)

@@ -46,7 +46,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
 SlurmUser=root
 # how long a requeued job waits, too; 120 s by default
-AuthInfo=socket=$run/munge.sock,cred_expire=5
+AuthInfo=socket=$run/munge.sock,cred_expire=10
 FirstJobId=$((1000 + RANDOM))
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$run/%n
@@ -62,7 +62,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=10
+KillWait=25
+MessageTimeout=60
+BatchStartTimeout=120
 MinJobAge=3600
 PropagateResourceLimits=NONE
 NodeName=node[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1))-$((port + nodes)) CPUs=4 RealMemory=16000
@@ -81,11 +83,11 @@ for i in $(seq "$nodes"); do
     'hostname "$1" && mount --bind "$2" /etc/hosts && exec slurmd -f "$3" -N "$1"' \
     _ "node$i" "$run/hosts" "$conf" 3>&- 4>&-
 done
-for _ in $(seq 300); do
+for _ in $(seq 1200); do
   if [ "$(SLURM_CONF=$conf timeout 5 sinfo -hNo %T 2>/dev/null | grep -c '^idle$')" = "$nodes" ]; then
     echo "$conf" >&3
     exit 0
   fi
   sleep 0.1
 done
-false # not ready after 30 s
+false # not ready after 120 s

@@ -113,7 +113,7 @@ WRONG = {
 def test_a_wrong_mixture_is_refused_by_every_rank(cluster: Cluster, case: str) -> None:
     flags, changes, field, fix = WRONG[case]
     words = [*LIT_FSDP, *fit(cluster, f"wrong-{case.replace(' ', '_')}", **changes)]
-    done = cluster.run("salloc", "--nodes=2", "--ntasks-per-node=2", "-J", "train", "srun", *flags, *words, timeout=120)
+    done = cluster.run("salloc", "--nodes=2", "--ntasks-per-node=2", "-J", "train", "srun", *flags, *words, timeout=400)
     assert done.returncode == 2, done.stderr
     said = [line for line in done.stderr.splitlines() if f"error: {field}: " in line]
     tasks = next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")), 4)
@@ -148,7 +148,7 @@ def test_a_wrong_script_is_refused(
 
 def test_the_shell_of_an_allocation_is_no_place_for_two_nodes(cluster: Cluster) -> None:
     line = ["salloc", "--nodes=2", "--ntasks-per-node=2", *LIT_FSDP, *fit(cluster, "shell-of-two")]
-    done = cluster.run(*line, timeout=120)
+    done = cluster.run(*line, timeout=400)
     assert done.returncode == 2, done.stderr
     assert "MASTER_ADDR, MASTER_PORT, NODE_RANK are not set" in done.stderr
     assert not Path(cluster.folder, "shell-of-two").exists()

@@ -16,7 +16,7 @@ from tests.slurm.conftest import Cluster, losses
 
 pytestmark = pytest.mark.timeout(600)
 only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
-TIMEOUT = 15  # of a collective, in seconds
+TIMEOUT = 60  # of a collective, in seconds
 STRATEGY = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"timeout_seconds": TIMEOUT, "precision": "fp32"}}
 
 
@@ -56,10 +56,10 @@ def hurt(cluster: Cluster, name: str, how: signal.Signals, step: int = 12) -> tu
 def test_a_killed_rank_is_named_with_its_node_and_the_job_is_put_back(cluster: Cluster):
     number, when = hurt(cluster, "killed", signal.SIGKILL)
     cluster.put_back(number)
-    assert time.monotonic() - when < TIMEOUT + 30  # it waits for no timeout, and srun for KillWait
+    assert time.monotonic() - when < TIMEOUT + 60  # it waits for no timeout, and srun for KillWait
     assert cluster.run("scancel", number).returncode == 0
     said = log(cluster, "killed", number, 0)
-    others = r"(1 \(node1\), )?"  # who has heard of it before is on its way out itself
+    others = r"(\d \(node\d\), )*"  # who has heard of it before is on its way out itself
     assert re.search(rf"rank 0 \(node1\) lost contact: no word from rank {others}3 \(node2\): killed, stopped", said), (
         said
     )

@@ -231,7 +231,7 @@ def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
     wanted = {"requeue": ("COMPLETED",), "kill": ("FAILED", "CANCELLED")}.get(how, ("CANCELLED",))
     state = cluster.wait_until(number, *wanted)[0]
     assert state["Restarts"] == ("1" if how == "requeue" else "0")
-    time.sleep(8)  # cred_expire is 5: it would be in the queue again by now
+    time.sleep(14)  # cred_expire is 10: it would be in the queue again by now
     assert cluster.states(number)[0]["JobState"] in wanted
     assert check_whole(cluster.folder / name)[-1] >= 4
     if how == "requeue":

@@ -16,6 +16,7 @@ import pytest
 from lit_fsdp import host
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, free_port, make_once
+from tests.ports import own_port
 
 
 def _write(folder):
@@ -35,20 +36,20 @@ def test_others_wait_and_are_told(tmp_path, caplog):
     def slow(folder):
         made.append(folder)
         started.set()
-        assert finish.wait(10)
+        assert finish.wait(100)
         _write(folder)
 
     threads = [threading.Thread(target=make_once, args=(tmp_path / "m", slow, "converting x")) for _ in range(2)]
     with caplog.at_level(logging.INFO):
         threads[0].start()
-        assert started.wait(10)
+        assert started.wait(100)
         threads[1].start()
         while "waiting for another process" not in caplog.text:
             threads[1].join(0.01)
         assert not (tmp_path / "m").exists()
         finish.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(100)
     assert len(made) == 1
     assert (tmp_path / "m" / "file").is_file()
 
@@ -89,7 +90,7 @@ def test_without_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch, caplog,
     together = threading.Barrier(3)
 
     def make(folder):
-        together.wait(10)
+        together.wait(100)
         (folder / "file").write_text(str(threading.get_ident()))
 
     found = []
@@ -101,7 +102,7 @@ def test_without_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch, caplog,
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(100)
     assert len(found) == 3
     assert len(set(found)) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m.lock"]
@@ -148,7 +149,7 @@ def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.Monkey
         pytest.skip("no IPv6 on this host")
     dual = family == socket.AF_INET6
     with socket.create_server(("", free_port()), family=family, dualstack_ipv6=dual) as taken:
-        busy, free = taken.getsockname()[1], free_port()
+        busy, free = taken.getsockname()[1], own_port()
         monkeypatch.setattr(host, "_PORTS", [busy, free])
         monkeypatch.setattr(host, "_PORTS_TRIED", 2)
         assert {free_port() for _ in range(10)} == {free}

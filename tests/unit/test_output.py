@@ -1,4 +1,4 @@
-"""Standard output and standard error that are full or closed."""
+"""Standard output and standard error that are full or closed, and what an error says there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp import __main__
+from lit_fsdp.errors import CheckpointError
 
 
 def test_an_output_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -34,3 +35,13 @@ def test_closed_streams_are_no_error(monkeypatch: pytest.MonkeyPatch):
     assert __main__.main(["recipes", "ls"]) == 0
     monkeypatch.setattr("sys.stderr", None)
     assert __main__.main(["fit", "--config", "/no/such.yaml"]) == 2
+
+
+def test_the_rank_that_was_lost_in_a_save_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    error = CheckpointError("step-00000002: cannot be written")
+    error.add_note("rank 0 (a) lost contact: no word from rank 1 (b): killed, stopped, hanging or cut off")
+    error.add_note("this was raised on rank 0 (a)")
+    monkeypatch.setattr(__main__, "run", lambda words: (_ for _ in ()).throw(error))
+    assert __main__.main(["fit"]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: step-00000002: cannot be written\n{error.__notes__[0]}\n"

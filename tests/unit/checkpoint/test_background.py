@@ -34,7 +34,7 @@ class Gate:
         write: Callable[..., None] = background.write_part
 
         def held(folder: Path, *rest: Any) -> None:
-            assert self.open.wait(10)
+            assert self.open.wait(100)
             self.order.append(folder.name)
             if error is not None:
                 raise error
@@ -129,7 +129,7 @@ def test_a_failure_is_found_by_the_next_question(
     saver.save(step_folder(tmp_path, 1), layout="sharded", **parts(1.0))
     assert not saver.poll()
     gate.open.set()
-    saver._pending[1].exception(10)  # type: ignore[index]
+    saver._pending[1].exception(100)  # type: ignore[index]
     with pytest.raises(CheckpointError, match="gone"):
         saver.poll()
 

@@ -59,7 +59,7 @@ def test_only_the_parent_ends_a_loader(heard: list[int]) -> None:
     next(more)
     last = more._workers[0]  # type: ignore[attr-defined]
     last.terminate()
-    last.join(5)
+    last.join(100)
     assert last.exitcode == 0
 
 

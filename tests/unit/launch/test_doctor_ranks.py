@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.host import free_port
 from lit_fsdp.launch.bandwidth_report import Rate, judge_ranks, pair_rounds, rates
 from lit_fsdp.launch.checks.row import Row
 from lit_fsdp.launch.doctor_together import judge_network, node_names, rows_of_others
 from lit_fsdp.launch.meeting import Meeting, Place, first_node, listening, started_as, unreachable
 from lit_fsdp.launch.rank_processes import Outcome, run_ranks
+from tests.ports import own_port
 
 MIB = 2**20
 SAVED = {"saved": {"bytes": 48 * MIB, "seconds": 0.5}}
@@ -150,12 +150,12 @@ def test_the_first_node(nodes: str, first: str):
 
 def meet(world: int, absent: tuple[int, ...] = (), leaves: int | None = None) -> dict[int, list[Any]]:
     """Two rounds between threads; ``leaves`` goes after the first."""
-    port = free_port()
+    port = own_port()
     found: dict[int, list[Any]] = {}
 
     def one(rank: int) -> None:
         with Meeting(Place(rank, world, 0, world, "127.0.0.1", port, "test"), 60.0) as meeting:
-            first = meeting.exchange({"round": 1, "rank": rank}, 2.0 if absent else 60.0)
+            first = meeting.exchange({"round": 1, "rank": rank}, 10.0 if absent else 60.0)
             if rank != leaves:
                 found[rank] = [first, meeting.exchange({"round": 2}, 2.0 if absent else 60.0)]
 
@@ -185,7 +185,7 @@ def test_who_does_not_come_or_goes_is_none():
 
 
 def test_a_stranger_at_the_port_disturbs_nobody():
-    port = free_port()
+    port = own_port()
     with Meeting(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), 60.0) as meeting:
         for words in (b"GET / HTTP/1.0\n", b'{"rank": 1, "launch": "another", "message": {}}\n', b"[]\n", b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:

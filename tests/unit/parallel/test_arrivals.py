@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import free_port
 from lit_fsdp.parallel import arrivals
 from lit_fsdp.parallel.arrivals import Meeting, own_store, ranges, unreachable, watched
+from tests.ports import own_port
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def port() -> int:
     """One that nobody listens on."""
-    return free_port()
+    return own_port()
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_ranges(numbers: list[int], text: str) -> None:
 
 def test_a_connection_of_its_own_is_not_held_by_who_waits_in_another(store: Any) -> None:
     """A rank that waits for a key, as in NCCL's first collectives, still gives signs of life."""
-    default = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=4), wait_for_workers=False)
+    default = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
     def wait() -> None:
         with contextlib.suppress(RuntimeError):
@@ -124,12 +124,11 @@ def test_a_connection_of_its_own_is_not_held_by_who_waits_in_another(store: Any)
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    begin = time.monotonic()
     own = own_store("127.0.0.1", store.port)
     own.set("sign", "3")
     assert own.get("sign") == b"3"
     assert waiting.is_alive()
-    assert time.monotonic() - begin < 3
+    store.set("never", "")
     waiting.join()
 
 

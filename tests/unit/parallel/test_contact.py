@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -61,3 +63,18 @@ def test_a_rank_that_was_started_chooses_no_port(monkeypatch: pytest.MonkeyPatch
     contact.cluster_environment = LightningEnvironment()
     contact.choose_port()
     assert "MASTER_PORT" not in os.environ
+
+
+def test_lightnings_observer_has_no_children_while_a_failure_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks every 5 s, and kills this process once a child has ended with an error."""
+    children = ["one", "two"]
+    observed, seen = list(children), []
+    contact: Any = ContactWithRanks()
+    contact._launcher = SimpleNamespace(procs=observed)
+    monkeypatch.setattr("lit_fsdp.parallel.contact.explain_failure", lambda error, store: seen.append(list(observed)))
+    contact.explain(RuntimeError("lost"))
+    assert seen == [[]]
+    assert contact._launcher.procs == children  # for who ends them afterwards
+    contact._launcher = None
+    contact.explain(RuntimeError("lost"))
+    assert seen == [[], []]

@@ -31,6 +31,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         monkeypatch.setattr(last_words, "_SECONDS", 0.2)
+        monkeypatch.setattr(last_words, "_LOOKS", 10)
         monkeypatch.setattr(last_words, "seconds_between", lambda world: 0.0)
         monkeypatch.setattr("socket.gethostname", lambda: f"node{rank // 2}")
 
@@ -99,3 +100,18 @@ def test_one_process_has_nothing_to_explain(store: Any) -> None:
     last_words.explain_failure(LOST, store)
     last_words.explain_failure(LOST, None)
     assert not hasattr(LOST, "__notes__")
+
+
+def test_a_machine_that_stood_still_has_looked_before_it_blames(as_rank: Any, store: Any, monkeypatch: Any) -> None:
+    """However long it lasted until the first look."""
+    as_rank(1, store)
+    explained(ValueError("no such row"))
+    as_rank(2, store)
+    monkeypatch.setattr(last_words, "_SECONDS", -100.0)
+    monkeypatch.setattr(last_words, "seconds_between", lambda world: -100.0)
+    monkeypatch.setattr(last_words.threading.Thread, "join", _whole(last_words.threading.Thread.join))
+    assert explained(LOST) == ["rank 2 (node1) lost contact: rank 1 failed: ValueError: no such row"]
+
+
+def _whole(join: Any) -> Any:
+    return lambda thread, timeout=None: join(thread, 60)
