@@ -49,6 +49,7 @@ def test_the_recipes_and_fragments_that_are_promised_are_there():
         "quickstart",
         "smollm2-135m_full_fsdp2_2xcpu",
         "llama3.1-70b_full_fsdp2_32x80gb",
+        "llama3.1-70b_full_fsdp2_32x80gb-hybrid",
         "llama3.1-70b_full_fsdp2_64xgpu",
         "llama3.1-70b_full_fsdp2_64x80gb-hybrid",
     }

@@ -104,7 +104,7 @@ def test_a_save_under_way_is_completed(
     workers: Workers, tiny_model: Path, tmp_path: Path, fault: str, error: str, steps: list[int]
 ) -> None:
     """An exception on one rank, and a signal to one rank, at step 4 while step 3 is being written."""
-    seconds = 20.0 if fault == "raise" else 60.0  # the other rank waits so long for the one that raised
+    seconds = 12.0 if fault == "raise" else 60.0  # the other rank waits so long for the one that raised
     job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "timeout_seconds": seconds}, "fault": fault}
     seen = workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job)
     assert seen[1]["error"].startswith(error)

@@ -16,7 +16,7 @@ from tests.dist.workers import Workers
 
 STEPS = 4
 # fp32 sums in another order; under bf16 Accelerate adds autocast to FSDP's own casts.
-TOLERANCE = {"no": 1e-5, "bf16": 1e-3}
+TOLERANCE = {"no": 1e-5, "bf16": 3e-3}
 
 
 def with_accelerate(workers: Workers, model: Path, env: dict[str, str], mixed_precision: str, forced: bool) -> Any:

@@ -57,4 +57,4 @@ def test_peak_memory_is_far_below_the_models_size(tmp_path: Path, layout: str, d
     grown, largest_file, written = json.loads(done.stdout.splitlines()[-1])
     assert written == _LAYERS * _ROWS * _COLUMNS * (2 if dtype == "bf16" else 4)
     assert grown < largest_file + 500 * _MIB  # what is promised
-    assert grown < 160 * _MIB, f"grew by {grown / _MIB:.0f} MiB"  # what it takes; the model is 576 MiB
+    assert grown < 250 * _MIB, f"grew by {grown / _MIB:.0f} MiB"  # what it takes; the model is 576 MiB

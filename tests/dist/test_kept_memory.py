@@ -32,7 +32,7 @@ def test_a_training_keeps_it(workers: Workers, tiny_model: Path, engine: str) ->
     strategy = {"engine": engine, "precision": "fp32"}
     for found in workers.run("memory_after_training", 2, folder=str(tiny_model), strategy=strategy, steps=2 * STEPS + 1):
         assert found["given_back"] == 2
-        assert found["faults"] < 1.5 * PAGES  # of five blocks at most one
+        assert found["faults"] < 3 * PAGES  # of five blocks at most one
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_only_where_it_was_asked_for_and_the_user_has_not_chosen(words: list[str
     done = subprocess.run([sys.executable, "-c", ALONE, *words], env=env, capture_output=True, text=True, check=True)
     said, faults = done.stdout.split()
     assert said == str(kept)
-    assert (int(faults) < 1.5 * PAGES) is kept
+    assert (int(faults) < 3 * PAGES) is kept

@@ -71,7 +71,7 @@ def test_in_bf16_too(workers: Workers, engine: str) -> None:
         )[0]["losses"]
         for loss in ({"backend": "plain"}, {"chunk_tokens": 7})
     ]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 def _cut(workers: Workers, folder: Path, ranks: int, engine: str, packed: bool, place: Path) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def test_gradients_accumulate_in_fp32_in_mixed_precision(workers: Workers, tiny_
         workers.run("train", 2, strategy={"engine": engine, "sharding": sharding}, **job)[0]["losses"]
         for engine in ENGINES
     ]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)  # whole micro-batches in bf16 are 1e-3 off
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -160,7 +160,11 @@ def test_packed_is_as_alone_in_fp32(kind: str, attention: str, values: dict[str,
     model, batch = _model(kind, attention, values), _batch()
     assert takes_positions(model)
     worst = _worst(model, attention, batch)
-    assert (worst.difference, worst.blind) == (0.0, -1)
+    has_experts = any(
+        "experts" in name for name in values
+    )  # which take all tokens together: other shapes, other kernels
+    assert worst.difference <= (1e-5 if has_experts else 0.0)
+    assert worst.blind == -1
     packed = last_hidden_states(model, batch, attention)
     numbers = sequence_numbers(batch["position_ids"])
     for number in range(10):
