@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_fsdp.callbacks.checkpoint import Checkpoint
+    from lit_fsdp.callbacks.data_record import DataRecord
+    from lit_fsdp.callbacks.isolation import IsolationProof
     from lit_fsdp.datamodule import CausalLMDataModule
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
     from lit_fsdp.module import CausalLMModule
@@ -25,6 +27,8 @@ _HOMES = {
     "ConfigError": "errors",
     "ContractError": "errors",
     "DataError": "errors",
+    "DataRecord": "callbacks.data_record",
+    "IsolationProof": "callbacks.isolation",
     "fsdp_strategy": "strategy",
 }
 
@@ -36,6 +40,8 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
+    "DataRecord",
+    "IsolationProof",
     "fsdp_strategy",
 ]
 

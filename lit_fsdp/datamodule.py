@@ -103,6 +103,12 @@ class CausalLMDataModule(LightningDataModule):
         if stage != "fit" or self.trainer is None:
             return
         trainer = self.trainer
+        callbacks: Any = getattr(trainer, "callbacks", ())
+        if self.config.packing and not any(getattr(callback, "proves_isolation", False) for callback in callbacks):
+            _log.warning(
+                "data.packing: nothing proves that packed samples do not see each other in this model; "
+                "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
+            )
         steps = accumulation_steps(self.config.global_batch_size, self.config.micro_batch_size, trainer.world_size)
         if trainer.accumulate_grad_batches not in (1, steps):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from lit_fsdp.models.packed import recut, takes_positions
 from lit_fsdp.parallel.rng import restore_rng, rng_state
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
+_log = logging.getLogger(__name__)
 FILE = "isolation.json"
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 """‖Δ‖ / ‖h‖ allowed where other tokens may change the rounding: experts and fp8 scales take all tokens together."""
@@ -36,6 +38,9 @@ class IsolationProof(Callback):
     pass moves samples to another place of their pack. Random generators, gradients and the mode of every module are
     afterwards what they were, so that a resumed run stays bit-equal. Batches without packs cost nothing.
     """
+
+    proves_isolation = True
+    """For the data module, which warns where packed rows are trained on without a proof."""
 
     def __init__(self) -> None:
         self._done = False
@@ -57,10 +62,17 @@ class IsolationProof(Callback):
         self._prove_once(trainer, pl_module, batch)
 
     def _prove_once(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        if self._done or not isinstance(trainer.strategy, ShardedStrategy):
+        if self._done:
             return
         self._done = True
         if isinstance(batch, Mapping) and "cu_seq_lens" in batch:
+            if not isinstance(trainer.strategy, ShardedStrategy):
+                _log.warning(
+                    "packed samples under %s: that they do not see each other is not proved; "
+                    "lit_fsdp.fsdp_strategy proves it before step 1, also with engine ddp or single",
+                    type(trainer.strategy).__name__,
+                )
+                return
             record = self.prove(trainer, batch)
             if trainer.is_global_zero:
                 write_json(Path(trainer.default_root_dir) / FILE, record)

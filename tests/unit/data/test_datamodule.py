@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+import lit_fsdp
 from lit_fsdp.data.loader import BatchLoader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
@@ -239,3 +240,20 @@ def test_rows_longer_than_the_models_positions_are_told(tokenizer: Any, caplog: 
 
 def test_loader_is_not_lightnings_to_change():
     assert not issubclass(BatchLoader, torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize(
+    ("packing", "callbacks", "warned"),
+    [(True, [], True), (True, [lit_fsdp.IsolationProof()], False), (False, [], False)],
+)
+def test_packing_without_a_proof_is_said(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, packing: bool, callbacks: list[Any], warned: bool
+):
+    data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=packing)
+    data.attach(tokenizer, seed=1)
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        world_size=1, accumulate_grad_batches=1, callbacks=callbacks, limit_val_batches=1.0
+    )
+    data.setup("fit")
+    said = [r.getMessage() for r in caplog.records if "lit_fsdp.IsolationProof()" in r.getMessage()]
+    assert len(said) == warned
