@@ -14,7 +14,7 @@ from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, sample
 from lit_fsdp.data.named import FoundTemplate, find_template, no_template
 from lit_fsdp.data.render import TODAY, Renderer
-from lit_fsdp.data.text import added_tokens
+from lit_fsdp.data.text import added_tokens, num_blanks
 from lit_fsdp.data.turns import TurnFinder
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -107,12 +107,8 @@ class ChatTemplate:
     def _finished(self, row: Marked, place: str) -> Encoded:
         """With BOS in front where it is missing, and with the mask that is asked for."""
         ids, mask = row
-        if mask.any() and not self._everything and ids[int(mask.nonzero()[0][-1])] not in self._special.values():
-            self._say(
-                "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
-                "not learn to stop",
-                place,
-            )
+        if mask.any() and not self._everything:
+            self._check_end(ids, int(mask.nonzero()[0][-1]), place)
         mask = ~mask if self._everything else mask
         if ids[: len(self._first)] != self._first:
             self._say(
@@ -122,6 +118,27 @@ class ChatTemplate:
             )
             ids, mask = [*self._first, *ids], np.concatenate([np.zeros(len(self._first), bool), mask])
         return sample(ids, mask)
+
+    def _check_end(self, ids: Sequence[int], last: int, place: str) -> None:
+        """Say so if the last token that is learnt is no special one."""
+        special = self._special.values()
+        if ids[last] in special:
+            return
+        after = last + 1 + num_blanks(self.tokenizer, ids[last + 1 :])
+        if after < len(ids) and ids[after] in special:
+            self._say(
+                "%s: after an assistant turn no special token is learnt, so the model does not learn to stop; %s, which"
+                " follows, may begin the next turn; if it ends this one, write the template's {%% generation %%} marks "
+                "around the content and it",
+                place,
+                self.tokenizer.convert_ids_to_tokens(ids[after]),
+            )
+        else:
+            self._say(
+                "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
+                "not learn to stop",
+                place,
+            )
 
     def _check_tools(self, talk: Conversation, place: str) -> None:
         if talk.tools or any(message.get("tool_calls") or message["role"] == "tool" for message in talk.messages):
@@ -133,8 +150,8 @@ class ChatTemplate:
                 f"write model.add_tokens: {list(missing)}, or set another data.chat_template",
             )
 
-    def _say(self, text: str, value: str) -> None:
+    def _say(self, text: str, *values: str) -> None:
         """Once, whatever the row."""
         if text not in self._said:
             self._said.add(text)
-            _log.warning(text, value)
+            _log.warning(text, *values)

@@ -5,8 +5,8 @@ BOS is put in front as the tokenizer does it, EOS after each document, and never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,11 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
     first = starts[0] if starts else 0
     return full[:first], full[first + len(bare) :]
+
+
+def num_blanks(tokenizer: Any, ids: Iterable[int]) -> int:
+    """How many tokens at the beginning are nothing but blanks."""
+    return sum(1 for _ in takewhile(lambda token: not tokenizer.decode([token]).strip(), ids))
 
 
 def split(row: Encoded, max_tokens: int) -> list[Encoded]:

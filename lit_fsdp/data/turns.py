@@ -41,7 +41,7 @@ class TurnFinder:
     def __init__(self, renderer: Renderer, special: Collection[str]) -> None:
         self._renderer, self._special = renderer, tuple(special)
         self._shapes: dict[Any, _Shape | None] = {}
-        self._marked = MarkedTurns(renderer)
+        self._marked = MarkedTurns(renderer, special)
 
     def find(self, talk: Conversation, wanted: Sequence[int], place: str) -> tuple[str, list[Span]]:
         """The text of a conversation, and the characters of the wanted turns, ends of turn included.
