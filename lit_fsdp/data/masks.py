@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -65,6 +65,8 @@ class SpanEncoder:
                 "name a folder or hub repository with a tokenizer.json",
             )
         self._backend, self.text = _plain_copy(tokenizer.backend_tokenizer.to_str())
+        added = self._backend.get_added_tokens_decoder()
+        self._take_blanks = {i: t.content for i, t in added.items() if (t.lstrip or t.rstrip) and t.content.strip()}
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], places: Sequence[str]) -> list[Marked]:
         """Tokens and masks of many texts; the first token is marked like any other.
@@ -82,18 +84,24 @@ class SpanEncoder:
         return [self._mask(text, encoding, wanted, place) for text, encoding, wanted, place in parts]
 
     def _mask(self, text: str, encoding: Any, spans: Sequence[Span], place: str) -> Marked:
-        ids = encoding.ids
+        ids, offsets = encoding.ids, encoding.offsets
         if len(spans) == 1 and spans[0] == (0, len(text)):  # a document, without a border to look for
             return ids, np.ones(len(ids), dtype=bool)
-        offsets = encoding.offsets
         supervised = np.zeros(len(ids), dtype=bool)
         across: list[tuple[int, Span]] = []
+        in_blanks: set[int] = set()
         for start, end in spans:
             first, last, cut = _tokens_of(offsets, start, end)
             supervised[first:last] = True
-            across += [(index, (start, end)) for index in cut]
+            for index in cut:
+                a, b = self._literal(text, ids[index], offsets[index])
+                if a < start < b or a < end < b:
+                    across.append((index, (start, end)))
+                else:  # the border is in the blanks that a special token takes in, so that its own text decides
+                    supervised[index] |= start <= a and b <= end
+                    in_blanks |= {border for border in (start, end) if offsets[index][0] < border < offsets[index][1]}
         if across:
-            split = self._split(text, ids, spans)
+            split = self._split(text, ids, spans, in_blanks, place)
             if split is not None:
                 return split
             for index, (start, end) in across:
@@ -103,20 +111,32 @@ class SpanEncoder:
                 supervised[index] = True
         return ids, supervised
 
-    def _split(self, text: str, ids: list[int], spans: Sequence[Span]) -> Marked | None:
+    def _literal(self, text: str, token: int, offsets: Span) -> Span:
+        """Where a token's own text is, without the blanks around it that a special token takes in."""
+        word = self._take_blanks.get(token)
+        start = text.find(word, *offsets) if word else -1
+        return (start, start + len(word)) if word and start >= 0 else offsets
+
+    def _split(
+        self, text: str, ids: list[int], spans: Sequence[Span], in_blanks: Collection[int], place: str
+    ) -> Marked | None:
         """Each side of a border tokenised alone, as prompt and answer are when the model generates.
 
-        ``None`` if that spells another text, as with tokenizers that put a blank before every text.
+        Not at the borders ``in_blanks`` of a special token, where it would be another text. ``None`` if it is another
+        one all the same, as with tokenizers that put a blank before every text.
         """
-        borders = [0, *(border for span in spans for border in span), len(text)]
-        pieces = [text[a:b] for a, b in pairwise(borders)]
-        encoded = [e.ids for e in self._backend.encode_batch(pieces, add_special_tokens=False)]
-        joined = [token for piece in encoded for token in piece]
+        borders = sorted({0, len(text), *(border for span in spans for border in span)}.difference(in_blanks))
+        pieces = [
+            (text[a:b], [(max(s, a) - a, min(e, b) - a) for s, e in spans if s < b and e > a])
+            for a, b in pairwise(borders)
+        ]
+        encoded = self._backend.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
+        joined = [token for piece in encoded for token in piece.ids]
         same = self._backend.decode(joined, skip_special_tokens=False)
         if same != self._backend.decode(ids, skip_special_tokens=False):
             return None
-        supervised = np.repeat([i % 2 == 1 for i in range(len(encoded))], [len(piece) for piece in encoded])
-        return joined, supervised
+        parts = [self._mask(piece, found, inner, place) for (piece, inner), found in zip(pieces, encoded, strict=True)]
+        return [token for part, _ in parts for token in part], np.concatenate([mask for _, mask in parts])
 
 
 def _tokens_of(offsets: Sequence[Span], start: int, end: int) -> tuple[int, int, list[int]]:

@@ -38,6 +38,7 @@ class Renderer:
         variables: Names of special tokens and their text.
 
     Attributes:
+        variables: As given.
         has_marks: Whether it has generation marks.
 
     Raises:
@@ -54,7 +55,7 @@ class Renderer:
                 "a Jinja template",
                 "mend that line, or name another template",
             ) from None
-        self.source, self._variables = source, dict(variables)
+        self.source, self.variables = source, dict(variables)
         self.has_marks = bool(_MARK.search(source))
 
     def render(
@@ -72,7 +73,7 @@ class Renderer:
                 tools=None if tools is None else _plain(tools),
                 documents=None,
                 add_generation_prompt=generation_prompt,
-                **self._variables,
+                **self.variables,
             )
             return written.collect(blocks)
         except Exception as error:  # Jinja's errors, and whatever a template raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,8 @@ from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, sample
 from lit_fsdp.data.named import FoundTemplate, find_template, no_template
 from lit_fsdp.data.render import TODAY, Renderer
-from lit_fsdp.data.text import added_tokens
+from lit_fsdp.data.text import added_tokens, num_blanks
+from lit_fsdp.data.turn_texts import placeholder
 from lit_fsdp.data.turns import TurnFinder
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -25,7 +27,7 @@ class ChatTemplate:
     """Renders conversations with one tokenizer and template, and marks what is learnt of them.
 
     The template writes BOS and EOS where they belong. Where it writes no BOS although the tokenizer puts one before
-    every text, it is put in front, once.
+    every text, it is put in front, once; before the template's own may be blanks, and of two only one is left.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -107,21 +109,62 @@ class ChatTemplate:
     def _finished(self, row: Marked, place: str) -> Encoded:
         """With BOS in front where it is missing, and with the mask that is asked for."""
         ids, mask = row
-        if mask.any() and not self._everything and ids[int(mask.nonzero()[0][-1])] not in self._special.values():
-            self._say(
-                "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
-                "not learn to stop",
-                place,
-            )
+        if mask.any() and not self._everything:
+            self._check_end(ids, int(mask.nonzero()[0][-1]), place)
         mask = ~mask if self._everything else mask
-        if ids[: len(self._first)] != self._first:
+        return sample(*self._with_bos(ids, mask, place))
+
+    def _with_bos(self, ids: list[int], mask: np.ndarray, place: str) -> Marked:
+        """With BOS once, where blanks may stand before it."""
+        bos = self._first or [number for number in [self.tokenizer.bos_token_id] if number is not None]
+        size, start = len(bos), 0 if ids[: len(bos)] == bos else num_blanks(self.tokenizer, ids)
+        if self._first and ids[start : start + size] != bos:
             self._say(
                 "%s: the chat template writes no BOS, which the tokenizer puts first, so it is put there; with "
                 "{{ bos_token }} at its beginning it will be there in inference too",
                 place,
             )
-            ids, mask = [*self._first, *ids], np.concatenate([np.zeros(len(self._first), bool), mask])
-        return sample(ids, mask)
+            return [*bos, *ids], np.concatenate([np.zeros(size, bool), mask])
+        if self._first:
+            mask[start : start + size] = False
+        while bos and ids[start : start + 2 * size] == bos * 2 and self._begins_twice:
+            self._say(
+                "%s: the chat template begins with BOS twice; one is left out, which inference will not do",
+                place,
+            )
+            ids, mask = ids[:start] + ids[start + size :], np.delete(mask, np.s_[start : start + size])
+        return ids, mask
+
+    @cached_property
+    def _begins_twice(self) -> bool:
+        """Whether BOS is there twice by the template, rather than as a mark of turns of which the first is empty."""
+        talk = [{"role": role, "content": placeholder(i)} for i, role in enumerate(("user", "assistant"))]
+        try:
+            text, _ = Renderer(self.source, self.tokenizer.special_tokens_map).render(talk, None, "")
+        except DataError:
+            return False
+        return text.lstrip().startswith(2 * str(self.tokenizer.bos_token))
+
+    def _check_end(self, ids: Sequence[int], last: int, place: str) -> None:
+        """Say so if the last token that is learnt is no special one."""
+        special = self._special.values()
+        if ids[last] in special:
+            return
+        after = last + 1 + num_blanks(self.tokenizer, ids[last + 1 :])
+        if after < len(ids) and ids[after] in special:
+            self._say(
+                "%s: after an assistant turn no special token is learnt, so the model does not learn to stop; %s, which"
+                " follows, may begin the next turn; if it ends this one, write the template's {%% generation %%} marks "
+                "around the content and it",
+                place,
+                self.tokenizer.convert_ids_to_tokens(ids[after]),
+            )
+        else:
+            self._say(
+                "%s: after an assistant turn the chat template has no special token that is learnt, so the model does "
+                "not learn to stop",
+                place,
+            )
 
     def _check_tools(self, talk: Conversation, place: str) -> None:
         if talk.tools or any(message.get("tool_calls") or message["role"] == "tool" for message in talk.messages):
@@ -133,8 +176,8 @@ class ChatTemplate:
                 f"write model.add_tokens: {list(missing)}, or set another data.chat_template",
             )
 
-    def _say(self, text: str, value: str) -> None:
+    def _say(self, text: str, *values: str) -> None:
         """Once, whatever the row."""
         if text not in self._said:
             self._said.add(text)
-            _log.warning(text, value)
+            _log.warning(text, *values)

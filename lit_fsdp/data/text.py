@@ -5,8 +5,8 @@ BOS is put in front as the tokenizer does it, EOS after each document, and never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, encoder: SpanEncoder) -> None:
         self._encoder = encoder
+        self._tokenizer = tokenizer
         self.prefix, suffix = added_tokens(tokenizer)
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._suffix = suffix if self._eos in suffix else [*suffix, self._eos]
@@ -54,22 +55,29 @@ class TextEncoder:
         return [self._closed(row) for row in self._encoder.encode(texts, spans, places)]
 
     def _closed(self, row: Marked) -> Encoded:
-        """With BOS and EOS, once."""
+        """With BOS and EOS, once; blanks may stand before the one and behind the other."""
         ids, mask = row
-        before = [] if ids[: len(self.prefix)] == self.prefix else self.prefix
-        after = [] if ids and ids[-1] == self._eos else self._suffix
+        start, end = num_blanks(self._tokenizer, ids), len(ids) - num_blanks(self._tokenizer, reversed(ids))
+        before = self.prefix
+        if ids[start : start + len(self.prefix)] == self.prefix:
+            before, mask[: start + len(self.prefix)] = [], False
+        after = [] if ids[:end][-1:] == [self._eos] else self._suffix
         learnt = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
         return sample([*before, *ids, *after], learnt)
 
     def end_of(self, row: Encoded, max_tokens: int) -> Encoded:
         """The last tokens of a row, behind the BOS that it began with."""
-        kept = self.prefix if row.input_ids[: len(self.prefix)].tolist() == self.prefix else []
-        if np.flatnonzero(row.input_ids == self._bos).tolist() == [0]:  # written by the template, and no mark of a turn
+        ids = row.input_ids.tolist()
+        blanks = num_blanks(self._tokenizer, ids)
+        kept = self.prefix if ids[blanks : blanks + len(self.prefix)] == self.prefix else []
+        if (
+            ids[blanks : blanks + 1] == [self._bos] and ids.count(self._bos) == 1
+        ):  # the template's, and no mark of a turn
             kept = [self._bos]
         kept = kept if len(kept) < max_tokens else []
         start = len(row.input_ids) - max_tokens + len(kept)
         mask = np.concatenate([np.zeros(len(kept), bool), row.supervised[start:]])
-        return sample([*kept, *row.input_ids[start:].tolist()], mask)
+        return sample([*kept, *ids[start:]], mask)
 
     def tokens(self, row: Mapping[str, Any], place: str) -> Encoded:
         """A row of token ids with its mask; without one all but the first are learnt.
@@ -94,6 +102,11 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
     first = starts[0] if starts else 0
     return full[:first], full[first + len(bare) :]
+
+
+def num_blanks(tokenizer: Any, ids: Iterable[int]) -> int:
+    """How many tokens at the beginning are nothing but blanks."""
+    return sum(1 for _ in takewhile(lambda token: not tokenizer.decode([token]).strip(), ids))
 
 
 def split(row: Encoded, max_tokens: int) -> list[Encoded]:

@@ -14,7 +14,6 @@ own contents in place of the placeholders, so are its turns; any other row is de
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from itertools import accumulate
 from typing import Any
 
 from lit_fsdp.data.formats import Conversation, Message
+from lit_fsdp.data.marks import MarkedTurns
 from lit_fsdp.data.masks import Span
 from lit_fsdp.data.render import Renderer
+from lit_fsdp.data.turn_texts import MARK_IT, end_of_turn, make_room, placeholder, shows, with_word
 from lit_fsdp.errors import DataError
 
-_FIX = "give data.chat_template with {% generation %} … {% endgeneration %} around what the assistant says"
 _PLACE = re.compile(r"qzx(\d+)xzq")
-_MAX_SHAPES = 4096
 
 
 class TurnFinder:
@@ -42,7 +41,7 @@ class TurnFinder:
     def __init__(self, renderer: Renderer, special: Collection[str]) -> None:
         self._renderer, self._special = renderer, tuple(special)
         self._shapes: dict[Any, _Shape | None] = {}
-        self._sound: set[Any] = set()
+        self._marked = MarkedTurns(renderer, special)
 
     def find(self, talk: Conversation, wanted: Sequence[int], place: str) -> tuple[str, list[Span]]:
         """The text of a conversation, and the characters of the wanted turns, ends of turn included.
@@ -57,35 +56,10 @@ class TurnFinder:
         """
         text, spans = self._renderer.render(talk.messages, talk.tools, place)
         if self._renderer.has_marks:
-            turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
-            self._check_marks(talk, turns, text, spans, place)
-            return text, [span for turn, span in zip(turns, spans, strict=True) if turn in wanted]
+            return text, self._marked.find(talk, wanted, (text, spans), place)
         if not wanted:
             return text, []
         return text, self._by_shape(talk, wanted, text) or [self._span(talk, i, text, place) for i in wanted]
-
-    def _check_marks(self, talk: Conversation, turns: list[int], text: str, spans: list[Span], place: str) -> None:
-        """The template's marks hold each turn, and for this shape of a conversation hold a placeholder in its place."""
-        if len(spans) != len(turns):
-            raise DataError(
-                f"{place}: the chat template marks {len(spans)} of {len(turns)} assistant turns\n  fix:     {_FIX}"
-            )
-        good = all(_shows(text[a:b], talk.messages[i]) for i, (a, b) in zip(turns, spans, strict=True))
-        shape = tuple((m["role"], not m["content"], tuple(m)) for m in talk.messages)
-        if good and shape not in self._sound:
-            words = {index: f"qzx{index}xzq" for index in turns}
-            others = [_renamed(m, words[i]) if i in words else m for i, m in enumerate(talk.messages)]
-            probe, marked = self._renderer.render(others, talk.tools, place)
-            held = [word in probe[start:end] for word, (start, end) in zip(words.values(), marked, strict=False)]
-            good = len(held) == len(turns) and all(held)
-            _bound(self._sound)
-            self._sound.add(shape)
-        if not good:
-            self._sound.discard(shape)
-            raise DataError(
-                f"{place}: the chat template's {{% generation %}} marks do not hold what the assistant says\n"
-                "  fix:     mark the content and its end of turn, outside any macro, set block or filter"
-            )
 
     def _by_shape(self, talk: Conversation, wanted: Sequence[int], text: str) -> list[Span] | None:
         """Spans from the shape of the conversation; ``None`` if its text is not that of the shape."""
@@ -95,7 +69,7 @@ class TurnFinder:
         roles = tuple(message["role"] if message["content"] else (message["role"],) for message in talk.messages)
         key = (roles, tuple(wanted), repr(talk.tools) if talk.tools else None)
         if key not in self._shapes:
-            _bound(self._shapes)
+            make_room(self._shapes)
             self._shapes[key] = self._shape(talk, wanted)
         shape = self._shapes[key]
         if shape is None:
@@ -103,7 +77,7 @@ class TurnFinder:
         return shape.spans(contents, text) or shape.spans([content.strip() for content in contents], text)
 
     def _shape(self, talk: Conversation, wanted: Sequence[int]) -> _Shape | None:
-        contents = [f"qzx{i}xzq" if message["content"] else "" for i, message in enumerate(talk.messages)]
+        contents = [placeholder(i) if message["content"] else "" for i, message in enumerate(talk.messages)]
         blank = Conversation(
             [{"role": m["role"], "content": c} for m, c in zip(talk.messages, contents, strict=True)], talk.tools
         )
@@ -117,15 +91,15 @@ class TurnFinder:
 
     def _span(self, talk: Conversation, index: int, text: str, place: str) -> Span:
         """Characters of one assistant turn, from where the model takes over to its end of turn."""
-        word = next(w for w in (f"qzx{n}xzq" for n in itertools.count()) if w not in text)
-        turns = [{"role": "assistant", "content": word}, _renamed(talk.messages[index], word)]
+        word = next(w for w in (placeholder(n) for n in itertools.count()) if w not in text)
+        turns = [{"role": "assistant", "content": word}, with_word(talk.messages[index], word)]
         for turn in turns[: 2 if turns[1].get("tool_calls") else 1]:
             span = self._span_by(talk, index, turn, word, text)
-            if span is not None and _shows(text[slice(*span)], talk.messages[index]):
+            if span is not None and shows(text[slice(*span)], talk.messages[index]):
                 return span
         raise DataError(
             f"{place}: the chat template does not show assistant turn {index} whole and in one piece, so that it "
-            f"cannot be marked\n  fix:     {_FIX}"
+            f"cannot be marked\n  fix:     {MARK_IT}"
         )
 
     def _span_by(self, talk: Conversation, index: int, turn: Message, word: str, text: str) -> Span | None:
@@ -143,7 +117,7 @@ class TurnFinder:
             if said is None or opening is None or not before.endswith(opening):
                 return None
             head, before = head[: len(head) - len(opening)], before[: len(before) - len(opening)]
-        rest = self._rest_of_turn(rest, is_call=bool(turn.get("tool_calls")))
+        rest = end_of_turn(rest, self._special, is_call=bool(turn.get("tool_calls")))
         start = self._start(talk, index, before, head, text)
         end = len(text) - len(after)
         if start is None or not text.endswith(after) or start > end:
@@ -177,19 +151,6 @@ class TurnFinder:
         if (header is None or header.strip()) and prompt == self._text(talk.messages[:index], talk):
             return shown
         return start
-
-    def _rest_of_turn(self, alone: str, is_call: bool) -> str:
-        """What ends the turn: the text up to the special token after it; empty if the template has none.
-
-        It is what follows when the conversation ends here, so that the header of a next turn is never taken for it.
-        The placeholder for a call is its name, so that the rest of the call stands before the last special token.
-        """
-        if is_call:
-            ends = [alone.rfind(special) + len(special) for special in self._special if special in alone]
-            return alone[: max(ends, default=0)]
-        blanks = len(alone) - len(alone.lstrip())
-        special = max((s for s in self._special if alone.startswith(s, blanks)), key=len, default=None)
-        return alone[: blanks + len(special)] if special else ""
 
     def _text(self, messages: Sequence[Message], talk: Conversation, generation_prompt: bool = False) -> str | None:
         """``None`` if the template refuses these messages, as some do with a conversation that is cut off."""
@@ -233,41 +194,7 @@ class _Shape:
         return [(start + shift[a], end + shift[b]) for start, a, end, b in self.borders]
 
 
-def _renamed(message: Message, word: str) -> Message:
-    """The turn with its last call named ``word``, as templates may show a text in another place; a text is ``word``."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {"role": "assistant", "content": word}
-    last = {**calls[-1], "function": {**calls[-1]["function"], "name": word}} if "function" in calls[-1] else None
-    return {**message, "tool_calls": [*calls[:-1], last or {**calls[-1], "name": word}]}
-
-
 def _without(text: str, beginning: str) -> str | None:
     """What follows a beginning, which may have a blank more; ``None`` if the text begins in another way."""
     beginning = beginning if text.startswith(beginning) else beginning.rstrip()
     return text[len(beginning) :] if text.startswith(beginning) else None
-
-
-def _shows(text: str, message: Message) -> bool:
-    """Whether a turn's text has its content, but for blanks around it and thoughts, and its calls of tools."""
-    if message["content"].rpartition("</think>")[2].strip() not in text:
-        return False
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return all(str(call.get("name", "")) in text and _shows_arguments(text, call.get("arguments")) for call in calls)
-
-
-def _shows_arguments(text: str, arguments: Any) -> bool:
-    """Whether the names of a call's arguments are there; their values may be written in many ways."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return True
-    return not isinstance(arguments, dict) or all(
-        json.dumps(str(key))[1:-1] in text or str(key) in text for key in arguments
-    )
-
-
-def _bound(cache: Any) -> None:
-    if len(cache) >= _MAX_SHAPES:
-        cache.clear()

@@ -56,6 +56,10 @@ def _shown(row: Encoded) -> str:
         ("$A </s>", "abc", "a B C +</s>"),
         ("<s> $A", "<s>abc</s>", "<s> A B C +</s>"),
         ("<s> $A", "ab</s>c", "<s> A B +</s> C +</s>"),
+        ("<s> $A", " <s>abc</s>\n ", "Ġ <s> A B C +</s> +Ċ +Ġ"),
+        ("<s> $A", "\nabc ", "<s> +Ċ A B C +Ġ +</s>"),
+        (None, " abc</s>\n", "Ġ A B C +</s> +Ċ"),
+        ("<s> $A </s>", "  ", "<s> +Ġ +Ġ +</s>"),
     ],
 )
 def test_a_text_has_bos_and_eos_once(adds: str | None, text: str, wanted: str):
@@ -107,6 +111,13 @@ def test_truncation(truncation: Any, wanted: list[str], truncated: bool, dropped
     )
     short = _encode(row, "prompt_completion", max_seq_length=7, truncation=truncation)
     assert ([_shown(sample) for sample in short.samples], short.truncated) == (["<s> A B C D E +</s>"], False)
+
+
+def test_what_is_cut_at_the_start_is_not_bos_behind_blanks():
+    for adds in ("<s> $A", None):
+        row, options = {"prompt": " <s>", "completion": "abcde"}, {"max_seq_length": 4, "truncation": "start"}
+        found = _encode(row, "prompt_completion", _tokenizer(adds), **options)
+        assert [_shown(sample) for sample in found.samples] == ["<s> D E +</s>"]
 
 
 def test_a_row_that_is_too_long_stops_the_run_where_it_is_asked_to():

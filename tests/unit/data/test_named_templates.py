@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
@@ -172,14 +173,18 @@ def test_today_is_the_same_day_in_every_run(tokenizer: Any, caplog: pytest.LogCa
     assert f"taken to be {TODAY:%d %B %Y} in every run" in caplog.text
 
 
-def test_bos_that_the_template_leaves_out(caplog: pytest.LogCaptureFixture):
-    """The tokenizer would put it in front of a text, so it is in front of a conversation, and only once."""
-    from tokenizers import processors
-
+def _putting_bos() -> Any:
+    """A tokenizer that puts BOS in front of every text."""
     tokenizer = byte_level_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
+    return tokenizer
+
+
+def test_bos_that_the_template_leaves_out(caplog: pytest.LogCaptureFixture):
+    """The tokenizer would put it in front of a text, so it is in front of a conversation, and only once."""
+    tokenizer = _putting_bos()
     with caplog.at_level(logging.WARNING, "lit_fsdp"):
         assert _text(tokenizer, CHATML, TALK).startswith("<s><|im_start|>user\n1")
     assert "the chat template writes no BOS, which the tokenizer puts first" in caplog.text
@@ -187,6 +192,35 @@ def test_bos_that_the_template_leaves_out(caplog: pytest.LogCaptureFixture):
     assert _text(tokenizer, "{{ bos_token }}" + CHATML, TALK).startswith("<s><|im_start|>user\n1")
     assert _text(tokenizer, find_template("plain", tokenizer), TALK) == "<s>User:\n1\n\nAssistant:\n2</s>"
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("blanks", ["{# of ours #}\n\n", " ", "\n \n\n"])
+def test_bos_behind_blanks_is_there(caplog: pytest.LogCaptureFixture, blanks: str):
+    tokenizer, template = _putting_bos(), blanks + "{{ bos_token }}" + CHATML
+    with caplog.at_level(logging.WARNING, "lit_fsdp"):
+        text = _text(tokenizer, template, TALK)
+    assert text.lstrip().startswith("<s><|im_start|>user\n1")
+    assert (text.count("<s>"), text[:1].isspace(), caplog.text) == (1, True, "")
+    for options, learnt in (({}, "2<|im_end|>"), ({"train_on_prompt": True}, text.lstrip().removeprefix("<s>"))):
+        (row,) = ChatTemplate(tokenizer, template, **options).encode([Conversation(TALK)], ["row"])
+        assert tokenizer.decode(row.input_ids[row.supervised]).strip() == learnt.strip()
+
+
+def test_bos_that_is_there_twice_is_written_once(caplog: pytest.LogCaptureFixture):
+    for tokenizer in (byte_level_tokenizer(), _putting_bos()):
+        for template in ("<s>{{ bos_token }}<s>" + CHATML, " <s><s>" + CHATML):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "lit_fsdp"):
+                (row,) = ChatTemplate(tokenizer, template).encode([Conversation(TALK)], ["row:1"])
+            text = "<s><|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+            assert tokenizer.decode(row.input_ids).lstrip() == text
+            assert tokenizer.decode(row.input_ids[row.supervised]) == "2<|im_end|>"
+            assert [record.getMessage() for record in caplog.records] == [
+                "row:1: the chat template begins with BOS twice; one is left out, which inference will not do"
+            ]
+            marks = "{% for m in messages %}<s>{{ m.content }}{% endfor %}</s>"
+            empty = [{"role": "user", "content": ""}, TALK[1]]
+            assert _text(tokenizer, marks, empty) == "<s><s>2</s>"
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any):

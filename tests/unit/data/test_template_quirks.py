@@ -6,11 +6,14 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import Encoded
+from lit_fsdp.data.render import Renderer
 from lit_fsdp.data.templates import ChatTemplate
 from lit_fsdp.errors import DataError
+from tests.unit.data.conftest import byte_level_tokenizer, metaspace_tokenizer
 from tests.unit.data.families import unmarked
 
 # thoughts stand in the turns after the last question, also empty ones; a system message only at the beginning, and no
@@ -69,7 +72,27 @@ HEADERS = """
     {%- endif %}
 {%- endfor %}
 """
+# headers and ends of turn that take in the line breaks beside them
+TAKING = """
+{%- for m in messages %}
+    {{- '<|' ~ m.role ~ '|>\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{{ m.content ~ '<|end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- m.content ~ '<|end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
+"""
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+
+
+def _taking_blanks(tokenizer: Any, **sides: bool) -> Any:
+    """The tokenizer with special tokens that take in the blanks on these sides."""
+    marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **sides) for w in ("user", "assistant", "end")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    return tokenizer
 
 
 def _learnt(tokenizer: Any, row: Encoded) -> list[str]:
@@ -190,3 +213,41 @@ def test_another_role_than_the_assistant_is_not_learnt(small: Any, caplog: pytes
     assert flagged.supervised.tolist() == [False, *[True] * (len(row.input_ids) - 1)]
     ChatTemplate(small, HEADERS, train_on_prompt=True).encode([Conversation(messages)], ["rows:1"])
     assert "rows:1: a message of another role than the assistant's says train: false, and is learnt" in caplog.text
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+@pytest.mark.parametrize("sides", [("rstrip",), ("lstrip",), ("lstrip", "rstrip"), ()])
+def test_special_tokens_that_take_in_blanks(make: Any, sides: tuple[str, ...]):
+    """The blanks go with their token: those after a header are not learnt, those after an end of turn are no border."""
+    tokenizer = _taking_blanks(make(), **dict.fromkeys(sides, True))
+    messages = _say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
+    messages[5]["train"] = True
+    for options, wanted in (
+        ({}, ["b<|end|>", "<|end|>", "a b<|end|>"]),
+        ({"supervise": "last"}, ["a b<|end|>"]),
+        ({"supervise": "flagged"}, ["a b<|end|>"]),
+    ):
+        for template in (TAKING, unmarked(TAKING)):
+            (row,) = ChatTemplate(tokenizer, template, **options).encode([Conversation(messages)], ["rows:1"])
+            text = Renderer(template, {}).render(messages, None, "")[0]
+            assert row.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert [said.strip() for said in _learnt(tokenizer, row)] == wanted
+
+
+@pytest.mark.parametrize("template", [TAKING, unmarked(TAKING)], ids=["marks", "none"])
+def test_blanks_that_a_header_takes_in_are_not_learnt(template: str):
+    for sides, wanted in (({"rstrip": True}, "b\n<|end|>"), ({"rstrip": True, "lstrip": True}, "b<|end|>")):
+        tokenizer = _taking_blanks(byte_level_tokenizer(), **sides)
+        (row,) = ChatTemplate(tokenizer, template).encode([Conversation(_say("u:a", "a:\n b\n", "u:c"))], ["rows:1"])
+        assert _learnt(tokenizer, row) == [wanted]
+
+
+def test_another_token_across_a_border_is_split_all_the_same():
+    """Where the header leaves its line break, which merges with the answer's, and the end of turn takes its own in."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)], special_tokens=True)
+    for template in (TAKING, unmarked(TAKING)):
+        messages = _say("u:a", "a:\nb", "u:c", "a:\nd")
+        (row,) = ChatTemplate(tokenizer, template).encode([Conversation(messages)], ["rows:1"])
+        assert _learnt(tokenizer, row) == ["\nb<|end|>", "\nd<|end|>"]
+        assert tokenizer.decode(row.input_ids).count("\n") == 2 * 2 + 2

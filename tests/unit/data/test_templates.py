@@ -115,6 +115,33 @@ def test_marks_of_the_template(small: Any):
         _encode(small, fewer, "u:1", "a:2", "u:3", "a:4")
 
 
+def test_marks_of_the_turns_that_are_learnt_suffice(small: Any):
+    """Those of turns that are not learnt may be missing, wherever the marked turns stand."""
+    turns, condition = ["u:1", "a:2", "u:3", "a:4"], "m.role == 'assistant'"
+    first, last = (MARKED.replace(condition, f"{condition} and {which}") for which in ("not loop.last", "loop.last"))
+    shown = "[user]1[assistant]2[user]3[assistant]⟦4</s>⟧"
+    plain = shown.replace("⟦", "").replace("⟧", "")
+    assert _shown(small, _encode(small, last, *turns, supervise="last")) == shown
+    assert _shown(small, _encode(small, last, *turns, supervise="flagged")) == plain
+    assert _shown(small, _encode(small, last, *turns, train_on_prompt=True)) == f"{plain[0]}⟦{plain[1:]}⟧"
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: the chat template marks 1 of 2 assistant turns"):
+        _encode(small, first, *turns, supervise="last")
+    for learnt, template, wanted in ((1, first, "[user]1[assistant]⟦2</s>⟧[user]3[assistant]4"), (3, last, shown)):
+        talk = _say(*turns)
+        talk[learnt]["train"], talk[4 - learnt]["train"] = True, False
+        for supervise in ("all", "flagged"):
+            (row,) = ChatTemplate(small, template, supervise).encode([Conversation(talk)], ["x"])
+            assert _shown(small, row) == wanted
+
+
+def test_marks_that_hold_no_turn_or_several_are_refused(small: Any):
+    thought = MARKED.replace("{{ m.content }}</s>", "<think>{% endgeneration %}{% generation %}{{ m.content }}</s>", 1)
+    both = "{% generation %}{% for m in messages %}{{ m.content }}</s>{% endfor %}{% endgeneration %}"
+    for template in (thought, both):
+        with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template"):
+            _encode(small, template, "u:1", "a:2", "u:3", "a:4", supervise="last")
+
+
 def test_without_a_generation_prompt(small: Any):
     """The model takes over after the user's end mark, or after a header that it is not asked to write."""
     assert _shown(small, _encode(small, INSTRUCT, "u:1", "a:2")) == "<s>[INST]1[/INST]⟦ 2</s>⟧"
