@@ -25,7 +25,7 @@ from lit_fsdp.errors import DataError
 from lit_fsdp.host import cache_root
 
 _log = logging.getLogger(__name__)
-_VERSION = 6
+_VERSION = 7
 """Of what is written; another one is another place, so that an upgrade never reads what it does not know."""
 
 
