@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import SourceConfig
-from lit_fsdp.data.sources import find_sources
+from lit_fsdp.data.sources import Source, find_sources
+from lit_fsdp.data.windows import RowWindows, Window
 from lit_fsdp.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"p{i}", "completion": 'x, "y"\nz é' * (i % 3) + "end"} for i in range(2500)]
@@ -98,6 +100,43 @@ def test_a_data_set_that_is_streamed():
     assert [row for chunk in chunks for _, row in chunk.rows()] == ROWS
     start = json.loads(json.dumps(chunks[2].start))
     assert [row for chunk in part.chunks(start) for row in chunk.rows()] == chunks[2].rows()
+
+
+@pytest.mark.parametrize("parsed", [False, True], ids=["arrow", "parsed"])
+def test_a_stream_that_was_resumed_begins_its_next_epoch_at_the_first_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parsed: bool
+):
+    datasets = pytest.importorskip("datasets")
+    from lit_fsdp.data import saved
+
+    monkeypatch.setattr(saved, "_ROWS", 4)
+    rows = [{"text": str(i)} for i in range(12)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def part() -> saved.StreamedPart:
+        loaded = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        if parsed:
+            file, cache = str(tmp_path / "a.jsonl"), str(tmp_path / "cache")
+            loaded = datasets.load_dataset("json", data_files=file, split="train", streaming=True, cache_dir=cache)
+        return saved.StreamedPart("name", loaded, "name")
+
+    def read(part: saved.StreamedPart, start: Any) -> list[Any]:
+        return [row for chunk in part.chunks(start) for _, row in chunk.rows()]
+
+    start = json.loads(json.dumps(list(part().chunks(None))[1].start))
+    resumed = part()
+    assert [read(resumed, at) for at in (start, None, start, None)] == [rows[4:], rows, rows[4:], rows]
+
+    def windows(start: Any, count: int) -> list[Window]:
+        return list(islice(RowWindows([Source("name", (part(),), "text")], 5).read(start), count))
+
+    whole = windows(None, 8)
+    assert [window.epoch for window in whole] == [0, 0, 0, 1, 1, 1, 2, 2]
+    for number in range(1, 5):
+        again = windows(json.loads(json.dumps(whole[number].start)), 8 - number)
+        assert [(window.epoch, window.rows) for window in again] == [
+            (window.epoch, window.rows) for window in whole[number:]
+        ]
 
 
 def test_keys_that_arrow_added_are_left_out(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import SourceConfig
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.sources import find_sources
+from lit_fsdp.data.files import Chunk, numbered_rows
+from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.data.stream import SampleStream, Share, first_window
 from lit_fsdp.data.windows import RowWindows
 from lit_fsdp.errors import DataError
@@ -139,6 +141,28 @@ def test_a_position_in_another_source_is_refused(tmp_path: Path):
     _file(tmp_path / "a.jsonl", 21)
     with pytest.raises(DataError, match=r"a\.jsonl: not what was streamed when the checkpoint was written"):
         next(RowWindows(find_sources(name), 4).read(start))
+
+
+def test_an_epoch_without_any_row_is_refused_and_not_read_for_ever():
+    class Gone:
+        """A part with one row, that has none when it is read again."""
+
+        name = digest = "gone"
+
+        def __init__(self) -> None:
+            self.rows = [{"text": "x"}]
+
+        def chunks(self, start: Any) -> Iterator[Chunk]:
+            yield Chunk(self.name, 0, self.rows, numbered_rows, [0])
+            self.rows = []
+
+        def check(self) -> None: ...
+
+    for weight in (None, 1.0):
+        windows = RowWindows([Source("gone", (Gone(),), "text", weight)], 4).read()
+        assert len(next(windows).rows) == 1
+        with pytest.raises(DataError, match="gone: no rows\n  fix:     a source needs at least one row"):
+            next(windows)
 
 
 def test_a_source_that_changes_while_it_is_streamed(tmp_path: Path):
