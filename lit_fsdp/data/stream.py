@@ -27,6 +27,7 @@ from lit_fsdp.data.files import Row
 from lit_fsdp.data.masks import Encoded
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.data.packing import plan_packs
+from lit_fsdp.data.saved import StreamedPart
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.data.windows import RowWindows, Window
 from lit_fsdp.errors import DataError
@@ -81,6 +82,9 @@ class SampleStream:
         self.windows = RowWindows(find_sources(config.train, config, streaming=True), config.shuffle_window)
         self.tokenises_all = config.packing or "text" in self.windows.formats
         """Whether every rank has to tokenise every row."""
+        parts = [part for source in self.windows.sources for part in source.parts]
+        self.deals_out = any(isinstance(part, StreamedPart) for part in parts)
+        """Whether several loader processes would each get other rows: ``datasets`` deals them out by itself."""
         self.counts = _Counts()
 
     def record(self) -> dict[str, Any]:
