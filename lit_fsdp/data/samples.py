@@ -20,7 +20,7 @@ from lit_fsdp.data.packing import plan_packs
 from lit_fsdp.data.rows import TokenisedRows, damage, make_arrays, open_arrays, open_rows, spot_check
 from lit_fsdp.errors import DataError
 
-_VERSION = 1
+_VERSION = 2
 _ARRAYS = {"row_ids": np.dtype("<i8"), "offsets": np.dtype("<i8")}
 
 
@@ -160,16 +160,17 @@ def _side(rows: TokenisedRows, side: str | None, val_split: float | None) -> np.
     if side is None or val_split is None:
         return np.arange(len(rows))
     keys = np.asarray(rows.keys)
+    _, firsts = np.unique(rows.numbers, return_index=True)  # of the pieces of each text that was split
     if val_split < 1:
         chosen = keys < np.uint64(val_split * 2**64)
     else:
-        lowest = np.sort(keys)[: int(val_split)]
+        lowest = np.sort(keys[firsts])[: int(val_split)]
         chosen = keys <= lowest[-1]
     if chosen.all() or not chosen.any():
         raise DataError(
-            f"data.val_split {val_split} takes {int(chosen.sum())} of {len(rows)} rows\n"
+            f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
             "  allowed: a share or number that leaves rows for training and for validation\n"
-            f"  fix:     set data.val_split: {max(1, len(rows) // 10)}"
+            f"  fix:     set data.val_split: {max(1, len(firsts) // 10)}"
         )
     return np.flatnonzero(chosen if side == "val" else ~chosen)
 

@@ -109,6 +109,18 @@ def test_duplicates_stay_together(small: Any, source: Path, val_split: float):
     assert len(found["val"]) % 4 == 0
 
 
+def test_a_number_counts_rows_and_not_the_pieces_of_texts(small: Any, source: Path):
+    texts = "\n".join(json.dumps({"text": f"{n} " + "word " * 40}) for n in range(20))
+    source.write_text(texts)
+    found = _prepare(small, source, val_split=5)
+    numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
+    assert (len(numbers["val"]), len(numbers["train"])) == (5, 15)
+    assert not numbers["val"] & numbers["train"]
+    assert len(found["val"]) > 5
+    with pytest.raises(DataError, match=r"val_split 20 takes 20 of 20 rows\n.*\n  fix:     set data\.val_split: 2$"):
+        _prepare(small, source, val_split=20)
+
+
 @pytest.mark.parametrize("val_split", [100, 1000, 1e-9, 1 - 1e-9])
 def test_a_side_without_rows_is_refused(small: Any, source: Path, val_split: float):
     with pytest.raises(
