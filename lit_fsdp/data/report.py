@@ -16,7 +16,8 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import check_sources
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.row_numbers import describe_rows, draws_per_group, expected_padding, num_shared
+from lit_fsdp.data.order import apportion
+from lit_fsdp.data.row_numbers import describe_rows, expected_padding, num_shared
 from lit_fsdp.data.samples import Samples
 from lit_fsdp.data.window_report import WindowSeen
 
@@ -100,7 +101,7 @@ def _draws(samples: Samples) -> np.ndarray:
     """How often each row comes in one epoch, on average over epochs, float64 in the order of ``row_ids``."""
     draws = np.ones(len(samples.row_ids))
     if samples.weights:
-        per_group = draws_per_group(samples.groups, samples.weights)
+        per_group = apportion(len(samples), samples.weights)
         first_item = 0
         for num_items, drawn in zip(samples.groups, per_group, strict=True):
             start, end = samples.offsets[first_item], samples.offsets[first_item + num_items]
