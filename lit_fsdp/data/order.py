@@ -46,14 +46,7 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         assert not self.weights or sum(self.groups) == self.num_rows
-        for group, share in enumerate(self.shares):
-            if not share:
-                raise ConfigError(
-                    "data.train",
-                    f"weight {self.weights[group]:g} of {sum(self.weights):g} for source {group + 1}",
-                    f"a share of at least one of the {self.num_rows} samples of an epoch",
-                    "give it a larger weight, or leave the source out",
-                )
+        check_shares(self.num_rows, self.weights)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -111,6 +104,18 @@ class GlobalOrder:
         text = "/".join([self.fingerprint, str(self.seed), str(number), *([what] if what else [])])
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
+
+
+def check_shares(num_items: int, weights: Sequence[float]) -> None:
+    """Raise ConfigError if a source of a mix has a weight so small that it gives nothing to an epoch."""
+    for group, share in enumerate(apportion(num_items, weights)):
+        if not share:
+            raise ConfigError(
+                "data.train",
+                f"weight {weights[group]:g} of {sum(weights):g} for source {group + 1}",
+                f"a share of at least one of the {num_items} samples of an epoch",
+                "give it a larger weight, or leave the source out",
+            )
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import check_sources
 from lit_fsdp.data.cache import prepare_rows
 from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.order import check_shares
 from lit_fsdp.data.packing import plan_packs
 from lit_fsdp.data.rows import TokenisedRows, damage, make_arrays, open_arrays, open_rows, spot_check
 from lit_fsdp.errors import DataError
@@ -96,6 +97,7 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
 
     Raises:
         DataError: A source or row is bad, a split has nothing to learn, or data.val_split leaves a side empty.
+        ConfigError: A weight so small that its source would never be read.
     """
     found: dict[str, Samples] = {}
     read: dict[str, TokenisedRows] = {}
@@ -152,7 +154,9 @@ def _plan(rows: TokenisedRows, split: str, config: DataConfig, weights: Sequence
         (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     make_arrays(folder, make, f"{'packing' if capacity else 'listing'} data.{split}")
-    return open_samples(rows.folder, folder)
+    samples = open_samples(rows.folder, folder)
+    check_shares(len(samples), shares)
+    return samples
 
 
 def _side(rows: TokenisedRows, side: str | None, val_split: float | None) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,14 @@ def _mix(source: Path, *numbers: range) -> list[SourceConfig]:
         path.write_text("\n".join(_row(n) for n in rows))
         entries.append(SourceConfig(source=str(path), weight=part + 1.5))
     return entries
+
+
+def test_a_weight_that_never_counts_is_refused_before_training(small: Any, source: Path):
+    first, second = _mix(source, range(20), range(20, 40))
+    train = [replace(first, weight=1e6), replace(second, weight=1.0)]
+    for _ in range(2):  # also where it is taken from the cache
+        with pytest.raises(ConfigError, match=r"weight 1 of 1e\+06 for source 2\n.* one of the 40 samples"):
+            _prepare(small, source, ("train",), train=train)
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "val_split": 0.2}])
