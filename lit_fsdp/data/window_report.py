@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import CUT, TOO_LONG, RowEncoder
+from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.files import Row
 from lit_fsdp.data.packing import plan_packs
 from lit_fsdp.data.row_numbers import describe_rows, expected_padding, sample_digest
-from lit_fsdp.data.stream import first_window
+from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import DataError
+
+_LOOKED_AT = 10_000
 
 
 class WindowSeen:
@@ -92,3 +97,21 @@ class WindowSeen:
             "cache": None,
             "sources": [{"name": "data.train", "weight": None, "format": forms, **counts, **numbers}],
         }
+
+
+def first_window(config: DataConfig, encoder: RowEncoder) -> tuple[list[Row], list[EncodedRow], list[RowFormat]]:
+    """The first rows of a streamed data.train and what becomes of each, to be looked at.
+
+    As many as ``shuffle_window``, but no more than 10,000: nobody should wait long for step 1.
+
+    Returns:
+        Rows with their places in file order, what became of each, and the row format of each.
+
+    Raises:
+        DataError: A row is bad.
+    """
+    size = min(config.shuffle_window, _LOOKED_AT)
+    stream = SampleStream(replace(config, shuffle_window=size), encoder, 0)
+    window = next(stream.windows.read())
+    formats = [stream.windows.formats[source] for source, _ in window.rows]
+    return [row for _, row in window.rows], stream.encode(window), formats

@@ -17,7 +17,8 @@ from lit_fsdp.config.sources import SourceConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.files import Chunk, numbered_rows
 from lit_fsdp.data.sources import Source, find_sources
-from lit_fsdp.data.stream import SampleStream, Share, first_window
+from lit_fsdp.data.stream import SampleStream, Share
+from lit_fsdp.data.window_report import first_window
 from lit_fsdp.data.windows import RowWindows
 from lit_fsdp.errors import DataError
 
@@ -121,6 +122,24 @@ def test_weights_are_shares_and_a_short_source_begins_again(tmp_path: Path):
     again = next(window for window in windows if window.epoch == 1)
     assert again.number == 0
     assert again.rows[0][1][1]["prompt"] == "p0"
+
+
+def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
+    name = _file(tmp_path / "a.jsonl", 20)
+
+    def record(template: str = TEMPLATE, **options: Any) -> dict[str, Any]:
+        config = DataConfig(**{"streaming": True, "train": name, "packing": True, "max_seq_length": 160, **options})
+        return json.loads(json.dumps(SampleStream(config, RowEncoder(small, config, template), 7).record()))
+
+    def changed(**options: Any) -> set[str]:
+        return {key for key, value in record(**options).items() if value != record()[key]}
+
+    assert changed() == set()
+    assert changed(max_seq_length=200) == {"max_seq_length", "encoding"}
+    assert changed(template=TEMPLATE.replace("m.role", "m.role | upper")) == {"encoding"}
+    assert changed(columns={"prompt": "completion", "completion": "prompt"}) == {"encoding"}
+    assert changed(train=[SourceConfig(source=name, weight=2.0)]) == {"weights"}
+    assert record(packing=False) == record(packing=False, max_seq_length=200)  # the same rows, whatever their lengths
 
 
 def test_reading_goes_on_where_a_window_began(tmp_path: Path):
