@@ -21,6 +21,7 @@ from lit_fsdp.data.report import describe_data
 from lit_fsdp.data.samples import Samples, prepare_samples
 from lit_fsdp.data.stream import SampleStream, Share
 from lit_fsdp.data.stream_loader import StreamLoader
+from lit_fsdp.data.window_report import WindowSeen
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process
 from lit_fsdp.models.tokenizers import pad_id
@@ -85,8 +86,14 @@ class CausalLMDataModule(LightningDataModule):
         return self._samples
 
     def describe(self) -> dict[str, Any]:
-        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
-        return describe_data(self._samples, self.config, self._encoder(), self._streams_train)
+        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`.
+
+        Raises:
+            DataError: The first rows of a stream are bad, have nothing to learn, or are mostly cut to nothing.
+        """
+        encoder = self._encoder()
+        window = WindowSeen(self.config, encoder) if self._streams_train else None
+        return describe_data(self._samples, self.config, encoder, window)
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process per node: the same as :meth:`prepare`."""

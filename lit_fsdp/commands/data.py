@@ -16,6 +16,7 @@ from lit_fsdp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
     from lit_fsdp.data.samples import Samples
+    from lit_fsdp.data.window_report import WindowSeen
     from lit_fsdp.report.inspection import Item
 
 _SPLITS = ("train", "val", "test", "predict")
@@ -64,6 +65,7 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.report import describe_data
     from lit_fsdp.data.samples import prepare_samples
+    from lit_fsdp.data.window_report import WindowSeen
     from lit_fsdp.models.tokenizer_alone import tokenizer_alone
     from lit_fsdp.report.inspection import Inspector
     from lit_fsdp.report.sample_text import visible_lines
@@ -71,12 +73,13 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
     tokenizer = tokenizer_alone(run.model)
     encoder = RowEncoder(tokenizer, run.data)
     samples: dict[str, Samples] = {}
-    record, at_work = None, "train"
+    record, window, at_work = None, None, "train"
     try:
         for at_work in _cached_splits(run):
             samples |= prepare_samples(run.data, [at_work], encoder)
         at_work = "train"  # a stream, if anything fails now
-        record = describe_data(samples, run.data, encoder, _streams(run))
+        window = WindowSeen(run.data, encoder) if _streams(run) else None
+        record = describe_data(samples, run.data, encoder, window)
     except DataError as error:
         print(f"error: {visible_lines(str(error))}", file=sys.stderr)
         split = options.split or at_work
@@ -89,7 +92,7 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
         items = inspector.first_outcomes(options.n)
     _say(options, tokenizer, record, items)
     if options.plot is not None and record is not None:
-        _plot(samples, run, options.plot)
+        _plot({"train": window, **samples} if window is not None else samples, run, options.plot)
     return 1 if record is None else 0
 
 
@@ -117,11 +120,11 @@ def _say(options: argparse.Namespace, tokenizer: Any, record: dict[str, Any] | N
         print_items(console, tokenizer, items, Look(options.ids, options.full))
 
 
-def _plot(samples: Mapping[str, Samples], run: RunConfig, path: Path) -> None:
+def _plot(splits: Mapping[str, Samples | WindowSeen], run: RunConfig, path: Path) -> None:
     from lit_fsdp.report.data_plot import plotted, write_plot
 
-    write_plot({name: plotted(split) for name, split in samples.items()}, run.data.max_seq_length, path)
-    print(f"{path}: lengths, supervised shares and packs of {', '.join(samples)}", file=sys.stderr)
+    write_plot({name: plotted(split) for name, split in splits.items()}, run.data.max_seq_length, path)
+    print(f"{path}: lengths, supervised shares and packs of {', '.join(splits)}", file=sys.stderr)
 
 
 def _prepare(argv: Sequence[str]) -> int:

@@ -166,7 +166,7 @@ def copy_shipped(source: Path, dest: str, force: bool = False) -> Path:
 
 
 def _recipes() -> dict[str, Path]:
-    return {file.stem: file for file in sorted(shipped_root("recipes").glob("*.yaml"))}
+    return {file.stem: file for file in sorted(shipped_root("recipes").glob("*.yaml"), key=lambda file: file.stem)}
 
 
 def _configs() -> dict[str, Path]:

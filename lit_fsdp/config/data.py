@@ -30,7 +30,7 @@ class DataConfig:
     predict: Sources | None = None
     """Source or sources of the rows that predict scores."""
     val_split: int | float | None = None
-    """Validation rows taken out of data.train: a share below 1 or a number of rows; the same ones in every run."""
+    """Validation rows taken from data.train, copies too: a share below 1 or a number of rows; the same in each run."""
     format: RowFormat = "auto"
     """Row format; auto finds it from the columns."""
     columns: dict[str, str] | None = None

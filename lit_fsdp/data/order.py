@@ -7,6 +7,7 @@ consumed; of a mix with weights, too: how far each source has been read follows 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,14 +46,7 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         assert not self.weights or sum(self.groups) == self.num_rows
-        for group, share in enumerate(self.shares):
-            if not share:
-                raise ConfigError(
-                    "data.train",
-                    f"weight {self.weights[group]:g} of {sum(self.weights):g} for source {group + 1}",
-                    f"a share of at least one of the {self.num_rows} samples of an epoch",
-                    "give it a larger weight, or leave the source out",
-                )
+        check_shares(self.num_rows, self.weights)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -112,10 +106,24 @@ class GlobalOrder:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
 
 
+def check_shares(num_items: int, weights: Sequence[float]) -> None:
+    """Raise ConfigError if a source of a mix has a weight so small that it gives nothing to an epoch."""
+    for group, share in enumerate(apportion(num_items, weights)):
+        if not share:
+            raise ConfigError(
+                "data.train",
+                f"weight {weights[group]:g} of {sum(weights):g} for source {group + 1}",
+                f"a share of at least one of the {num_items} samples of an epoch",
+                "give it a larger weight, or leave the source out",
+            )
+
+
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """``total`` in whole parts in proportion to ``weights``, by largest remainder, the first of equal ones first."""
-    whole = sum(weights)
-    exact = [total * weight / whole for weight in weights]
+    power = -math.frexp(max(weights, default=1.0))[1]
+    scaled = [math.ldexp(weight, power) for weight in weights]  # below 1, and not a digit is lost
+    whole = sum(scaled)
+    exact = [total * weight / whole for weight in scaled]
     parts = [int(part) for part in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
     for i in by_remainder[: total - sum(parts)]:

@@ -16,7 +16,8 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import check_sources
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.row_numbers import describe_rows, draws_per_group, expected_padding, num_shared
+from lit_fsdp.data.order import apportion
+from lit_fsdp.data.row_numbers import describe_rows, expected_padding, num_shared
 from lit_fsdp.data.samples import Samples
 from lit_fsdp.data.window_report import WindowSeen
 
@@ -30,7 +31,7 @@ _LOSS_ON = {
 
 
 def describe_data(
-    samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder, streamed: bool = False
+    samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder, window: WindowSeen | None = None
 ) -> dict[str, Any]:
     """Everything about the prepared splits that a run should be judged by before step 1.
 
@@ -38,19 +39,15 @@ def describe_data(
         samples: By split, as :func:`lit_fsdp.data.samples.prepare_samples` returns them.
         config: The ``data`` section they were made with.
         encoder: What they were made by.
-        streamed: Whether data.train is a stream, whose first window is read and tokenised here.
+        window: The first rows of data.train, if it is a stream.
 
     Returns:
         Plain data for JSON: ``splits`` (per split counts, lengths, supervision, packs and ``sources``), ``template``,
         the settings that decide them, and ``warnings``: what stops nobody but should be known.
-
-    Raises:
-        DataError: The first window of a stream has a bad row, nothing to learn, or too much that is cut to nothing.
     """
     digests = {name: np.asarray(split.rows.digests)[split.row_ids] for name, split in samples.items()}
     splits = {name: _describe(name, split, config) for name, split in samples.items()}
-    if streamed:
-        window = WindowSeen(config, encoder)
+    if window is not None:
         digests, splits = {"train": window.digests, **digests}, {"train": window.describe(), **splits}
     for name in ("val", "test"):
         if name in splits and "train" in splits:
@@ -100,7 +97,7 @@ def _draws(samples: Samples) -> np.ndarray:
     """How often each row comes in one epoch, on average over epochs, float64 in the order of ``row_ids``."""
     draws = np.ones(len(samples.row_ids))
     if samples.weights:
-        per_group = draws_per_group(samples.groups, samples.weights)
+        per_group = apportion(len(samples), samples.weights)
         first_item = 0
         for num_items, drawn in zip(samples.groups, per_group, strict=True):
             start, end = samples.offsets[first_item], samples.offsets[first_item + num_items]

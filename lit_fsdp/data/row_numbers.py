@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,17 +76,6 @@ def num_duplicates(digests: np.ndarray) -> int:
 def num_shared(digests: np.ndarray, others: np.ndarray) -> int:
     """Rows of ``digests`` that are among ``others`` too."""
     return int(np.isin(digests, others).sum())
-
-
-def draws_per_group(num_items: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Items that each source of a weighted mix gives to one epoch: shares of all items, by the largest remainder."""
-    total, whole = sum(num_items), sum(weights)
-    exact = [total * weight / whole for weight in weights]
-    draws = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: (draws[i] - exact[i], i))
-    for i in by_rest[: total - sum(draws)]:
-        draws[i] += 1
-    return draws
 
 
 def sample_digest(input_ids: np.ndarray) -> int:

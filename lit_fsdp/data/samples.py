@@ -16,11 +16,12 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import check_sources
 from lit_fsdp.data.cache import prepare_rows
 from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.order import check_shares
 from lit_fsdp.data.packing import plan_packs
 from lit_fsdp.data.rows import TokenisedRows, damage, make_arrays, open_arrays, open_rows, spot_check
 from lit_fsdp.errors import DataError
 
-_VERSION = 1
+_VERSION = 2
 _ARRAYS = {"row_ids": np.dtype("<i8"), "offsets": np.dtype("<i8")}
 
 
@@ -96,6 +97,7 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
 
     Raises:
         DataError: A source or row is bad, a split has nothing to learn, or data.val_split leaves a side empty.
+        ConfigError: A weight so small that its source would never be read.
     """
     found: dict[str, Samples] = {}
     read: dict[str, TokenisedRows] = {}
@@ -152,7 +154,9 @@ def _plan(rows: TokenisedRows, split: str, config: DataConfig, weights: Sequence
         (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     make_arrays(folder, make, f"{'packing' if capacity else 'listing'} data.{split}")
-    return open_samples(rows.folder, folder)
+    samples = open_samples(rows.folder, folder)
+    check_shares(len(samples), shares)
+    return samples
 
 
 def _side(rows: TokenisedRows, side: str | None, val_split: float | None) -> np.ndarray:
@@ -160,16 +164,17 @@ def _side(rows: TokenisedRows, side: str | None, val_split: float | None) -> np.
     if side is None or val_split is None:
         return np.arange(len(rows))
     keys = np.asarray(rows.keys)
+    _, firsts = np.unique(rows.numbers, return_index=True)  # of the pieces of each text that was split
     if val_split < 1:
         chosen = keys < np.uint64(val_split * 2**64)
     else:
-        lowest = np.sort(keys)[: int(val_split)]
+        lowest = np.sort(keys[firsts])[: int(val_split)]
         chosen = keys <= lowest[-1]
     if chosen.all() or not chosen.any():
         raise DataError(
-            f"data.val_split {val_split} takes {int(chosen.sum())} of {len(rows)} rows\n"
+            f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
             "  allowed: a share or number that leaves rows for training and for validation\n"
-            f"  fix:     set data.val_split: {max(1, len(rows) // 10)}"
+            f"  fix:     set data.val_split: {max(1, len(firsts) // 10)}"
         )
     return np.flatnonzero(chosen if side == "val" else ~chosen)
 

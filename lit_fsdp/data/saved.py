@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,17 @@ class StreamedPart:
     name: str
     loaded: Any
     digest: str
+    first: Any = field(init=False, repr=False)
+    """The state at the first row."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.loaded.state_dict())
 
     def chunks(self, start: Position | None) -> Iterator[Chunk]:
         """Rows in batches. Position: the state that ``datasets`` gives, and number of the row."""
         state, number = start or (None, 0)
-        if state is not None:
-            self.loaded.load_state_dict(state)
+        # datasets begins every later pass at the last state that it was given, not at its first row
+        self.loaded.load_state_dict(copy.deepcopy(state or self.first))
         rows: list[dict[str, Any]] = []
         before, first = state, number
         try:

@@ -11,10 +11,11 @@ on the lengths of all rows of a window, so there every rank tokenises every row.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from lit_fsdp.data.files import Row
 from lit_fsdp.data.masks import Encoded
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.data.packing import plan_packs
+from lit_fsdp.data.saved import StreamedPart
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.data.windows import RowWindows, Window
 from lit_fsdp.errors import DataError
@@ -34,7 +36,6 @@ from lit_fsdp.errors import DataError
 _log = logging.getLogger(__name__)
 _ENOUGH_ROWS = 1000
 _TOGETHER = 256
-_LOOKED_AT = 10_000
 
 Item = list[Encoded]
 """Samples of one place of a global batch: one, those of a pack, or none where there is nothing to learn."""
@@ -81,19 +82,34 @@ class SampleStream:
         self.windows = RowWindows(find_sources(config.train, config, streaming=True), config.shuffle_window)
         self.tokenises_all = config.packing or "text" in self.windows.formats
         """Whether every rank has to tokenise every row."""
+        parts = [part for source in self.windows.sources for part in source.parts]
+        self.deals_out = any(isinstance(part, StreamedPart) for part in parts)
+        """Whether several loader processes would each get other rows: ``datasets`` deals them out by itself."""
         self.counts = _Counts()
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
-        config = self._config
+        config, windows = self._config, self.windows
+        weights = [source.weight for source in windows.sources]
         return {
-            "fingerprint": self.windows.fingerprint,
+            "fingerprint": windows.fingerprint,
+            "weights": None if weights[0] is None else weights,
             "seed": self._seed,
             "shuffle": config.shuffle,
             "shuffle_window": config.shuffle_window,
             "packing": config.packing,
             "global_batch_size": config.global_batch_size,
+            **(self._lengths_record() if self.tokenises_all else {}),
         }
+
+    def _lengths_record(self) -> dict[str, Any]:
+        """What the lengths of samples depend on, and with them which of them a position means."""
+        forms = [
+            [form, source.columns] for form, source in zip(self.windows.formats, self.windows.sources, strict=True)
+        ]
+        text = json.dumps([self._encoder.text, forms])
+        encoding = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return {"max_seq_length": self._config.max_seq_length, "encoding": encoding}
 
     def micro_batches(self, start: dict[str, Any] | None, share: Share) -> Iterator[MicroBatch]:
         """The micro-batches of a share from a position on.
@@ -265,21 +281,3 @@ def _items(places: Sequence[_Place]) -> list[Item]:
         mine = [(owner, index) for owner, index in places if id(owner) == planned]
         found += mine[0][0].items([index for _, index in mine])
     return found
-
-
-def first_window(config: DataConfig, encoder: RowEncoder) -> tuple[list[Row], list[EncodedRow], list[RowFormat]]:
-    """The first rows of a streamed data.train and what becomes of each, to be looked at.
-
-    As many as ``shuffle_window``, but no more than 10,000: nobody should wait long for step 1.
-
-    Returns:
-        Rows with their places in file order, what became of each, and the row format of each.
-
-    Raises:
-        DataError: A row is bad.
-    """
-    size = min(config.shuffle_window, _LOOKED_AT)
-    stream = SampleStream(replace(config, shuffle_window=size), encoder, 0)
-    window = next(stream.windows.read())
-    formats = [stream.windows.formats[source] for source, _ in window.rows]
-    return [row for _, row in window.rows], stream.encode(window), formats

@@ -39,16 +39,27 @@ class StreamLoader:
     ) -> None:
         self.stream, self.share, self.pad_id = stream, share, pad_id
         self.pack_length = config.max_seq_length if config.packing else None
-        self.num_workers, self.pin_memory = config.num_workers, pin_memory
+        one = stream.tokenises_all or stream.deals_out
+        self.num_workers, self.pin_memory = min(config.num_workers, 1) if one else config.num_workers, pin_memory
         self.begin: Callable[[], tuple[int, dict[str, Any] | None]] = lambda: (0, None)
         """Step and position to begin at; asked for with the first batch, when a resumed Trainer knows them."""
         self._ends: dict[int, dict[str, Any] | None] = {}
-        if stream.tokenises_all and is_first_process():
+        if is_first_process():
+            self._say(config.num_workers)
+
+    def _say(self, num_workers: int) -> None:
+        if self.stream.tokenises_all:
             what = "packs" if self.pack_length else "a plain text is split, so samples"
             _log.info(
                 "data.streaming: %s depend on the lengths of all rows of a window, so every rank tokenises every row%s",
                 what,
-                ", in one loader process" if self.num_workers > 1 else "",
+                ", in one loader process" if num_workers > 1 else "",
+            )
+        elif num_workers > self.num_workers:
+            _log.info(
+                "data.num_workers %d: a stream of datasets is read by one loader process, as each of several would get "
+                "other rows of it",
+                num_workers,
             )
 
     def position(self, step: int) -> dict[str, Any] | None:
@@ -72,7 +83,7 @@ class StreamLoader:
         loader: DataLoader[Any] = DataLoader(
             batches,
             batch_size=None,
-            num_workers=min(self.num_workers, 1) if self.stream.tokenises_all else self.num_workers,
+            num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
             worker_init_fn=obey_parent_only,
@@ -81,6 +92,7 @@ class StreamLoader:
             found = iter(loader)
         for batch in found:
             if _ERROR in batch:
+                del found  # its processes end now, not when the traceback is let go
                 raise DataError(batch[_ERROR])
             end = batch.pop(_END)
             if end is not None:

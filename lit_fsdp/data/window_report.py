@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import CUT, TOO_LONG, RowEncoder
+from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.files import Row
 from lit_fsdp.data.packing import plan_packs
 from lit_fsdp.data.row_numbers import describe_rows, expected_padding, sample_digest
-from lit_fsdp.data.stream import first_window
+from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import DataError
+
+_LOOKED_AT = 10_000
 
 
 class WindowSeen:
@@ -21,6 +26,12 @@ class WindowSeen:
     Args:
         config: The ``data`` section.
         encoder: Makes samples of rows.
+
+    Attributes:
+        lengths: Tokens per sample, int64 (N,).
+        learnt: Supervised tokens per sample, int64 (N,).
+        digests: Hash per sample, uint64 (N,).
+        fills: Share of each pack that is filled, (packs,); ``None`` without packing.
 
     Raises:
         DataError: A row is bad, no token is supervised, or more rows than ``data.max_dropped_share`` are cut to
@@ -32,15 +43,20 @@ class WindowSeen:
         self._rows, self._encoded, self._formats = first_window(config, encoder)
         samples = [sample for row in self._encoded for sample in row.samples]
         self._dropped = Counter(row.dropped for row in self._encoded if row.dropped is not None)
-        self._lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        self._learnt = np.array([np.count_nonzero(sample.supervised) for sample in samples], dtype=np.int64)
+        self.lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+        self.learnt = np.array([np.count_nonzero(sample.supervised) for sample in samples], dtype=np.int64)
         self.digests = np.array([sample_digest(sample.input_ids) for sample in samples], dtype=np.uint64)
         self._check()
+        self.fills = self._packed() if config.packing else None
+
+    def _packed(self) -> np.ndarray:
+        members, offsets = plan_packs(self.lengths, self._config.max_seq_length)
+        return np.add.reduceat(self.lengths[members], offsets[:-1]) / self._config.max_seq_length
 
     def _check(self) -> None:
         read, cut = len(self._rows), self._dropped[CUT] + self._dropped[TOO_LONG]
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
-        if not self._learnt.any():
+        if not self.learnt.any():
             raise DataError(
                 f"data.train: no token of the first {read} rows of the stream is supervised; dropped {reasons or 0}\n"
                 "  fix:     rows need an assistant turn within data.max_seq_length tokens"
@@ -62,10 +78,10 @@ class WindowSeen:
             "truncated": sum(row.truncated for row in self._encoded),
             "split": sum(len(row.samples) > 1 for row in self._encoded),
         }
-        numbers = describe_rows(self._lengths, self._learnt, self.digests)
+        numbers = describe_rows(self.lengths, self.learnt, self.digests)
         packs = None
-        if config.packing:
-            count = len(plan_packs(self._lengths, config.max_seq_length)[1]) - 1
+        if self.fills is not None:
+            count = len(self.fills)
             fill = numbers["tokens"] / (count * config.max_seq_length)
             packs = {"count": count, "capacity": config.max_seq_length, "fill": fill}
         forms = ", ".join(dict.fromkeys(self._formats))
@@ -76,8 +92,26 @@ class WindowSeen:
             "tokens_per_epoch": None,
             "supervised_tokens_per_epoch": None,
             "packs": packs,
-            "padding_share_unpacked": expected_padding(self._lengths, config.micro_batch_size),
+            "padding_share_unpacked": expected_padding(self.lengths, config.micro_batch_size),
             "fingerprint": None,
             "cache": None,
             "sources": [{"name": "data.train", "weight": None, "format": forms, **counts, **numbers}],
         }
+
+
+def first_window(config: DataConfig, encoder: RowEncoder) -> tuple[list[Row], list[EncodedRow], list[RowFormat]]:
+    """The first rows of a streamed data.train and what becomes of each, to be looked at.
+
+    As many as ``shuffle_window``, but no more than 10,000: nobody should wait long for step 1.
+
+    Returns:
+        Rows with their places in file order, what became of each, and the row format of each.
+
+    Raises:
+        DataError: A row is bad.
+    """
+    size = min(config.shuffle_window, _LOOKED_AT)
+    stream = SampleStream(replace(config, shuffle_window=size), encoder, 0)
+    window = next(stream.windows.read())
+    formats = [stream.windows.formats[source] for source, _ in window.rows]
+    return [row for _, row in window.rows], stream.encode(window), formats

@@ -52,7 +52,8 @@ class RowWindows:
         """Windows without end from a :attr:`Window.start` on; ``None``: from the first row.
 
         Raises:
-            DataError: A row or file is broken, or a source is not what it was when ``start`` was noted.
+            DataError: A row or file is broken, a whole epoch has no row, or a source is not what it was when ``start``
+                was noted.
         """
         self._check(start)
         epoch, number = (start["epoch"], start["window"]) if start else (0, 0)
@@ -72,6 +73,8 @@ class RowWindows:
                     number += 1
                 if len(rows) < self.size:
                     break
+            if number == 0:
+                raise DataError(f"{self._names()}: no rows\n  fix:     a source needs at least one row")
             epoch, number, readers = epoch + 1, 0, self._readers(None)
 
     def _readers(self, states: list[dict[str, Any]] | None) -> list[_Reader]:
@@ -81,9 +84,12 @@ class RowWindows:
     def _check(self, start: dict[str, Any] | None) -> None:
         if start and start["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"{', '.join(source.name for source in self.sources)}: not what was streamed when the checkpoint was "
-                "written\n  fix:     resume with the same files; train on others from an exported model"
+                f"{self._names()}: not what was streamed when the checkpoint was written\n"
+                "  fix:     resume with the same files; train on others from an exported model"
             )
+
+    def _names(self) -> str:
+        return ", ".join(source.name for source in self.sources)
 
     def _epoch(self, readers: list[_Reader]) -> Iterator[tuple[int, Row]]:
         weights = [source.weight for source in self.sources]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from lit_fsdp.host import return_freed_memory
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SECONDS = 1.0
 
 
 @contextmanager
@@ -32,14 +33,15 @@ def signals_held() -> Iterator[None]:
 
 
 def obey_parent_only(worker_id: int) -> None:
-    """Called first in a loader: from now on only its parent can ask it to end (SIGTERM)."""
+    """Called first in a loader: from now on only its parent can ask it to end (SIGTERM), and does when it dies."""
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
-    threading.Thread(target=_wait_for_parent, name="signals", daemon=True).start()
+    threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="signals", daemon=True).start()
 
 
-def _wait_for_parent() -> None:
-    while True:
-        received = signal.sigwaitinfo(_IGNORED)
-        if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
-            os._exit(0)
+def _wait_for_parent(parent: int) -> None:
+    while os.getppid() == parent:  # torch's loaders look only between batches, which one that is stuck never reaches
+        received = signal.sigtimedwait(_IGNORED, _SECONDS)
+        if received and received.si_signo == signal.SIGTERM and received.si_pid == parent:
+            break
+    os._exit(0)

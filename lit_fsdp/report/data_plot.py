@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lit_fsdp.data.samples import Samples
+from lit_fsdp.data.window_report import WindowSeen
 from lit_fsdp.errors import ConfigError
 
 KINDS = (".png", ".svg", ".pdf")
@@ -28,8 +29,10 @@ class Plotted:
     """Share of each pack that is filled, (packs,); ``None`` without packing."""
 
 
-def plotted(samples: Samples) -> Plotted:
-    """The numbers of one split that are drawn."""
+def plotted(samples: Samples | WindowSeen) -> Plotted:
+    """The numbers of one split that are drawn; of a stream those of its first rows."""
+    if isinstance(samples, WindowSeen):
+        return Plotted(samples.lengths, samples.learnt, samples.fills)
     ids = np.asarray(samples.row_ids)
     lengths = np.diff(np.asarray(samples.rows.offsets))[ids]
     fills = None if samples.capacity is None else samples.item_tokens() / samples.capacity

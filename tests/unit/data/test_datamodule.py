@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
+from lit_fsdp.config.sources import SourceConfig
 from lit_fsdp.data.loader import BatchLoader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
@@ -179,6 +181,19 @@ def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: p
     _fit(tokenizer, 3, tmp_path / "cut.ckpt", seed=4, train="generated:11")
     assert "other global batches, which are not continued: num_rows 10 → 11, fingerprint " in caplog.text
     assert "seed 3 → 4" in caplog.text
+
+
+def test_a_stream_resumed_with_other_packs_or_shares_is_told(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    entries = [SourceConfig(source="generated:10", weight=1.0), SourceConfig(source="generated:11", weight=2.0)]
+    stream: dict[str, Any] = {"streaming": True, "packing": True, "max_seq_length": 200, "train": entries}
+    _fit(tokenizer, 1, save=_SaveAt(1, tmp_path / "cut.ckpt"), **stream)
+    _fit(tokenizer, 2, tmp_path / "cut.ckpt", **stream)
+    assert "other global batches" not in caplog.text
+    other = [entries[0], replace(entries[1], weight=3.0)]
+    _fit(tokenizer, 2, tmp_path / "cut.ckpt", **{**stream, "max_seq_length": 300, "train": other})
+    assert "not continued: weights [1.0, 2.0] → [1.0, 3.0], max_seq_length 200 → 300, encoding " in caplog.text
 
 
 def test_validation_and_test_in_a_trainer(tokenizer: Any):

@@ -120,6 +120,15 @@ def test_largest_remainder():
     assert apportion(10, [1, 1, 1]) == (4, 3, 3)
     assert apportion(7, [0.6, 0.3, 0.1]) == (4, 2, 1)
     assert apportion(0, [1.0]) == (0,)
+    assert apportion(7, [3.0, 1.0]) == (5, 2)
+    assert apportion(0, []) == ()
+
+
+@pytest.mark.parametrize("size", [1e308, 1e307, 1.0, 1e-300])
+def test_only_the_ratio_of_weights_counts(size: float):
+    assert apportion(20, [size, size]) == (10, 10)
+    assert apportion(7, [size * 0.6, size * 0.3, size * 0.1]) == (4, 2, 1)
+    assert apportion(20, [size, size * 1e-9]) == (20, 0)
 
 
 def test_a_weight_that_never_counts_is_refused():

@@ -15,7 +15,6 @@ from lit_fsdp.config.typed import build
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.report import describe_data
 from lit_fsdp.data.row_numbers import (
-    draws_per_group,
     expected_padding,
     length_summary,
     num_duplicates,
@@ -76,14 +75,6 @@ def test_copies_and_shared_rows():
     digests = np.array([5, 7, 5, 5, 9], dtype=np.uint64)
     assert num_duplicates(digests) == 2
     assert num_shared(digests, np.array([5, 1], dtype=np.uint64)) == 3
-
-
-@pytest.mark.parametrize(
-    ("items", "weights", "draws"),
-    [((10, 10), (1, 1), [10, 10]), ((3, 4), (3, 1), [5, 2]), ((1, 1, 1), (1, 1, 1), [1, 1, 1]), ((5,), (2,), [5])],
-)
-def test_draws_are_shares_of_all_items(items: tuple[int, ...], weights: tuple[float, ...], draws: list[int]):
-    assert draws_per_group(items, weights) == draws
 
 
 # -- of real files

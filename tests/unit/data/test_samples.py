@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_duplicates_stay_together(small: Any, source: Path, val_split: float):
     assert len(found["val"]) % 4 == 0
 
 
+def test_a_number_counts_rows_and_not_the_pieces_of_texts(small: Any, source: Path):
+    texts = "\n".join(json.dumps({"text": f"{n} " + "word " * 40}) for n in range(20))
+    source.write_text(texts)
+    found = _prepare(small, source, val_split=5)
+    numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
+    assert (len(numbers["val"]), len(numbers["train"])) == (5, 15)
+    assert not numbers["val"] & numbers["train"]
+    assert len(found["val"]) > 5
+    with pytest.raises(DataError, match=r"val_split 20 takes 20 of 20 rows\n.*\n  fix:     set data\.val_split: 2$"):
+        _prepare(small, source, val_split=20)
+
+
 @pytest.mark.parametrize("val_split", [100, 1000, 1e-9, 1 - 1e-9])
 def test_a_side_without_rows_is_refused(small: Any, source: Path, val_split: float):
     with pytest.raises(
@@ -139,6 +152,14 @@ def _mix(source: Path, *numbers: range) -> list[SourceConfig]:
         path.write_text("\n".join(_row(n) for n in rows))
         entries.append(SourceConfig(source=str(path), weight=part + 1.5))
     return entries
+
+
+def test_a_weight_that_never_counts_is_refused_before_training(small: Any, source: Path):
+    first, second = _mix(source, range(20), range(20, 40))
+    train = [replace(first, weight=1e6), replace(second, weight=1.0)]
+    for _ in range(2):  # also where it is taken from the cache
+        with pytest.raises(ConfigError, match=r"weight 1 of 1e\+06 for source 2\n.* one of the 40 samples"):
+            _prepare(small, source, ("train",), train=train)
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "val_split": 0.2}])

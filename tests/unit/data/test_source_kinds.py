@@ -88,18 +88,6 @@ def test_the_same_rows_from_any_position(tmp_path: Path, name: str, monkeypatch:
     assert len({place for rows in per_chunk for place, _ in rows}) == len(ROWS)
 
 
-def test_a_data_set_that_is_streamed():
-    datasets = pytest.importorskip("datasets")
-    from lit_fsdp.data.saved import StreamedPart
-
-    loaded = datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=3)
-    part = StreamedPart("name", loaded, "name")
-    chunks = list(part.chunks(None))
-    assert [row for chunk in chunks for _, row in chunk.rows()] == ROWS
-    start = json.loads(json.dumps(chunks[2].start))
-    assert [row for chunk in part.chunks(start) for row in chunk.rows()] == chunks[2].rows()
-
-
 def test_keys_that_arrow_added_are_left_out(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet
@@ -248,31 +236,3 @@ def test_while_streaming_only_the_edges_are_hashed(tmp_path: Path):
     path.write_bytes(content)
     again = [find_sources(str(path), streaming=streaming)[0].digest for streaming in (False, True)]
     assert (again[0] != digests[0], again[1] == digests[1]) == (True, True)
-
-
-def test_folders_and_slices_are_no_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Brackets in a folder's name, or in what ``datasets`` takes as rows of a split."""
-    datasets = pytest.importorskip("datasets")
-    folder = tmp_path / "[mine]"
-    folder.mkdir()
-    for split in ("train", "validation"):
-        (folder / f"{split}.jsonl").write_text(json.dumps({"text": split}) + "\n")
-    (found,) = find_sources(f"{folder}:validation")
-    assert [row for _, row in found.rows()] == [{"text": "validation"}]
-
-    asked = []
-
-    def load(*words: Any, **options: Any) -> Any:
-        asked.append((*words, options["split"]))
-        return datasets.Dataset.from_list([{"text": "a"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    names = ("imdb", "imdb:test", "imdb:train[:10%]", "gsm8k:main:test", "gsm8k:main:train[5:]", "a/b:c:")
-    for name in names:
-        (found,) = find_sources(name)
-        assert [row for _, row in found.rows()] == [{"text": "a"}]
-    wanted = [("imdb", None, "train"), ("imdb", None, "test"), ("imdb", None, "train[:10%]")]
-    wanted += [("gsm8k", "main", "test"), ("gsm8k", "main", "train[5:]"), ("a/b", "c", "train")]
-    assert asked == wanted
-    with pytest.raises(DataError, match="no file matches this pattern"):
-        find_sources(str(tmp_path / "x" / "*.jsonl"))

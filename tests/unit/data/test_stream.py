@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.sources import SourceConfig
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.sources import find_sources
-from lit_fsdp.data.stream import SampleStream, Share, first_window
+from lit_fsdp.data.files import Chunk, numbered_rows
+from lit_fsdp.data.sources import Source, find_sources
+from lit_fsdp.data.stream import SampleStream, Share
+from lit_fsdp.data.window_report import first_window
 from lit_fsdp.data.windows import RowWindows
 from lit_fsdp.errors import DataError
 
@@ -121,6 +124,24 @@ def test_weights_are_shares_and_a_short_source_begins_again(tmp_path: Path):
     assert again.rows[0][1][1]["prompt"] == "p0"
 
 
+def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
+    name = _file(tmp_path / "a.jsonl", 20)
+
+    def record(template: str = TEMPLATE, **options: Any) -> dict[str, Any]:
+        config = DataConfig(**{"streaming": True, "train": name, "packing": True, "max_seq_length": 160, **options})
+        return json.loads(json.dumps(SampleStream(config, RowEncoder(small, config, template), 7).record()))
+
+    def changed(**options: Any) -> set[str]:
+        return {key for key, value in record(**options).items() if value != record()[key]}
+
+    assert changed() == set()
+    assert changed(max_seq_length=200) == {"max_seq_length", "encoding"}
+    assert changed(template=TEMPLATE.replace("m.role", "m.role | upper")) == {"encoding"}
+    assert changed(columns={"prompt": "completion", "completion": "prompt"}) == {"encoding"}
+    assert changed(train=[SourceConfig(source=name, weight=2.0)]) == {"weights"}
+    assert record(packing=False) == record(packing=False, max_seq_length=200)  # the same rows, whatever their lengths
+
+
 def test_reading_goes_on_where_a_window_began(tmp_path: Path):
     files: Any = [
         SourceConfig(source=_file(tmp_path / "a.jsonl", 900), weight=1.0),
@@ -139,6 +160,28 @@ def test_a_position_in_another_source_is_refused(tmp_path: Path):
     _file(tmp_path / "a.jsonl", 21)
     with pytest.raises(DataError, match=r"a\.jsonl: not what was streamed when the checkpoint was written"):
         next(RowWindows(find_sources(name), 4).read(start))
+
+
+def test_an_epoch_without_any_row_is_refused_and_not_read_for_ever():
+    class Gone:
+        """A part with one row, that has none when it is read again."""
+
+        name = digest = "gone"
+
+        def __init__(self) -> None:
+            self.rows = [{"text": "x"}]
+
+        def chunks(self, start: Any) -> Iterator[Chunk]:
+            yield Chunk(self.name, 0, self.rows, numbered_rows, [0])
+            self.rows = []
+
+        def check(self) -> None: ...
+
+    for weight in (None, 1.0):
+        windows = RowWindows([Source("gone", (Gone(),), "text", weight)], 4).read()
+        assert len(next(windows).rows) == 1
+        with pytest.raises(DataError, match="gone: no rows\n  fix:     a source needs at least one row"):
+            next(windows)
 
 
 def test_a_source_that_changes_while_it_is_streamed(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data import saved, stream
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.generated import generated_rows
+from lit_fsdp.data.saved import StreamedPart
+from lit_fsdp.data.sources import Source
 from lit_fsdp.data.stream import SampleStream, Share
 from lit_fsdp.data.stream_loader import StreamLoader
 from lit_fsdp.errors import DataError
@@ -45,6 +49,32 @@ def test_loader_processes_change_nothing(small: Any, rows: Path):
     alone = list(islice(_loader(small, rows), 14))
     assert [set(batch) for batch in alone] == [{"input_ids", "attention_mask", "labels", "row", "counts"}] * 14
     assert _ids(islice(_loader(small, rows, num_workers=2), 14)) == _ids(alone)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_loader_processes_lose_no_row_of_datasets(
+    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_shards: int
+):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"p{i}", "completion": "c" * (1 + i % 5)} for i in range(30)]
+
+    def find_sources(*_: Any, **__: Any) -> list[Source]:
+        loaded = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=num_shards)
+        return [Source("name", (StreamedPart("name", loaded, "name"),))]
+
+    monkeypatch.setattr(saved, "_ROWS", 5)
+    monkeypatch.setattr(stream, "find_sources", find_sources)
+    alone = _loader(small, Path("name"))
+    batches = list(islice(alone, 40))
+    assert len({tuple(row[row != 0].tolist()) for batch in batches[:15] for row in batch["input_ids"]}) == 30
+    with caplog.at_level(logging.INFO):
+        together = _loader(small, Path("name"), num_workers=2)
+    assert "data.num_workers 2: a stream of datasets is read by one loader process" in caplog.text
+    assert _ids(islice(together, 40)) == _ids(batches)
+    for num_workers in (0, 2):
+        resumed = _loader(small, Path("name"), num_workers=num_workers)
+        resumed.begin = lambda: (8, json.loads(json.dumps(together.position(8))))
+        assert _ids(islice(resumed, 24)) == _ids(batches[16:])
 
 
 def test_from_the_position_of_any_step(small: Any, rows: Path):
@@ -89,6 +119,7 @@ def test_a_bad_row_is_named_without_a_traceback(small: Any, rows: Path, num_work
         list(islice(loader, 20))
     assert str(refused.value).startswith(f"{rows}:31: a conversation is a list")
     assert "Traceback" not in str(refused.value)
+    assert multiprocessing.active_children() == []
 
 
 def test_what_every_rank_has_to_do_is_said(small: Any, rows: Path, caplog: pytest.LogCaptureFixture):
