@@ -20,7 +20,7 @@ from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
 
 pytestmark = pytest.mark.timeout(600)
 only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
-TIMEOUT = 30  # of a collective, in seconds
+TIMEOUT = 20  # of a collective, in seconds
 
 
 @pytest.fixture
