@@ -54,7 +54,8 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     """The typed sections of a recipe whose every own value and cross-field rule holds.
 
     Args:
-        values: The merged recipe; a missing or short ``trainer.strategy`` is completed in place.
+        values: The merged recipe; in place, a missing or short ``trainer.strategy`` is completed and numbers that
+            stand for text become text, as Lightning's parser wants it.
         verb: ``fit``, ``validate``, ``test`` or ``predict``; ``audit`` leaves out what only a run needs.
 
     Raises:
@@ -79,6 +80,9 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     )
     for rule in RULES:
         rule(run)
+    for section, key, texts in (("slurm", "env", run.slurm.env), ("data", "columns", run.data.columns)):
+        if texts and isinstance(values[section], dict):
+            values[section] = {**values[section], key: texts}
     trainer.pop("accumulate_grad_batches", None)  # agrees, and follows from the ranks at hand
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,9 +88,18 @@ class SlurmConfig:
         for name in self.env or {}:
             if not _NAME.fullmatch(name):
                 raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
+        for field, text in self._shell_texts():
+            if "\0" in text:
+                raise ConfigError(field, repr(text), "text without \\0, at which a shell ends it", f"mend {field}")
         if self.command == []:
             raise ConfigError("command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
+
+    def _shell_texts(self) -> Iterator[tuple[str, str]]:
+        """What the shell of the job reads, of as many lines as it may have."""
+        yield from ((f"env.{name}", text) for name, text in (self.env or {}).items())
+        for field in ("setup", "command"):
+            yield from ((f"{field}[{i}]", text) for i, text in enumerate(getattr(self, field) or []))
 
     def _check_lines(self) -> None:
         """Nothing that becomes one line of the script may hold two."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.config.run import check_recipe
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.launch.slurm_job import plan_job
 from lit_fsdp.launch.slurm_script import render, sbatch_value
 from tests.ports import own_port
 from tests.unit.launch.fake_step import SLURM, Cluster, text_of
-from tests.unit.launch.jobs import planned
+from tests.unit.launch.jobs import planned, recipe
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
@@ -117,6 +119,14 @@ def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
         called = cluster.words("srun-srun")
         assert called is not None
         assert called[-2:] == ["--ckpt_path", "last"]
+
+
+def test_numbers_of_the_environment_are_text_in_the_script_and_in_the_recipe():
+    """Lightning's parser, which reads the recipe in the job, takes no number there."""
+    values = recipe({"env": {"NCCL_IB_TIMEOUT": 22, "B": 1.5}})
+    script = render(plan_job(values, check_recipe(values, "fit").slurm))
+    assert "\nexport NCCL_IB_TIMEOUT=22\nexport B=1.5\n" in script
+    assert values["slurm"]["env"] == {"NCCL_IB_TIMEOUT": "22", "B": "1.5"}
 
 
 def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):
