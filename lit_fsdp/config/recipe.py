@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from lit_fsdp.config.places import shipped_name
-from lit_fsdp.config.typed import unknown_key
+from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.config.typed import is_text, unknown_key
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
 
@@ -172,9 +173,12 @@ def _is_number(word: str) -> bool:
 
 def _scalar(text: str, key: str) -> Any:
     try:
-        return _loaded(text)
+        value = _loaded(text)
     except _NO_YAML:
         raise ConfigError(key, text, "a YAML value", "quote it") from None
+    section, _, rest = key.partition(".")
+    is_plain = value is not None and not isinstance(value, (str, list, dict))
+    return text if is_plain and section == "slurm" and is_text(SlurmConfig, rest) else value  # an account may be 007
 
 
 def _loaded(text: str) -> Any:

@@ -34,8 +34,8 @@ class SlurmConfig:
     """Quality of service."""
     constraint: str | None = None
     """Features that the nodes must have."""
-    mem: str | None = None
-    """Host memory per node, e.g. 480G; 0: all of it."""
+    mem: str | int | None = None
+    """Host memory per node, e.g. 480G, or a number of MiB; 0: all of it."""
     cpus_per_task: int | None = None
     """CPU cores per process."""
     job_name: str | None = None
@@ -71,6 +71,10 @@ class SlurmConfig:
     """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.mem, int):
+            if self.mem < 0:
+                raise ConfigError("mem", self.mem, ">= 0", "write mem: 480G, or mem: 0 for all of a node")
+            object.__setattr__(self, "mem", str(self.mem))
         counts = (("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0))
         for field, least in counts:
             value = getattr(self, field)

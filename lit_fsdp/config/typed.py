@@ -127,6 +127,17 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def is_text(cls: type, key: str) -> bool:
+    """Whether a field of a dataclass, or an item of a mapping (``env.NAME``), is text and nothing but text.
+
+    Whole numbers may be allowed beside it, for which text can stand as well.
+    """
+    name, dot, _ = key.partition(".")
+    hint = _hints(cls).get(name)
+    options = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,))
+    return dict[str, str] in options if dot else str in options and options <= {str, int, type(None)}
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -155,6 +166,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         close = [f"[{value}]"]
     close = close or words
     fix = f"write {path}: {close[0]}" if close else f"give {path} as {allowed}"
+    if set(options) <= {str, type(None)} and not isinstance(value, (list, tuple, Mapping, type(None))):
+        fix = f"write it in quotes, digit by digit as it is meant: {path}: {_quoted(value)}"  # 007 was read as 7
     raise ConfigError(path, _shown(value), allowed, fix)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.config.recipe import read_recipe
 from lit_fsdp.config.slurm import SlurmConfig, time_seconds
 from lit_fsdp.config.typed import build
 from lit_fsdp.errors import ConfigError
@@ -42,6 +43,8 @@ def test_what_is_no_time_limit_is_refused(text: str):
         ("gpus_per_node", -1),
         ("cpus_per_task", 0),
         ("max_requeues", -1),
+        ("mem", -1),
+        ("mem", True),
         ("signal_lead_seconds", 0),
         ("signal_lead_seconds", 70000),
         ("seeds", []),
@@ -66,3 +69,39 @@ def test_what_is_no_time_limit_is_refused(text: str):
 def test_a_wrong_value_is_named(field: str, value: Any):
     with pytest.raises(ConfigError, match=rf"slurm\.{field}"):
         build(SlurmConfig, {field: value}, "slurm")
+
+
+@pytest.mark.parametrize("given", [0, 480, "0", "480"])
+def test_memory_may_be_a_number(given: str | int):
+    assert build(SlurmConfig, {"mem": given}, "slurm").mem == str(given)
+
+
+def test_a_number_in_place_of_text_belongs_in_quotes():
+    """YAML reads 007 as 7, and what was meant is not known any more."""
+    with pytest.raises(ConfigError) as caught:
+        build(SlurmConfig, {"account": 7}, "slurm")
+    assert caught.value.fix == 'write it in quotes, digit by digit as it is meant: slurm.account: "7"'
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "value"),
+    [
+        ("account", "007", "007"),
+        ("partition", "5", "5"),
+        ("job_name", "1e3", "1e3"),
+        ("qos", "true", "true"),
+        ("qos", "'high'", "high"),
+        ("dependency", "1234", "1234"),
+        ("time", "12:00:00", "12:00:00"),
+        ("mem", "0", "0"),
+        ("account", "null", None),
+        ("env.NCCL_IB_GID_INDEX", "03", "03"),
+        ("nodes", "2", 2),
+        ("seeds", "[1, 2]", [1, 2]),
+        ("requeue", "false", False),
+    ],
+)
+def test_a_flag_of_a_text_is_text(flag: str, given: str, value: Any):
+    values = read_recipe([f"--slurm.{flag}", given]).values["slurm"]
+    built = getattr(build(SlurmConfig, values, "slurm"), flag.partition(".")[0])
+    assert (built["NCCL_IB_GID_INDEX"] if flag.startswith("env.") else built) == value
