@@ -11,6 +11,12 @@ from lit_fsdp.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CPU_BIND = re.compile(
+    r"((quiet|verbose|q|v),)*"
+    r"(none|rank|cores|threads|sockets|ldoms|rank_ldom|rank_ldoms|boards|(map|mask)_(cpu|ldom):[0-9a-z*,-]+)",
+    re.IGNORECASE,
+)
+"""As ``man srun`` has it."""
 _ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
 
 
@@ -95,6 +101,11 @@ class SlurmConfig:
         for field, text in self._shell_texts():
             if "\0" in text:
                 raise ConfigError(field, repr(text), "text without \\0, at which a shell ends it", f"mend {field}")
+        if not _CPU_BIND.fullmatch(self.cpu_bind):
+            allowed = "cores | threads | sockets | ldoms | rank | rank_ldoms | map_cpu:LIST | mask_cpu:LIST | none"
+            raise ConfigError("cpu_bind", repr(self.cpu_bind), allowed, "write cpu_bind: cores")
+        if self.cpu_bind.lower() == "none":
+            object.__setattr__(self, "cpu_bind", "none")
         if self.command == []:
             raise ConfigError("command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
@@ -107,7 +118,7 @@ class SlurmConfig:
 
     def _check_lines(self) -> None:
         """Nothing that becomes one line of the script may hold two."""
-        values = {name: getattr(self, name) for name in (*_ONE_LINE, "cpu_bind")}
+        values = {name: getattr(self, name) for name in _ONE_LINE}
         values |= {
             f"{name}[{i}]": v for name in ("extra", "container_mounts") for i, v in enumerate(getattr(self, name) or [])
         }

@@ -43,6 +43,11 @@ def test_what_is_no_time_limit_is_refused(text: str):
         ("gpus_per_node", -1),
         ("cpus_per_task", 0),
         ("max_requeues", -1),
+        ("cpu_bind", "banana"),
+        ("cpu_bind", "cores,verbose"),
+        ("cpu_bind", "map_cpu:"),
+        ("cpu_bind", "mask_cpu:$(id)"),
+        ("cpu_bind", "cores\n"),
         ("mem", -1),
         ("mem", True),
         ("signal_lead_seconds", 0),
@@ -105,3 +110,14 @@ def test_a_flag_of_a_text_is_text(flag: str, given: str, value: Any):
     values = read_recipe([f"--slurm.{flag}", given]).values["slurm"]
     built = getattr(build(SlurmConfig, values, "slurm"), flag.partition(".")[0])
     assert (built["NCCL_IB_GID_INDEX"] if flag.startswith("env.") else built) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        *((word, word) for word in ("cores", "v,cores", "quiet,rank_ldoms", "map_cpu:0,4,8", "mask_cpu:0xf,0xF0*2")),
+        *((word, "none") for word in ("none", "None", "NONE")),
+    ],
+)
+def test_cores_are_bound_as_srun_knows_it(given: str, value: str):
+    assert build(SlurmConfig, {"cpu_bind": given}, "slurm").cpu_bind == value

@@ -84,14 +84,14 @@ def test_no_value_runs_anything(cluster: Cluster, tmp_path: Path):
     """Quotes, $( ), backticks, semicolons in the run folder, the environment, a container and the command."""
     folder = tmp_path / NASTY.replace("\\", "")
     (folder / "slurm").mkdir(parents=True)
-    slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": NASTY, "job_name": NASTY}
+    slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": "mask_cpu:0xf*2", "job_name": NASTY}
     done = cluster.run(text_of(folder, slurm))
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("pwned"))
     words = cluster.words("srun-srun")
     assert words is not None
     assert words[words.index("prog") + 1 :] == [NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"]
-    assert f"--cpu-bind={NASTY}" in words
+    assert "--cpu-bind=mask_cpu:0xf*2" in words
     assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
 
 
