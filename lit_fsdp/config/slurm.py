@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_fsdp.config.slurm_extra import check_extra
 from lit_fsdp.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
@@ -125,10 +126,7 @@ class SlurmConfig:
         for field, value in values.items():
             if value is not None and (not value.strip() or any(ord(c) < 32 or ord(c) == 127 for c in value)):
                 raise ConfigError(field, repr(value), "one line of text without control characters", f"mend {field}")
-        for i, option in enumerate(self.extra or []):
-            if not option.startswith("-"):
-                fix = f"write --{option}" if option[0].isalpha() else "begin it with --"
-                raise ConfigError(f"extra[{i}]", repr(option), "an option of sbatch, such as --exclusive", fix)
+        check_extra(self.extra or [])
 
 
 def time_seconds(text: str) -> int | None:

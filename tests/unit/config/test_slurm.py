@@ -121,3 +121,38 @@ def test_a_flag_of_a_text_is_text(flag: str, given: str, value: Any):
 )
 def test_cores_are_bound_as_srun_knows_it(given: str, value: str):
     assert build(SlurmConfig, {"cpu_bind": given}, "slurm").cpu_bind == value
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("--clusters=other", "drop --clusters"),
+        ("--cluster other", "drop --cluster"),
+        ("--clu=other", "drop --clu"),
+        ("-M other", "drop -M"),
+        ("-Mother", "drop -Mother"),
+        ("--exclusive -M other", "drop -M"),
+        ("--overcommit", "drop --overcommit"),
+        ("-O", "drop -O"),
+        ("--test-only", "drop --test-only"),
+        ("--het-group=1", "drop --het-group"),
+        ("--spread-job", "drop --spread-job"),
+        ("-Hn4", "write one option per entry"),
+        ("-vn4", "write one option per entry"),
+        ("-vvM other", "write one option per entry"),
+        ("--exclusive -sM=other", "write one option per entry"),
+    ],
+)
+def test_an_option_that_no_job_may_have_is_refused_however_it_is_written(option: str, fix: str):
+    with pytest.raises(ConfigError) as caught:
+        build(SlurmConfig, {"extra": ["--exclusive", option]}, "slurm")
+    assert (caught.value.field, caught.value.given) == ("slurm.extra[1]", option)
+    assert caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--cluster-constraint=fast", "-vv", "-H", "-x n3", "-xn3", "-w nHn4", "--comment=-M other", "--exclusive", "-s"],
+)
+def test_any_other_option_of_sbatch_is_kept(option: str):
+    assert build(SlurmConfig, {"extra": [option]}, "slurm").extra == [option]
