@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_fsdp.config.lightning_values import LARGEST_SEED
 from lit_fsdp.config.slurm_extra import check_extra
 from lit_fsdp.errors import ConfigError
 
@@ -96,6 +97,8 @@ class SlurmConfig:
             time_seconds(self.time)
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0):
             raise ConfigError("seeds", self.seeds, "different numbers >= 0, at least one", "write seeds: [1, 2]")
+        if self.seeds is not None and max(self.seeds) > LARGEST_SEED:
+            raise ConfigError("seeds", self.seeds, f"0 to {LARGEST_SEED}", "write seeds: [1, 2]")
         for name in self.env or {}:
             if not _NAME.fullmatch(name):
                 raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")

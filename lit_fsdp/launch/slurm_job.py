@@ -35,7 +35,7 @@ class Job:
     @property
     def name(self) -> str:
         """Name in the queue."""
-        return self.config.job_name or self.run_folder.name
+        return self.config.job_name or self.run_folder.name or "lit_fsdp"
 
     @property
     def node_range(self) -> str:

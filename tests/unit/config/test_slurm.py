@@ -55,6 +55,7 @@ def test_what_is_no_time_limit_is_refused(text: str):
         ("seeds", []),
         ("seeds", [1, 1]),
         ("seeds", [-1]),
+        ("seeds", [1, 2**32]),
         ("env", {"A B": "1"}),
         ("env", {"1A": "1"}),
         ("env", {"A": "1\0"}),

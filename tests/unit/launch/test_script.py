@@ -171,6 +171,10 @@ def test_a_run_folder_that_slurm_would_not_take_as_it_is_is_refused(tmp_path: Pa
     assert caught.value.field == "trainer.default_root_dir"
 
 
+def test_a_run_folder_without_a_name_gives_the_job_one():
+    assert "#SBATCH --job-name=lit_fsdp\n" in text_of(Path("/"))
+
+
 @pytest.mark.parametrize("given", [None, "mine"])
 def test_one_run_of_wandb_per_job_and_per_seed(cluster: Cluster, tmp_path: Path, given: str | None):
     """Numbers of jobs begin with 1 on every cluster."""
