@@ -60,6 +60,18 @@ class Job:
         return self.nodes * self.tasks_per_node
 
 
+def section_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of one section of a merged recipe; empty where it has none.
+
+    Raises:
+        ConfigError: It is no mapping, and what flags add to it would replace it in silence.
+    """
+    given = values.get(name)
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(name, repr(given), "a mapping of keys to values", f"write {name} as key: value lines")
+    return dict(given or {})
+
+
 def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int | None) -> list[str]:
     """Write the flags ``--nodes`` and ``--gpus-per-node`` into a recipe, in place, where the Trainer reads them.
 
@@ -70,6 +82,9 @@ def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int |
 
     Returns:
         One line per value that was replaced.
+
+    Raises:
+        ConfigError: One of the sections is no mapping.
     """
     replaced = []
     for flag, own, key in ((nodes, "nodes", "num_nodes"), (gpus_per_node, "gpus_per_node", "devices")):
@@ -78,8 +93,7 @@ def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int |
         for section, name in (("slurm", own), ("trainer", key)):
             if section == "trainer" and own == "gpus_per_node" and flag == 0:
                 continue  # no GPUs: trainer.devices is the number of processes
-            given = values.get(section)
-            given = dict(given) if isinstance(given, Mapping) else {}
+            given = section_of(values, section)
             if given.get(name) not in (None, flag):
                 replaced.append(f"{section}.{name}: {given[name]!r} → {flag} (--{own.replace('_', '-')})")
             values[section] = {**given, name: flag}

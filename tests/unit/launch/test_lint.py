@@ -222,6 +222,14 @@ def test_flags_win_over_the_recipe_in_both_sections_and_say_so():
     assert (job.nodes, job.tasks_per_node, job.gpus_per_node, job.world_size) == (16, 4, 4, 64)
 
 
+@pytest.mark.parametrize("given", ["foo", ["a"], 5, False])
+@pytest.mark.parametrize("section", ["slurm", "trainer"])
+def test_a_section_that_is_none_is_not_replaced_in_silence(section: str, given: Any):
+    with pytest.raises(ConfigError) as caught:
+        put_job_size({**recipe(), section: given}, nodes=1, gpus_per_node=None)
+    assert (caught.value.field, caught.value.allowed) == (section, "a mapping of keys to values")
+
+
 def test_processes_on_cpus_ask_for_no_gpus():
     job, _ = planned({"gpus_per_node": 0}, trainer={"devices": 2})
     assert (job.tasks_per_node, job.gpus_per_node) == (2, 0)
