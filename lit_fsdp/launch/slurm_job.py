@@ -104,24 +104,15 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
     """The job of a checked recipe.
 
     Raises:
-        ConfigError: Nodes or GPUs of the job and of the Trainer differ, or the number of processes is not known.
+        ConfigError: Nodes, GPUs or accelerator of the job and of the Trainer differ, or the number of processes is not
+            known.
     """
     trainer = values.get("trainer") or {}
     nodes = _agreed("nodes", config.nodes, "trainer.num_nodes", trainer.get("num_nodes"), 1)
     devices = trainer.get("devices")
     devices = len(devices) if isinstance(devices, list) else devices
-    on_cpu = trainer.get("accelerator") == "cpu" or config.gpus_per_node == 0
-    if on_cpu:
-        if config.gpus_per_node:
-            raise ConfigError(
-                "slurm.gpus_per_node",
-                f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
-                "0 for processes on CPUs",
-                "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
-            )
-        tasks = devices
-    else:
-        tasks = _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
+    on_cpu = _is_on_cpu(trainer.get("accelerator"), config, devices)
+    tasks = devices if on_cpu else _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
     if not isinstance(tasks, int) or isinstance(tasks, bool) or tasks < 1:
         raise ConfigError(
             "trainer.devices",
@@ -139,6 +130,32 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
         gpus_per_node=0 if on_cpu else tasks,
         ckpt_path=None if ckpt_path is None else str(ckpt_path),
     )
+
+
+def _is_on_cpu(accelerator: Any, config: SlurmConfig, devices: Any) -> bool:
+    """Whether the processes run on CPUs, which job and Trainer have to say alike.
+
+    ``auto`` takes GPUs wherever it sees any, also such as the job has not asked for.
+    """
+    if accelerator not in (None, "auto", "cpu", "gpu", "cuda"):
+        allowed = "cpu | gpu | cuda | auto: a job asks SLURM for GPUs, or for none"
+        raise ConfigError("trainer.accelerator", repr(accelerator), allowed, "set trainer.accelerator: gpu")
+    if accelerator == "cpu" and config.gpus_per_node:
+        raise ConfigError(
+            "slurm.gpus_per_node",
+            f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
+            "0 for processes on CPUs",
+            "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
+        )
+    if accelerator != "cpu" and config.gpus_per_node == 0:
+        wanted = devices if isinstance(devices, int) and devices > 0 else 8
+        raise ConfigError(
+            "slurm.gpus_per_node",
+            f"0 with trainer.accelerator {accelerator or 'auto'}, which would look for GPUs",
+            "as many as trainer.devices, or 0 with trainer.accelerator cpu",
+            f"set trainer.accelerator: cpu, or slurm.gpus_per_node: {wanted}",
+        )
+    return bool(accelerator == "cpu")
 
 
 def _run_folder(given: str) -> Path:
