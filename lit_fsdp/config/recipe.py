@@ -172,13 +172,15 @@ def _is_number(word: str) -> bool:
 
 
 def _scalar(text: str, key: str) -> Any:
+    section, _, rest = key.partition(".")
+    is_plain = section == "slurm" and is_text(SlurmConfig, rest)  # an account may be 007, an address {node}-ib0
     try:
         value = _loaded(text)
     except _NO_YAML:
+        if is_plain:
+            return text
         raise ConfigError(key, text, "a YAML value", "quote it") from None
-    section, _, rest = key.partition(".")
-    is_plain = value is not None and not isinstance(value, (str, list, dict))
-    return text if is_plain and section == "slurm" and is_text(SlurmConfig, rest) else value  # an account may be 007
+    return text if is_plain and not isinstance(value, (str, type(None))) else value
 
 
 def _loaded(text: str) -> Any:

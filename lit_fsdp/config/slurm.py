@@ -19,6 +19,16 @@ _CPU_BIND = re.compile(
     re.IGNORECASE,
 )
 """As ``man srun`` has it."""
+_ADDRESS = re.compile(r"([A-Za-z0-9._:-]|\{node\})+")
+_OURS = {
+    "MASTER_ADDR": "set slurm.master_addr",
+    "MASTER_PORT": "set slurm.master_port",
+    **dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        "drop it, and set slurm.nodes and slurm.gpus_per_node",
+    ),
+}
+"""Variables that the script or srun sets, and what to do instead."""
 _ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
 
 
@@ -58,6 +68,10 @@ class SlurmConfig:
     """Folders seen inside the image, HOST or HOST:INSIDE; the run folder always is."""
     env: dict[str, str] | None = None
     """Environment variables of the processes."""
+    master_addr: str | None = None
+    """Address of the first node, where the ranks meet; {node} is its name, e.g. "{node}-ib0"; default: its name."""
+    master_port: int | None = None
+    """Port where the ranks meet; one in use ends the job; default: one by the job's number that nobody listens on."""
     env_file: str | None = None
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None
@@ -102,9 +116,17 @@ class SlurmConfig:
         for name in self.env or {}:
             if not _NAME.fullmatch(name):
                 raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
+            way_out = "drop it; the keys of the slurm section say it" if name.startswith("SLURM_") else _OURS.get(name)
+            if way_out:
+                raise ConfigError(f"env.{name}", repr((self.env or {})[name]), "no variable of the launch", way_out)
         for field, text in self._shell_texts():
             if "\0" in text:
                 raise ConfigError(field, repr(text), "text without \\0, at which a shell ends it", f"mend {field}")
+        if self.master_addr is not None and not _ADDRESS.fullmatch(self.master_addr):
+            allowed = "an address of the first node, in which {node} stands for its name"
+            raise ConfigError("master_addr", repr(self.master_addr), allowed, 'write master_addr: "{node}-ib0"')
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise ConfigError("master_port", self.master_port, "1 to 65535", "write master_port: 29500, or drop it")
         if not _CPU_BIND.fullmatch(self.cpu_bind):
             allowed = "cores | threads | sockets | ldoms | rank | rank_ldoms | map_cpu:LIST | mask_cpu:LIST | none"
             raise ConfigError("cpu_bind", repr(self.cpu_bind), allowed, "write cpu_bind: cores")

@@ -60,6 +60,14 @@ def test_what_is_no_time_limit_is_refused(text: str):
         ("env", {"1A": "1"}),
         ("env", {"A": "1\0"}),
         ("env", {"A": None}),
+        *(("env", {name: "1"}) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK")),
+        *(("env", {name: "1"}) for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_CPU_BIND")),
+        ("master_addr", "$(id)"),
+        ("master_addr", "{host}-ib0"),
+        ("master_addr", ""),
+        ("master_addr", "a b"),
+        ("master_port", 0),
+        ("master_port", 65536),
         ("setup", ["module\0 load"]),
         ("command", []),
         ("partition", "a\nb"),
@@ -101,6 +109,9 @@ def test_a_number_in_place_of_text_belongs_in_quotes():
         ("time", "12:00:00", "12:00:00"),
         ("mem", "0", "0"),
         ("account", "null", None),
+        ("master_addr", "{node}-ib0", "{node}-ib0"),
+        ("master_addr", "{node}", "{node}"),
+        ("constraint", "[rack1|rack2]", "[rack1|rack2]"),
         ("env.NCCL_IB_GID_INDEX", "03", "03"),
         ("nodes", "2", 2),
         ("seeds", "[1, 2]", [1, 2]),
@@ -157,3 +168,10 @@ def test_an_option_that_no_job_may_have_is_refused_however_it_is_written(option:
 )
 def test_any_other_option_of_sbatch_is_kept(option: str):
     assert build(SlurmConfig, {"extra": [option]}, "slurm").extra == [option]
+
+
+def test_a_variable_of_the_meeting_point_has_a_key():
+    """The script sets it after everything that users add, and would win in silence."""
+    with pytest.raises(ConfigError) as caught:
+        build(SlurmConfig, {"env": {"NCCL_DEBUG": "WARN", "MASTER_PORT": "4444"}}, "slurm")
+    assert (caught.value.field, caught.value.fix) == ("slurm.env.MASTER_PORT", "set slurm.master_port")

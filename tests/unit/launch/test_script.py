@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "apptainer": {
         "slurm": {"container": "/images/a b.sif", "container_runtime": "apptainer", "env": {"NCCL_DEBUG": "WARN"}}
     },
+    "meeting_point": {"slurm": {**SLURM, "master_addr": "{node}-ib0", "master_port": 29500, "max_requeues": 0}},
     "everything": {
         "slurm": {
             **SLURM,
@@ -141,6 +142,25 @@ def test_a_port_in_use_is_passed_over(cluster: Cluster, tmp_path: Path):
     found = re.search(r"meeting at 127\.0\.0\.1:(\d+)", said)
     assert found, said
     assert 1 <= int(found[1]) - port <= 3  # the next one may be taken too
+
+
+@pytest.mark.parametrize(
+    ("given", "address"), [("{node}-ib0", "127.0.0.1-ib0"), ("ib.{node}", "ib.127.0.0.1"), ("10.0.0.1", "10.0.0.1")]
+)
+def test_the_ranks_meet_where_they_are_told(cluster: Cluster, tmp_path: Path, given: str, address: str):
+    text = text_of(tmp_path, {"master_addr": given, "master_port": 29500})
+    (cluster.folder / "bin" / "srun").write_text('#!/bin/bash\necho "at $MASTER_ADDR:$MASTER_PORT"\n')
+    assert f"at {address}:29500\n" in cluster.run(text.replace("/dev/tcp/", "/dev/none/")).stdout
+
+
+def test_a_port_that_was_asked_for_and_is_in_use_ends_the_job(cluster: Cluster, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", own_port())) as taken:
+        port = taken.getsockname()[1]
+        done = cluster.run(text_of(tmp_path, {"master_port": port}), step_code=75)
+    assert done.returncode == 1
+    assert f"somebody listens on 127.0.0.1:{port} already: set another slurm.master_port" in done.stdout
+    assert done.stdout.endswith(" ended with exit code 1\n")
+    assert (cluster.words("srun-srun"), cluster.words("scontrol-requeue")) == (None, None)
 
 
 def test_what_users_add_runs_without_our_options_and_cannot_change_our_names(cluster: Cluster, tmp_path: Path):
