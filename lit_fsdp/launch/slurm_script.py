@@ -22,6 +22,7 @@ _EXIT_TERMINATED = 143
 """Of a step one of whose processes died of SIGTERM (128 + 15): srun gives the highest code, not the first one."""
 
 _GIVE_UP = """give_up() { echo "$1"; echo "$(date '+%F %T') ended with exit code 1"; exit 1; }"""
+_BY_HAND = "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
 _SAID = 'said=$(stat -c %s "$logs/$SLURM_JOB_ID.log" 2>/dev/null || echo 0) # what earlier starts have said\n'
 
 
@@ -73,7 +74,7 @@ def _options(job: Job) -> str:
     found = [f"#SBATCH --{name}={sbatch_value(str(value))}" for name, value in lines if value is not None]
     found.append(f"# {config.signal_lead_seconds} s before the time limit every process saves at the end of its step")
     found.append(f"#SBATCH --signal=USR1@{config.signal_lead_seconds}")
-    found.append(f"#SBATCH --{'requeue' if config.requeue else 'no-requeue'}")
+    found.append(f"#SBATCH --{'requeue' if config.requeue and config.max_requeues else 'no-requeue'}")
     for option in config.extra or []:
         name, equals, value = option.partition("=")
         found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
@@ -119,6 +120,7 @@ def _start(job: Job) -> str:
         f"logs={shlex.quote(f'{job.run_folder}/{FOLDER}')}",
         "restarts=${SLURM_RESTART_COUNT:-0}",
         _GIVE_UP,
+        *(_cap(job.config.max_requeues) if job.config.requeue else []),
         f"words=(fit --config {shlex.quote(str(job.recipe))})",
     ]
     if seeds is None:
@@ -152,6 +154,12 @@ def _start(job: Job) -> str:
             'words+=(--trainer.num_nodes "$nodes")',
         ]
     return "\n".join(lines) + "\n"
+
+
+def _cap(most: int) -> list[str]:
+    """SLURM itself puts a job back that was preempted or lost a node, however often that happens."""
+    why = f"not started again: {most} times are enough (slurm.max_requeues), whoever caused them; {_BY_HAND}"
+    return [f'if [ "$restarts" -gt {most} ]; then', f'  give_up "{why}"', "fi"]
 
 
 def _run(job: Job) -> str:
@@ -237,10 +245,10 @@ if [ -n "$again" ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
   if [ "$restarts" -lt {cap} ]; then
     echo "back into the queue, $((restarts + 1)) of {cap}"
     scontrol requeue "$job" && sleep 60 # the requeue ends this script
-    echo "SLURM has not taken it back; go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
+    echo "SLURM has not taken it back; {_BY_HAND}"
   else
     echo "not put back into the queue: {cap} times are enough (slurm.max_requeues), whoever caused them"
-    echo "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
+    echo "{_BY_HAND}"
   fi
 fi
 exit "$code"
