@@ -129,7 +129,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
-    from lit_fsdp.launch.slurm_job import plan_job, put_job_size
+    from lit_fsdp.launch.slurm_job import plan_job, put_job_size, section_of
     from lit_fsdp.launch.slurm_nodes import with_node_counts
 
     own = [name.replace("_", "-") for name in vars(options)]
@@ -138,15 +138,16 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
         word = recipe.flags[0]
         raise ConfigError("lit-fsdp slurm", word, "keys of the recipe", "write it into a --config file")
     values = recipe.values
+    slurm = section_of(values, "slurm")
     flags = {name: getattr(options, name) for name in ("time", "partition", "account", "container")}
     given = {name: value for name, value in flags.items() if value is not None}
     if given:
-        values["slurm"] = {**(values.get("slurm") or {}), **given}
+        values["slurm"] = {**slurm, **given}
     replaced = adapt_to_miniature(values, recipe.replaced) + put_job_size(values, options.nodes, options.gpus_per_node)
     for line in replaced:
         print(f"replaced: {line}", file=sys.stderr)
-    trainer = values.get("trainer") or {}
-    if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
+    trainer = section_of(values, "trainer")
+    if trainer.get("default_root_dir") is None:
         values["trainer"] = {**trainer, "default_root_dir": f"runs/{recipe.files[0].stem if recipe.files else 'run'}"}
     run = check_recipe(values, "fit")
     return with_node_counts(plan_job(values, run.slurm), run), run, values

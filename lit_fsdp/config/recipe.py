@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from lit_fsdp.config.places import shipped_name
-from lit_fsdp.config.typed import unknown_key
+from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.config.typed import is_text, unknown_key
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
 
@@ -171,10 +172,15 @@ def _is_number(word: str) -> bool:
 
 
 def _scalar(text: str, key: str) -> Any:
+    section, _, rest = key.partition(".")
+    is_plain = section == "slurm" and is_text(SlurmConfig, rest)  # an account may be 007, an address {node}-ib0
     try:
-        return _loaded(text)
+        value = _loaded(text)
     except _NO_YAML:
+        if is_plain:
+            return text
         raise ConfigError(key, text, "a YAML value", "quote it") from None
+    return text if is_plain and not isinstance(value, (str, type(None))) else value
 
 
 def _loaded(text: str) -> Any:

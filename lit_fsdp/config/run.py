@@ -9,6 +9,7 @@ from typing import Any
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.engines import strategy_config
+from lit_fsdp.config.lightning_values import check_counts, check_run_folder, check_seed
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.config.resume import ResumeConfig
@@ -54,7 +55,8 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
     """The typed sections of a recipe whose every own value and cross-field rule holds.
 
     Args:
-        values: The merged recipe; a missing or short ``trainer.strategy`` is completed in place.
+        values: The merged recipe; in place, a missing or short ``trainer.strategy`` is completed and numbers that
+            stand for text become text, as Lightning's parser wants it.
         verb: ``fit``, ``validate``, ``test`` or ``predict``; ``audit`` leaves out what only a run needs.
 
     Raises:
@@ -77,8 +79,12 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
         trainer=trainer,
         verb=verb,
     )
+    check_seed(values.get("seed_everything"))
     for rule in RULES:
         rule(run)
+    for section, key, texts in (("slurm", "env", run.slurm.env), ("data", "columns", run.data.columns)):
+        if texts and isinstance(values[section], dict):
+            values[section] = {**values[section], key: texts}
     trainer.pop("accumulate_grad_batches", None)  # agrees, and follows from the ranks at hand
     return run
 
@@ -107,24 +113,6 @@ def _precision_is_the_strategys(run: RunConfig) -> None:
             run.trainer["precision"],
             f"nothing: precision is {STRATEGY}.precision (mixed, low_precision, fp32)",
             f"drop trainer.precision and set {STRATEGY}.precision: mixed",
-        )
-
-
-def _counts_are_numbers(run: RunConfig) -> None:
-    nodes, clip = run.trainer.get("num_nodes"), run.trainer.get("gradient_clip_val")
-    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1):
-        raise ConfigError("trainer.num_nodes", repr(nodes), "a whole number >= 1", "write num_nodes: 1")
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0):
-        raise ConfigError(
-            "trainer.gradient_clip_val",
-            repr(clip),
-            "a number above 0; 0 or null: no clipping",
-            "write gradient_clip_val: 1.0",
-        )
-    algorithm = run.trainer.get("gradient_clip_algorithm")
-    if algorithm not in (None, "norm", "value"):
-        raise ConfigError(
-            "trainer.gradient_clip_algorithm", repr(algorithm), "norm | value", "write gradient_clip_algorithm: norm"
         )
 
 
@@ -264,7 +252,8 @@ def _names(value: str | list[str] | None) -> list[str]:
 
 
 RULES: list[Callable[[RunConfig], None]] = [
-    _counts_are_numbers,
+    lambda run: check_counts(run.trainer),
+    lambda run: check_run_folder(run.trainer),
     _has_a_model,
     _has_data,
     _training_ends,

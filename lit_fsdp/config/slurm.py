@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_fsdp.config.lightning_values import LARGEST_SEED
+from lit_fsdp.config.slurm_extra import check_extra
 from lit_fsdp.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CPU_BIND = re.compile(
+    r"((quiet|verbose|q|v),)*"
+    r"(none|rank|cores|threads|sockets|ldoms|rank_ldom|rank_ldoms|boards|(map|mask)_(cpu|ldom):[0-9a-z*,-]+)",
+    re.IGNORECASE,
+)
+"""As ``man srun`` has it."""
+_ADDRESS = re.compile(r"([A-Za-z0-9._:-]|\{node\})+")
+_OURS = {
+    "MASTER_ADDR": "set slurm.master_addr",
+    "MASTER_PORT": "set slurm.master_port",
+    **dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        "drop it, and set slurm.nodes and slurm.gpus_per_node",
+    ),
+}
+"""Variables that the script or srun sets, and what to do instead."""
 _ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
 
 
@@ -33,8 +52,8 @@ class SlurmConfig:
     """Quality of service."""
     constraint: str | None = None
     """Features that the nodes must have."""
-    mem: str | None = None
-    """Host memory per node, e.g. 480G; 0: all of it."""
+    mem: str | int | None = None
+    """Host memory per node, e.g. 480G, or a number of MiB; 0: all of it."""
     cpus_per_task: int | None = None
     """CPU cores per process."""
     job_name: str | None = None
@@ -49,6 +68,10 @@ class SlurmConfig:
     """Folders seen inside the image, HOST or HOST:INSIDE; the run folder always is."""
     env: dict[str, str] | None = None
     """Environment variables of the processes."""
+    master_addr: str | None = None
+    """Address of the first node, where the ranks meet; {node} is its name, e.g. "{node}-ib0"; default: its name."""
+    master_port: int | None = None
+    """Port where the ranks meet; one in use ends the job; default: one by the job's number that nobody listens on."""
     env_file: str | None = None
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None
@@ -70,6 +93,10 @@ class SlurmConfig:
     """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.mem, int):
+            if self.mem < 0:
+                raise ConfigError("mem", self.mem, ">= 0", "write mem: 480G, or mem: 0 for all of a node")
+            object.__setattr__(self, "mem", str(self.mem))
         counts = (("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0))
         for field, least in counts:
             value = getattr(self, field)
@@ -84,26 +111,47 @@ class SlurmConfig:
             time_seconds(self.time)
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0):
             raise ConfigError("seeds", self.seeds, "different numbers >= 0, at least one", "write seeds: [1, 2]")
+        if self.seeds is not None and max(self.seeds) > LARGEST_SEED:
+            raise ConfigError("seeds", self.seeds, f"0 to {LARGEST_SEED}", "write seeds: [1, 2]")
         for name in self.env or {}:
             if not _NAME.fullmatch(name):
                 raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
+            way_out = "drop it; the keys of the slurm section say it" if name.startswith("SLURM_") else _OURS.get(name)
+            if way_out:
+                raise ConfigError(f"env.{name}", repr((self.env or {})[name]), "no variable of the launch", way_out)
+        for field, text in self._shell_texts():
+            if "\0" in text:
+                raise ConfigError(field, repr(text), "text without \\0, at which a shell ends it", f"mend {field}")
+        if self.master_addr is not None and not _ADDRESS.fullmatch(self.master_addr):
+            allowed = "an address of the first node, in which {node} stands for its name"
+            raise ConfigError("master_addr", repr(self.master_addr), allowed, 'write master_addr: "{node}-ib0"')
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise ConfigError("master_port", self.master_port, "1 to 65535", "write master_port: 29500, or drop it")
+        if not _CPU_BIND.fullmatch(self.cpu_bind):
+            allowed = "cores | threads | sockets | ldoms | rank | rank_ldoms | map_cpu:LIST | mask_cpu:LIST | none"
+            raise ConfigError("cpu_bind", repr(self.cpu_bind), allowed, "write cpu_bind: cores")
+        if self.cpu_bind.lower() == "none":
+            object.__setattr__(self, "cpu_bind", "none")
         if self.command == []:
             raise ConfigError("command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
 
+    def _shell_texts(self) -> Iterator[tuple[str, str]]:
+        """What the shell of the job reads, of as many lines as it may have."""
+        yield from ((f"env.{name}", text) for name, text in (self.env or {}).items())
+        for field in ("setup", "command"):
+            yield from ((f"{field}[{i}]", text) for i, text in enumerate(getattr(self, field) or []))
+
     def _check_lines(self) -> None:
         """Nothing that becomes one line of the script may hold two."""
-        values = {name: getattr(self, name) for name in (*_ONE_LINE, "cpu_bind")}
+        values = {name: getattr(self, name) for name in _ONE_LINE}
         values |= {
             f"{name}[{i}]": v for name in ("extra", "container_mounts") for i, v in enumerate(getattr(self, name) or [])
         }
         for field, value in values.items():
             if value is not None and (not value.strip() or any(ord(c) < 32 or ord(c) == 127 for c in value)):
                 raise ConfigError(field, repr(value), "one line of text without control characters", f"mend {field}")
-        for i, option in enumerate(self.extra or []):
-            if not option.startswith("-"):
-                fix = f"write --{option}" if option[0].isalpha() else "begin it with --"
-                raise ConfigError(f"extra[{i}]", repr(option), "an option of sbatch, such as --exclusive", fix)
+        check_extra(self.extra or [])
 
 
 def time_seconds(text: str) -> int | None:

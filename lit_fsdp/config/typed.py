@@ -127,6 +127,17 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def is_text(cls: type, key: str) -> bool:
+    """Whether a field of a dataclass, or an item of a mapping (``env.NAME``), is text and nothing but text.
+
+    Whole numbers may be allowed beside it, for which text can stand as well.
+    """
+    name, dot, _ = key.partition(".")
+    hint = _hints(cls).get(name)
+    options = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,))
+    return dict[str, str] in options if dot else str in options and options <= {str, int, type(None)}
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -155,6 +166,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         close = [f"[{value}]"]
     close = close or words
     fix = f"write {path}: {close[0]}" if close else f"give {path} as {allowed}"
+    if set(options) <= {str, type(None)} and not isinstance(value, (list, tuple, Mapping, type(None))):
+        fix = f"write it in quotes, digit by digit as it is meant: {path}: {_quoted(value)}"  # 007 was read as 7
     raise ConfigError(path, _shown(value), allowed, fix)
 
 
@@ -163,6 +176,13 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _quoted(value: Any) -> str:
+    """What YAML read as something else, as the text that may have been meant."""
+    if value is None or isinstance(value, (list, tuple, Mapping)):
+        return '"..."'
+    return f'"{str(value).lower() if isinstance(value, bool) else value}"'
 
 
 def _try(hint: Any, value: Any, path: str) -> Any:
@@ -180,10 +200,27 @@ def _try(hint: Any, value: Any, path: str) -> Any:
             return _MISMATCH
         return [_convert(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
     if origin is dict or hint is dict:
-        return dict(value) if isinstance(value, Mapping) else _MISMATCH
+        if not isinstance(value, Mapping):
+            return _MISMATCH
+        return _texts(value, path) if typing.get_args(hint) == (str, str) else dict(value)
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, typing.cast(type, hint)) else _MISMATCH
     return _scalar(hint, value)
+
+
+def _texts(given: Mapping[Any, Any], path: str) -> dict[str, str]:
+    """Names and texts; a number is taken as its text, other values that YAML reads from plain words are refused."""
+    texts = {}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise ConfigError(
+                path, f"{_shown(key)} as a name", "names that are text", f"write it in quotes: {_quoted(key)}"
+            )
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number and not isinstance(value, str):
+            raise ConfigError(f"{path}.{key}", _shown(value), "text", f"write it in quotes: {key}: {_quoted(value)}")
+        texts[key] = str(value)
+    return texts
 
 
 def _scalar(hint: Any, value: Any) -> Any:

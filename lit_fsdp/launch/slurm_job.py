@@ -35,7 +35,7 @@ class Job:
     @property
     def name(self) -> str:
         """Name in the queue."""
-        return self.config.job_name or self.run_folder.name
+        return self.config.job_name or self.run_folder.name or "lit_fsdp"
 
     @property
     def node_range(self) -> str:
@@ -60,6 +60,18 @@ class Job:
         return self.nodes * self.tasks_per_node
 
 
+def section_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of one section of a merged recipe; empty where it has none.
+
+    Raises:
+        ConfigError: It is no mapping, and what flags add to it would replace it in silence.
+    """
+    given = values.get(name)
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(name, repr(given), "a mapping of keys to values", f"write {name} as key: value lines")
+    return dict(given or {})
+
+
 def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int | None) -> list[str]:
     """Write the flags ``--nodes`` and ``--gpus-per-node`` into a recipe, in place, where the Trainer reads them.
 
@@ -70,6 +82,9 @@ def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int |
 
     Returns:
         One line per value that was replaced.
+
+    Raises:
+        ConfigError: One of the sections is no mapping.
     """
     replaced = []
     for flag, own, key in ((nodes, "nodes", "num_nodes"), (gpus_per_node, "gpus_per_node", "devices")):
@@ -78,8 +93,7 @@ def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int |
         for section, name in (("slurm", own), ("trainer", key)):
             if section == "trainer" and own == "gpus_per_node" and flag == 0:
                 continue  # no GPUs: trainer.devices is the number of processes
-            given = values.get(section)
-            given = dict(given) if isinstance(given, Mapping) else {}
+            given = section_of(values, section)
             if given.get(name) not in (None, flag):
                 replaced.append(f"{section}.{name}: {given[name]!r} → {flag} (--{own.replace('_', '-')})")
             values[section] = {**given, name: flag}
@@ -90,24 +104,15 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
     """The job of a checked recipe.
 
     Raises:
-        ConfigError: Nodes or GPUs of the job and of the Trainer differ, or the number of processes is not known.
+        ConfigError: Nodes, GPUs or accelerator of the job and of the Trainer differ, or the number of processes is not
+            known.
     """
     trainer = values.get("trainer") or {}
     nodes = _agreed("nodes", config.nodes, "trainer.num_nodes", trainer.get("num_nodes"), 1)
     devices = trainer.get("devices")
     devices = len(devices) if isinstance(devices, list) else devices
-    on_cpu = trainer.get("accelerator") == "cpu" or config.gpus_per_node == 0
-    if on_cpu:
-        if config.gpus_per_node:
-            raise ConfigError(
-                "slurm.gpus_per_node",
-                f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
-                "0 for processes on CPUs",
-                "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
-            )
-        tasks = devices
-    else:
-        tasks = _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
+    on_cpu = _is_on_cpu(trainer.get("accelerator"), config, devices)
+    tasks = devices if on_cpu else _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
     if not isinstance(tasks, int) or isinstance(tasks, bool) or tasks < 1:
         raise ConfigError(
             "trainer.devices",
@@ -125,6 +130,32 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
         gpus_per_node=0 if on_cpu else tasks,
         ckpt_path=None if ckpt_path is None else str(ckpt_path),
     )
+
+
+def _is_on_cpu(accelerator: Any, config: SlurmConfig, devices: Any) -> bool:
+    """Whether the processes run on CPUs, which job and Trainer have to say alike.
+
+    ``auto`` takes GPUs wherever it sees any, also such as the job has not asked for.
+    """
+    if accelerator not in (None, "auto", "cpu", "gpu", "cuda"):
+        allowed = "cpu | gpu | cuda | auto: a job asks SLURM for GPUs, or for none"
+        raise ConfigError("trainer.accelerator", repr(accelerator), allowed, "set trainer.accelerator: gpu")
+    if accelerator == "cpu" and config.gpus_per_node:
+        raise ConfigError(
+            "slurm.gpus_per_node",
+            f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
+            "0 for processes on CPUs",
+            "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
+        )
+    if accelerator != "cpu" and config.gpus_per_node == 0:
+        wanted = devices if isinstance(devices, int) and devices > 0 else 8
+        raise ConfigError(
+            "slurm.gpus_per_node",
+            f"0 with trainer.accelerator {accelerator or 'auto'}, which would look for GPUs",
+            "as many as trainer.devices, or 0 with trainer.accelerator cpu",
+            f"set trainer.accelerator: cpu, or slurm.gpus_per_node: {wanted}",
+        )
+    return bool(accelerator == "cpu")
 
 
 def _run_folder(given: str) -> Path:

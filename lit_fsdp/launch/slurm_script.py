@@ -12,9 +12,8 @@ from pathlib import Path
 
 from lit_fsdp import __version__
 from lit_fsdp.launch.slurm_job import FOLDER, Job
+from lit_fsdp.launch.slurm_meeting import meeting_point
 
-_PORTS = (20000, 10000)
-"""First port and how many follow: below the range from which systems give out ports (32768 on Linux)."""
 EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
 _EXIT_UNHEARD = 138
@@ -22,6 +21,8 @@ _EXIT_UNHEARD = 138
 _EXIT_TERMINATED = 143
 """Of a step one of whose processes died of SIGTERM (128 + 15): srun gives the highest code, not the first one."""
 
+_GIVE_UP = """give_up() { echo "$1"; echo "$(date '+%F %T') ended with exit code 1"; exit 1; }"""
+_BY_HAND = "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
 _SAID = 'said=$(stat -c %s "$logs/$SLURM_JOB_ID.log" 2>/dev/null || echo 0) # what earlier starts have said\n'
 
 
@@ -73,7 +74,7 @@ def _options(job: Job) -> str:
     found = [f"#SBATCH --{name}={sbatch_value(str(value))}" for name, value in lines if value is not None]
     found.append(f"# {config.signal_lead_seconds} s before the time limit every process saves at the end of its step")
     found.append(f"#SBATCH --signal=USR1@{config.signal_lead_seconds}")
-    found.append(f"#SBATCH --{'requeue' if config.requeue else 'no-requeue'}")
+    found.append(f"#SBATCH --{'requeue' if config.requeue and config.max_requeues else 'no-requeue'}")
     for option in config.extra or []:
         name, equals, value = option.partition("=")
         found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
@@ -91,7 +92,7 @@ def _size_of_a_node(job: Job) -> list[tuple[str, str | int | None]]:
 
 
 def _body(job: Job) -> str:
-    return "\n".join([_surroundings(job), _start(job), _meeting_point(job), _run(job), _after(job)])
+    return "\n".join([_surroundings(job), _start(job), meeting_point(job), _run(job), _after(job)])
 
 
 def _surroundings(job: Job) -> str:
@@ -118,6 +119,8 @@ def _start(job: Job) -> str:
         f"run_folder={shlex.quote(str(job.run_folder))}",
         f"logs={shlex.quote(f'{job.run_folder}/{FOLDER}')}",
         "restarts=${SLURM_RESTART_COUNT:-0}",
+        _GIVE_UP,
+        *(_cap(job.config.max_requeues) if job.config.requeue else []),
         f"words=(fit --config {shlex.quote(str(job.recipe))})",
     ]
     if seeds is None:
@@ -153,20 +156,10 @@ def _start(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _meeting_point(job: Job) -> str:
-    first, count = _PORTS
-    own = "slurm-${SLURM_CLUSTER_NAME:-cluster}-$job"
-    # a number that somebody gives is of one run, and every seed is another
-    given = f"${{WANDB_RUN_ID:-{own}}}" if job.config.seeds is None else f"${{WANDB_RUN_ID:+$WANDB_RUN_ID-}}{own}"
-    return f"""# where the ranks meet: the first node, and a port by the job's number that nobody listens on
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))
-while (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
-export MASTER_ADDR MASTER_PORT
-# one run of W&B, however often the job starts
-export WANDB_RUN_ID="{given}"
-export WANDB_RESUME="${{WANDB_RESUME:-allow}}"
-"""
+def _cap(most: int) -> list[str]:
+    """SLURM itself puts a job back that was preempted or lost a node, however often that happens."""
+    why = f"not started again: {most} times are enough (slurm.max_requeues), whoever caused them; {_BY_HAND}"
+    return [f'if [ "$restarts" -gt {most} ]; then', f'  give_up "{why}"', "fi"]
 
 
 def _run(job: Job) -> str:
@@ -252,10 +245,10 @@ if [ -n "$again" ] && [ ! -e "$logs/cancelled-$SLURM_JOB_ID" ]; then
   if [ "$restarts" -lt {cap} ]; then
     echo "back into the queue, $((restarts + 1)) of {cap}"
     scontrol requeue "$job" && sleep 60 # the requeue ends this script
-    echo "SLURM has not taken it back; go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
+    echo "SLURM has not taken it back; {_BY_HAND}"
   else
     echo "not put back into the queue: {cap} times are enough (slurm.max_requeues), whoever caused them"
-    echo "go on by hand: lit-fsdp slurm submit with the same words and --ckpt_path last"
+    echo "{_BY_HAND}"
   fi
 fi
 exit "$code"

@@ -124,7 +124,7 @@ def test_values_arrive_as_they_were_given(cluster: Cluster):
 
 def test_no_value_of_any_key_runs_anything(cluster: Cluster):
     """sbatch refuses some, srun others."""
-    keys = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "cpu_bind", "env_file")
+    keys = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "env_file")
     cases: dict[str, dict[str, Any]] = {key: {key: TOUCH} for key in keys}
     for runtime in ("pyxis", "apptainer"):
         cases[runtime] = {"container": TOUCH, "container_runtime": runtime, "container_mounts": [TOUCH]}

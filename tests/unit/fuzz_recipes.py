@@ -126,7 +126,7 @@ def leaves(values: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tu
 
 
 def is_visible(given: Any, resolved: Any) -> bool:
-    """Whether a value of a recipe is what the resolved configuration holds; numbers written as text count."""
+    """Whether a value of a recipe is what the resolved configuration holds; a number and its text are the same."""
     if isinstance(given, Mapping):
         if dataclasses.is_dataclass(resolved):
             resolved = {field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)}
@@ -140,6 +140,8 @@ def is_visible(given: Any, resolved: Any) -> bool:
         return given is resolved
     if isinstance(resolved, (int, float)) and isinstance(given, (int, float, str)):
         return given == resolved or float(given) == resolved
+    if isinstance(given, (int, float)) and isinstance(resolved, str):
+        return str(given) == resolved
     return bool(given == resolved) and isinstance(given, str) == isinstance(resolved, str)
 
 

@@ -194,6 +194,11 @@ def test_all_batches_may_be_asked_for(limit: Any):
     assert check_recipe(recipe(trainer={"limit_train_batches": limit}), "fit").world_size == 2
 
 
+@pytest.mark.parametrize("seed", [None, True, False, 0, "7", 2**32 - 1])
+def test_seeds_that_lightning_takes(seed: Any):
+    assert check_recipe(recipe(seed_everything=seed), "fit").verb == "fit"
+
+
 # -- in miniature
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import inspect
 import math
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Outer:
     text_or_map: str | dict | None = None
     inner: Inner = Inner()
     anything: Any = None
+    texts: dict[str, str] | None = None
     three: Literal[3] = 3
 
 
@@ -102,6 +104,8 @@ def test_the_given_mapping_is_not_changed():
         ("inner", {"level": "3"}, Inner(level=3)),
         ("inner", {}, Inner()),
         ("anything", [1, {"a": None}], [1, {"a": None}]),
+        ("texts", {"A": 22, "B": 1.5, "C": "x"}, {"A": "22", "B": "1.5", "C": "x"}),
+        ("texts", {}, {}),
         ("three", 3, 3),
     ],
 )
@@ -162,6 +166,23 @@ def test_values_of_another_type_are_refused(field: str, given: Any, shown: str, 
 )
 def test_the_fix_can_be_pasted(field: str, given: Any, fix: str):
     assert refused({field: given}).fix == fix
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "fix"),
+    [
+        ({"A": True}, "outer.texts.A", 'A: "true"'),
+        ({"A": None}, "outer.texts.A", 'A: "..."'),
+        ({"A": [1, 2]}, "outer.texts.A", 'A: "..."'),
+        ({"A": {"B": 1}}, "outer.texts.A", 'A: "..."'),
+        ({"A": math.inf}, "outer.texts.A", 'A: "inf"'),
+        ({"A": datetime.date(2026, 1, 31)}, "outer.texts.A", 'A: "2026-01-31"'),
+        ({1: "x"}, "outer.texts", '"1"'),
+    ],
+)
+def test_what_yaml_reads_as_something_else_than_text_belongs_in_quotes(given: Any, field: str, fix: str):
+    error = refused({"texts": given})
+    assert (error.field, error.fix) == (field, f"write it in quotes: {fix}")
 
 
 def test_an_error_names_the_full_path():

@@ -203,7 +203,13 @@ def test_missing_files_are_refused():
         ({"gpus_per_node": 4}, {}, "slurm.gpus_per_node"),
         ({"gpus_per_node": 8}, {"accelerator": "cpu"}, "slurm.gpus_per_node"),
         ({}, {"devices": "auto"}, "trainer.devices"),
-        ({"gpus_per_node": 0}, {"devices": -1}, "trainer.devices"),
+        ({"gpus_per_node": 0}, {"devices": -1, "accelerator": "cpu"}, "trainer.devices"),
+        ({"gpus_per_node": 0}, {"accelerator": "gpu"}, "slurm.gpus_per_node"),
+        ({"gpus_per_node": 0}, {"accelerator": "cuda"}, "slurm.gpus_per_node"),
+        ({"gpus_per_node": 0}, {"accelerator": "auto"}, "slurm.gpus_per_node"),
+        ({"gpus_per_node": 0}, {"accelerator": None}, "slurm.gpus_per_node"),
+        ({}, {"accelerator": "tpu"}, "trainer.accelerator"),
+        ({}, {"accelerator": ["gpu"]}, "trainer.accelerator"),
     ],
 )
 def test_job_and_trainer_agree_on_the_size(slurm: dict[str, Any], trainer: dict[str, Any], field: str):
@@ -222,6 +228,14 @@ def test_flags_win_over_the_recipe_in_both_sections_and_say_so():
     assert (job.nodes, job.tasks_per_node, job.gpus_per_node, job.world_size) == (16, 4, 4, 64)
 
 
+@pytest.mark.parametrize("given", ["foo", ["a"], 5, False])
+@pytest.mark.parametrize("section", ["slurm", "trainer"])
+def test_a_section_that_is_none_is_not_replaced_in_silence(section: str, given: Any):
+    with pytest.raises(ConfigError) as caught:
+        put_job_size({**recipe(), section: given}, nodes=1, gpus_per_node=None)
+    assert (caught.value.field, caught.value.allowed) == (section, "a mapping of keys to values")
+
+
 def test_processes_on_cpus_ask_for_no_gpus():
-    job, _ = planned({"gpus_per_node": 0}, trainer={"devices": 2})
+    job, _ = planned({"gpus_per_node": 0}, trainer={"devices": 2, "accelerator": "cpu"})
     assert (job.tasks_per_node, job.gpus_per_node) == (2, 0)

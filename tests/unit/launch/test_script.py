@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.config.run import check_recipe
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.launch.slurm_job import plan_job
 from lit_fsdp.launch.slurm_script import render, sbatch_value
 from tests.ports import own_port
 from tests.unit.launch.fake_step import SLURM, Cluster, text_of
-from tests.unit.launch.jobs import planned
+from tests.unit.launch.jobs import planned, recipe
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
@@ -35,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "apptainer": {
         "slurm": {"container": "/images/a b.sif", "container_runtime": "apptainer", "env": {"NCCL_DEBUG": "WARN"}}
     },
+    "meeting_point": {"slurm": {**SLURM, "master_addr": "{node}-ib0", "master_port": 29500, "max_requeues": 0}},
     "everything": {
         "slurm": {
             **SLURM,
@@ -82,14 +85,14 @@ def test_no_value_runs_anything(cluster: Cluster, tmp_path: Path):
     """Quotes, $( ), backticks, semicolons in the run folder, the environment, a container and the command."""
     folder = tmp_path / NASTY.replace("\\", "")
     (folder / "slurm").mkdir(parents=True)
-    slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": NASTY, "job_name": NASTY}
+    slurm = {"env": {"ODD": NASTY}, "command": ["prog", NASTY], "cpu_bind": "mask_cpu:0xf*2", "job_name": NASTY}
     done = cluster.run(text_of(folder, slurm))
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("pwned"))
     words = cluster.words("srun-srun")
     assert words is not None
     assert words[words.index("prog") + 1 :] == [NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"]
-    assert f"--cpu-bind={NASTY}" in words
+    assert "--cpu-bind=mask_cpu:0xf*2" in words
     assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
 
 
@@ -119,6 +122,14 @@ def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
         assert called[-2:] == ["--ckpt_path", "last"]
 
 
+def test_numbers_of_the_environment_are_text_in_the_script_and_in_the_recipe():
+    """Lightning's parser, which reads the recipe in the job, takes no number there."""
+    values = recipe({"env": {"NCCL_IB_TIMEOUT": 22, "B": 1.5}})
+    script = render(plan_job(values, check_recipe(values, "fit").slurm))
+    assert "\nexport NCCL_IB_TIMEOUT=22\nexport B=1.5\n" in script
+    assert values["slurm"]["env"] == {"NCCL_IB_TIMEOUT": "22", "B": "1.5"}
+
+
 def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):
     assert cluster.run(text_of(tmp_path, {"env_file": "/no/such file"})).returncode == 1
     assert cluster.words("srun-srun") is None
@@ -131,6 +142,25 @@ def test_a_port_in_use_is_passed_over(cluster: Cluster, tmp_path: Path):
     found = re.search(r"meeting at 127\.0\.0\.1:(\d+)", said)
     assert found, said
     assert 1 <= int(found[1]) - port <= 3  # the next one may be taken too
+
+
+@pytest.mark.parametrize(
+    ("given", "address"), [("{node}-ib0", "127.0.0.1-ib0"), ("ib.{node}", "ib.127.0.0.1"), ("10.0.0.1", "10.0.0.1")]
+)
+def test_the_ranks_meet_where_they_are_told(cluster: Cluster, tmp_path: Path, given: str, address: str):
+    text = text_of(tmp_path, {"master_addr": given, "master_port": 29500})
+    (cluster.folder / "bin" / "srun").write_text('#!/bin/bash\necho "at $MASTER_ADDR:$MASTER_PORT"\n')
+    assert f"at {address}:29500\n" in cluster.run(text.replace("/dev/tcp/", "/dev/none/")).stdout
+
+
+def test_a_port_that_was_asked_for_and_is_in_use_ends_the_job(cluster: Cluster, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", own_port())) as taken:
+        port = taken.getsockname()[1]
+        done = cluster.run(text_of(tmp_path, {"master_port": port}), step_code=75)
+    assert done.returncode == 1
+    assert f"somebody listens on 127.0.0.1:{port} already: set another slurm.master_port" in done.stdout
+    assert done.stdout.endswith(" ended with exit code 1\n")
+    assert (cluster.words("srun-srun"), cluster.words("scontrol-requeue")) == (None, None)
 
 
 def test_what_users_add_runs_without_our_options_and_cannot_change_our_names(cluster: Cluster, tmp_path: Path):
@@ -159,6 +189,10 @@ def test_a_run_folder_that_slurm_would_not_take_as_it_is_is_refused(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         text_of(tmp_path / name)
     assert caught.value.field == "trainer.default_root_dir"
+
+
+def test_a_run_folder_without_a_name_gives_the_job_one():
+    assert "#SBATCH --job-name=lit_fsdp\n" in text_of(Path("/"))
 
 
 @pytest.mark.parametrize("given", [None, "mine"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,35 @@ def test_only_a_job_that_saved_and_stopped_is_put_back(
     done = cluster.run(text_of(tmp_path, {"max_requeues": 3}), step_code=code, SLURM_RESTART_COUNT=restarts)
     assert done.returncode == code
     assert cluster.words("scontrol-requeue") == (["4711"] if requeued else None)
+
+
+@pytest.mark.parametrize(
+    ("cap", "restarts", "is_started"), [(3, "3", True), (3, "4", False), (0, "0", True), (0, "1", False)]
+)
+def test_starts_that_slurm_caused_count_too(
+    cluster: Cluster, tmp_path: Path, cap: int, restarts: str, is_started: bool
+):
+    """After a preemption or the loss of a node nobody asks the script."""
+    done = cluster.run(text_of(tmp_path, {"max_requeues": cap}), SLURM_RESTART_COUNT=restarts)
+    assert done.returncode == (0 if is_started else 1)
+    assert (cluster.words("srun-srun") is not None) is is_started
+    said = f"not started again: {cap} times are enough (slurm.max_requeues)"
+    assert (said in done.stdout) is not is_started
+    assert done.stdout.endswith(f" ended with exit code {done.returncode}\n")
+    assert cluster.words("scontrol-requeue") is None
+
+
+@pytest.mark.parametrize(
+    ("slurm", "option"),
+    [
+        ({}, "--requeue"),
+        ({"max_requeues": 1}, "--requeue"),
+        ({"max_requeues": 0}, "--no-requeue"),
+        ({"requeue": False}, "--no-requeue"),
+    ],
+)
+def test_slurm_is_told_whether_it_may_start_the_job_again(tmp_path: Path, slurm: dict[str, Any], option: str):
+    assert f"\n#SBATCH {option}\n" in text_of(tmp_path, slurm)
 
 
 def test_a_cancelled_job_is_not_put_back(cluster: Cluster, tmp_path: Path):

@@ -239,6 +239,12 @@ def test_wrong_words_of_the_command_line(
     assert "Traceback" not in err
 
 
+def test_a_flag_does_not_go_into_a_section_that_is_none(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    Path("r.yaml").write_text(Path("r.yaml").read_text() + "slurm: [a]\n")
+    assert slurm_command("render", "--config", "r.yaml", "--time", "30") == 2
+    assert "error: slurm: got ['a']\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flag", "line"), [("90", "90"), ("1-00", "1-00"), ("1:30:00", "1:30:00")])
 def test_times_as_slurm_writes_them(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], flag: str, line: str):
     assert slurm_command("render", "--config", "r.yaml", "--time", flag) == 0
