@@ -137,6 +137,10 @@ def _start(job: Job) -> str:
     lines += [
         "newest() { (cd \"$run_folder/checkpoints\" 2>/dev/null && compgen -G 'step-*') | sort | tail -n 1; }",
         "before=$(newest)",
+        "# how often the ranks have written that one of them was lost without a word",
+        'silent() { cat "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep -cE '
+        "'lost contact: (no word from rank|rank .* did not come)'; }",
+        "gone=$(silent)",
         "# a job that was put back into the queue goes on from its last checkpoint, if it had come as far as one",
         'if [ "$restarts" -gt 0 ] && [ -n "$before" ]; then',
         "  words+=(--ckpt_path last)",
@@ -218,8 +222,9 @@ def _after(job: Job) -> str:
     stopped, unheard, cap = EXIT_STOPPED, _EXIT_UNHEARD, job.config.max_requeues
     interrupted = _EXIT_INTERRUPTED
     return f"""# {stopped}: saved and stopped on a signal; {unheard}: SIGUSR1 came before anything listened.
-# Above 128: a rank was killed, by the kernel, an operator or a watchdog. That is worth another try if the job had come
-# further than where it started. A job that ended in any other way is not tried again.
+# Above 128: a rank was killed, by the kernel, an operator or a watchdog; or the others lost one without a word from it.
+# That is worth another try if the job had come further than where it started. A job that ended in any other way is not
+# tried again.
 echo "$(date '+%F %T') ended with exit code $code"
 # one that was not even that far is known by what srun says of the others
 if [ "$code" -eq {_EXIT_TERMINATED} ] && tail -c "+$((said + 1))" "$logs/$SLURM_JOB_ID.log" 2>/dev/null |
@@ -234,8 +239,14 @@ case $code in
 *)
   # what the ranks say of each other
   tail -qn 50 "$logs/$SLURM_JOB_ID".rank-*.log 2>/dev/null | grep 'lost contact: ' | sort -u | tail -n 3
+  lost=
   if [ "$code" -gt 128 ]; then
-    echo "a rank was killed (signal $((code - 128))), or hung until srun did it"
+    lost="a rank was killed (signal $((code - 128))), or hung until srun did it"
+  elif [ "$(silent)" -gt "$gone" ]; then
+    lost="a rank was killed, stopped, hung or was cut off"
+  fi
+  if [ -n "$lost" ]; then
+    echo "$lost"
     if [ "$(newest)" != "$before" ]; then again=yes; else echo "no checkpoint was made since this start"; fi
   fi
   ;;

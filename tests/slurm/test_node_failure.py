@@ -98,6 +98,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(cluster: Cluster):
     assert "rank 3 on node2 has given no sign of life for" in said, said
     job = log(cluster, "stopped-rank", number)
     assert re.search(r"rank \d \(node\d\) lost contact: no word from rank 3 \(node2\)", job), job
+    assert "back into the queue, 1 of 1" in job
     assert not Path("/proc", str(stopped)).exists()
 
 

@@ -145,3 +145,37 @@ def test_a_task_of_an_array_is_named_by_its_index(cluster: Cluster, tmp_path: Pa
     text = text_of(tmp_path, {"seeds": [5, 7]})
     cluster.run(text, step_code=75, SLURM_JOB_ID="40", SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="1")
     assert cluster.words("scontrol-requeue") == ["40_1"]
+
+
+LOST = "rank 0 (n1) lost contact: no word from rank 3 (n2): killed, stopped, hanging or cut off; see its own log"
+HANGING = "rank 0 (n1) lost contact: rank 3 (n2) did not come, but is alive: hanging, or much slower than the others"
+FAILED = "rank 0 (n1) lost contact: rank 3 (n2) failed: ValueError: no such row"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "saves", "requeued"),
+    [
+        ("", LOST, True, True),
+        ("", HANGING, True, True),
+        (LOST, LOST, True, True),
+        ("", LOST, False, False),  # it would end there again
+        (LOST, "", True, False),
+        ("", FAILED, True, False),
+        ("", "", True, False),
+    ],
+)
+def test_a_rank_that_was_lost_without_a_word_is_worth_another_start(
+    cluster: Cluster, tmp_path: Path, earlier: str, now: str, saves: bool, requeued: bool
+):
+    """A cut cable or a stopped process ends the others by their timeout, with exit code 1."""
+    log = tmp_path / "slurm" / "4711.rank-0.log"
+    log.parent.mkdir()
+    log.write_text(f"{earlier}\n")
+    checkpoint = shlex.quote(str(tmp_path / "checkpoints" / "step-00000010"))
+    step = f"#!/bin/bash\necho {shlex.quote(now)} >> {shlex.quote(str(log))}\n"
+    (cluster.folder / "bin" / "srun").write_text(step + (f"mkdir -p {checkpoint}\n" if saves else "") + "exit 1\n")
+    done = cluster.run(text_of(tmp_path))
+    assert done.returncode == 1
+    assert (cluster.words("scontrol-requeue") == ["4711"]) is requeued
+    assert ("a rank was killed, stopped, hung or was cut off" in done.stdout) is (now in (LOST, HANGING))
+    assert ("no checkpoint was made since this start" in done.stdout) is (now == LOST and not saves)
