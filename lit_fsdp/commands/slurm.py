@@ -49,10 +49,12 @@ def _render_or_submit(verb: str, argv: list[str]) -> int:
     options, rest = _options(verb, argv)
     if options is None:
         return 0
+    from lit_fsdp.commands.slurm_start import tokenizer_is_there
     from lit_fsdp.launch.slurm_lint import lint
 
     job, run, values = _job(options, rest)
     errors, notes = lint(job, run, _facts(run, job))
+    errors = [*tokenizer_is_there(run), *errors]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for error in errors:
@@ -126,6 +128,7 @@ def _options(verb: str, argv: list[str]) -> tuple[argparse.Namespace | None, lis
 
 def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, dict[str, Any]]:
     """The job of the command line, its checked recipe, and the same as values."""
+    from lit_fsdp.commands.slurm_start import check_keys
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
@@ -149,6 +152,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
     if isinstance(trainer, dict) and trainer.get("default_root_dir") is None:
         values["trainer"] = {**trainer, "default_root_dir": f"runs/{recipe.files[0].stem if recipe.files else 'run'}"}
     run = check_recipe(values, "fit")
+    check_keys(values)
     return with_node_counts(plan_job(values, run.slurm), run), run, values
 
 
@@ -190,13 +194,22 @@ def num_checkpoints(run: RunConfig) -> int | None:
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:
-    """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand."""
+    """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand.
+
+    Raises:
+        ConfigError: Units, adapters or choices that the model does not have.
+    """
     from lit_fsdp.audit import audit_recipe
 
     try:
         record = audit_recipe(run)
-    except (ConfigError, OSError):  # a hub that cannot be asked from here; lint says that it did not compare
+    except OSError:  # a hub that cannot be asked from here; lint says that it did not compare
         return None
+    except ConfigError as error:
+        is_elsewhere = run.slurm.container or (run.slurm.command and "pip install" in error.fix)
+        if is_elsewhere or error.field in ("model.name", "model.tokenizer"):
+            return None
+        raise
     return sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in record["state_per_rank"])
 
 

@@ -13,7 +13,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job
 from lit_fsdp.launch.slurm_lint_cluster import partition_has_it
-from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, place_is_shared
+from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, hub_has_it, place_is_shared
 from lit_fsdp.launch.slurm_lint_words import (
     no_launcher_inside,
     no_variable_wins,
@@ -160,6 +160,7 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     _start_is_clear,
     place_is_shared,
     files_exist,
+    hub_has_it,
     disk_is_enough,
 ]
 """Each yields errors, and notes on what it could not check."""

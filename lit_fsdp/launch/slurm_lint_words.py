@@ -102,7 +102,7 @@ def _full_name(word: str) -> str | None:
 
 def no_launcher_inside(job: Job, run: RunConfig, facts: Facts) -> Found:
     """Refuse what starts processes, or waits for somebody to type, inside the job."""
-    for field, line in _lines(job):
+    for field, line in shell_lines(job):
         plain = re.sub(r"(?:^|\s)#.*", "", line)
         launcher = _LAUNCHERS.search(plain) or _MODULES.search(plain)
         waits = (
@@ -118,7 +118,8 @@ def no_launcher_inside(job: Job, run: RunConfig, facts: Facts) -> Found:
             yield ConfigError(field, line.strip(), allowed, f"drop {waits[1]} from {field.split(',')[0]}")
 
 
-def _lines(job: Job) -> Iterator[tuple[str, str]]:
+def shell_lines(job: Job) -> Iterator[tuple[str, str]]:
+    """The lines of shell that users add to a job, each with its key."""
     config = job.config
     yield from ((f"slurm.setup[{i}]", part) for i, text in enumerate(config.setup or []) for part in text.splitlines())
     if config.command:

@@ -28,6 +28,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setattr(slurm_lint_places, "local_place", lambda path: None)
     monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 2**30)
     monkeypatch.setattr("lit_fsdp.commands.slurm.num_checkpoints", lambda run: 1)
+    monkeypatch.setattr("lit_fsdp.commands.slurm_start.check_keys", lambda values: None)  # see test_start.py
+    monkeypatch.setattr("lit_fsdp.commands.slurm_start.tokenizer_is_there", lambda run: ())
     for name in list(os.environ):
         if name.startswith(("SLURM_", "SBATCH_")):
             monkeypatch.delenv(name)
