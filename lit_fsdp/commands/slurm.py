@@ -233,7 +233,7 @@ def _status(argv: list[str]) -> int:
         nodes = f"{state.nodes} ({state.num_nodes} of {asked})" if asked and state.nodes else state.nodes or asked or ""
         print(
             f"job {state.job_id}  {state.state}  {state.time}  nodes {nodes}  restarts {state.restarts}  "
-            f"exit code {state.exit_code}  {state.reason}"
+            f"exit code {'unknown' if state.state == 'UNKNOWN' else state.exit_code}  {state.reason}"
         )
         log = None if folder is None else folder / "slurm" / f"{state.raw_id}.rank-0.log"
         if log is not None and log.is_file():

@@ -23,7 +23,9 @@ from lit_fsdp.redaction import hidden_keys, redact_values
 
 _JOBS = "jobs.jsonl"
 _NUMBER = re.compile(r"\d+(?:_\d+|_\[[^]]*\])?")
-_ENDED_WITH = re.compile(r"ended with exit code (\d+)")
+_ENDED_WITH = re.compile(r" ended with exit code (\d+)")
+_START = re.compile(r" start (\d+) on (\S+),")
+_SLURM_SAYS = re.compile(r"\*\*\* (.+) \*\*\*")
 
 
 def submit(job: Job, values: Mapping[str, Any]) -> str:
@@ -213,14 +215,20 @@ def states_of(number: str, run_folder: Path | None, raw_ids: Sequence[str] = ())
 
 
 def _state_by_log(number: str, log: Path) -> JobState | None:
+    """What the log says of the job's last start: an earlier one that ended was put back into the queue."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    codes, starts = _ENDED_WITH.findall(text), re.findall(r" start (\d+) on (\S+),", text)
-    if not codes:
+    starts = list(_START.finditer(text))
+    last = text[starts[-1].end() :] if starts else text
+    codes, said = _ENDED_WITH.findall(last), _SLURM_SAYS.findall(last)
+    if not codes and not starts:
         return None
+    restarts, nodes = (int(starts[-1][1]), starts[-1][2]) if starts else (0, "")
+    if not codes:
+        why = f"its log ends in the middle of a start{': ' + said[-1] if said else ''}; SLURM has forgotten it"
+        return JobState(number, number, "UNKNOWN", 0, restarts, nodes, why, "")
     code = int(codes[-1])
-    restarts, nodes = starts[-1] if starts else ("0", "")
     state = "FAILED" if code else "COMPLETED"
-    return JobState(number, number, state, code, int(restarts), nodes, "by its log: SLURM has forgotten it", "")
+    return JobState(number, number, state, code, restarts, nodes, "by its log: SLURM has forgotten it", "")
 
 
 def cancel(number: str, run_folder: Path | None) -> list[JobState]:
