@@ -209,9 +209,17 @@ def states_of(number: str, run_folder: Path | None, raw_ids: Sequence[str] = ())
     except JobForgotten:
         logs = {raw: run_folder / FOLDER / f"{raw}.log" for raw in raw_ids or [number]} if run_folder else {}
         found = [state for raw, log in logs.items() if (state := _state_by_log(raw, log)) is not None]
+        if not found and run_folder:
+            raise _forgotten_without_log(number, run_folder) from None
         if not found:
             raise
         return found
+
+
+def _forgotten_without_log(number: str, run_folder: Path) -> JobForgotten:
+    given = f"{number}, which SLURM has forgotten, without a log in {run_folder / FOLDER}: it ended before it began"
+    fix = "see sacct where there is accounting; lit-fsdp slurm submit starts a new job in that run folder"
+    return JobForgotten("job", given, "a job that SLURM remembers, or one that wrote a log", fix)
 
 
 def _state_by_log(number: str, log: Path) -> JobState | None:

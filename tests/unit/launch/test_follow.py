@@ -145,11 +145,14 @@ def test_or_by_the_accounting_where_there_is_one(slurm: FakeSlurm):
 
 def test_forgotten_by_all(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     slurm.states("")
-    for words in (["status", "4711"], ["cancel", "4711"], ["status", "run"], ["cancel", "run"]):
-        assert main(["slurm", *words]) == 2
-        err = capsys.readouterr().err
-        assert "4711: slurm_load_jobs error: Invalid job id specified" in err
-        assert "see squeue --me and sacct" in err
+    for word, says, fix in (
+        ("4711", "4711: slurm_load_jobs error: Invalid job id specified", "give the run folder, or see squeue --me"),
+        ("run", "4711, which SLURM has forgotten, without a log", "lit-fsdp slurm submit starts a new job"),
+    ):
+        for verb in ("status", "cancel"):
+            assert main(["slurm", verb, word]) == 2
+            err = capsys.readouterr().err
+            assert (says in err, fix in err, err.count("run folder")) == (True, True, 1)
     assert slurm.calls("scancel") == []
 
 
