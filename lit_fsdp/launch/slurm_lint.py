@@ -14,12 +14,8 @@ from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job
 from lit_fsdp.launch.slurm_lint_cluster import partition_has_it
 from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, hub_has_it, place_is_shared
-from lit_fsdp.launch.slurm_lint_words import (
-    no_launcher_inside,
-    no_variable_wins,
-    not_interactive,
-    options_are_ours,
-)
+from lit_fsdp.launch.slurm_lint_shell import no_launcher_inside, shell_is_whole
+from lit_fsdp.launch.slurm_lint_words import no_variable_wins, not_interactive, options_are_ours
 from lit_fsdp.launch.slurm_nodes import fewer_nodes_fit
 
 START_SECONDS = 300
@@ -151,6 +147,7 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     no_variable_wins,
     options_are_ours,
     no_launcher_inside,
+    shell_is_whole,
     _devices_are_counted,
     _groups_are_whole_nodes,
     fewer_nodes_fit,

@@ -16,7 +16,7 @@ from lit_fsdp.launch.checks.hub import hub_facts
 from lit_fsdp.launch.checks.row import Wanted
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job
-from lit_fsdp.launch.slurm_lint_words import shell_lines
+from lit_fsdp.launch.slurm_lint_shell import shell_lines
 
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local", "/local")  # noqa: S108 (named to refuse them)
 _LOCAL_TYPES = ("tmpfs", "ramfs", "overlay", "squashfs")
