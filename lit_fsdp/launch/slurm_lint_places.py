@@ -15,13 +15,12 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.checks.hub import hub_facts
 from lit_fsdp.launch.checks.row import Wanted
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
-from lit_fsdp.launch.slurm_job import Job
+from lit_fsdp.launch.slurm_job import IMAGES, Job
 from lit_fsdp.launch.slurm_lint_shell import shell_lines
 
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local", "/local")  # noqa: S108 (named to refuse them)
 _LOCAL_TYPES = ("tmpfs", "ramfs", "overlay", "squashfs")
 _DISK_TYPES = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
-_IMAGES = (".sif", ".sqsh", ".img")
 _FILES_PER_RANK, _MORE_FILES = 3, 16
 """Of one checkpoint: tensors and state of each rank; manifest, common state, and what the model's folder brings."""
 
@@ -90,8 +89,8 @@ def _read_paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
     """What the job reads that is surely a path, by its key."""
     named: dict[str, str | None] = {"slurm.env_file": job.config.env_file}
     image = job.config.container
-    if image and (_is_path(image) or image.endswith(_IMAGES)):
-        named["slurm.container"] = image
+    if image and (_is_path(image) or image.endswith(IMAGES)):
+        named["slurm.container"] = job.image
     if not run.model.miniature and isinstance(run.model.name, str):
         named["model.name"] = run.model.name if _is_path(run.model.name) or os.path.exists(run.model.name) else None
         tokenizer = run.model.tokenizer
@@ -186,12 +185,11 @@ def files_exist(job: Job, run: RunConfig, facts: Facts) -> Found:
         given = job.command[0]
         yield ConfigError("slurm.command", given, "a program that exists on the nodes", "give its whole path")
     if config.container:
-        inside = [Path(mount.split(":")[1 if ":" in mount else 0]) for mount in config.container_mounts or []]
+        inside = [Path(mount.split(":")[1 if ":" in mount else 0]) for mount in job.mounts]
         unseen = [
             f"{field} {path}"
             for field, path in _read_paths(job, run)
-            if not field.startswith("slurm.")
-            and not any(path.is_relative_to(place) for place in (*inside, job.run_folder))
+            if not field.startswith("slurm.") and not any(path.is_relative_to(place) for place in inside)
         ]
         if unseen:
             yield f"below none of slurm.container_mounts, so the image has to bring it: {', '.join(unseen)}"

@@ -71,10 +71,10 @@ def _ask(job: Job, token: Path) -> list[dict[str, Any]]:
     words += which_nodes(config.extra or [])
     start = python_of(job.command) or [sys.executable]
     if config.container and config.container_runtime == "pyxis":
-        words += [f"--container-image={config.container}", f"--container-mounts={job.run_folder}:{job.run_folder}"]
+        words += [f"--container-image={job.image}", f"--container-mounts={job.run_folder}:{job.run_folder}"]
         start = ["env", *(f"{name}={value}" for name, value in (config.env or {}).items()), "python3"]
     elif config.container:
-        start = ["apptainer", "exec", "--bind", str(job.run_folder), config.container, "python3"]
+        start = ["apptainer", "exec", "--bind", str(job.run_folder), job.image, "python3"]
     if not config.container or config.container_runtime == "apptainer":
         start = [*_surroundings(job), *start]
     try:
