@@ -164,8 +164,8 @@ def _facts(run: RunConfig, job: Job) -> Facts:
     from lit_fsdp.launch.slurm_lint_cluster import ask_partitions
 
     seeds = job.config.seeds
-    folders = [job.run_folder] if seeds is None else [job.run_folder / f"seed-{seed}" for seed in seeds]
-    there = [entry for folder in folders for entry in checkpoints(folder)]
+    by_seed = {seed: checkpoints(job.run_folder / f"seed-{seed}") for seed in seeds or ()}
+    there = checkpoints(job.run_folder) if seeds is None else [entry for kept in by_seed.values() for entry in kept]
     measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
     partitions, why = None, ""
     try:
@@ -179,6 +179,7 @@ def _facts(run: RunConfig, job: Job) -> Facts:
         num_checkpoints=num_checkpoints(run),
         num_kept=len(there),
         kept_bytes=sum(entry.num_bytes for entry in there),
+        empty_seeds=tuple(seed for seed, kept in by_seed.items() if not kept),
         partitions=partitions,
         no_partitions=why,
     )

@@ -139,6 +139,15 @@ def _start_is_clear(job: Job, run: RunConfig, facts: Facts) -> Found:
             f"a checkpoint in {job.run_folder}, where there is none",
             "drop ckpt_path, or give a path",
         )
+    elif word in ("last", "best") and facts.empty_seeds:
+        empty = ", ".join(map(str, facts.empty_seeds))
+        others = [seed for seed in job.config.seeds or () if seed not in facts.empty_seeds]
+        yield ConfigError(
+            "ckpt_path",
+            f"{word}, and no checkpoint of seed {empty} below {job.run_folder}",
+            "a checkpoint of every seed: without one its task would fail as it starts",
+            f"set slurm.seeds: {others}, and submit the rest without ckpt_path under another run folder",
+        )
     elif word not in (None, "last", "best") and not os.path.isdir(Path(str(word)).expanduser()):
         yield ConfigError("ckpt_path", word, "last, best, or a checkpoint's folder", "lit-fsdp ckpt ls RUN shows them")
 

@@ -92,7 +92,7 @@ def test_a_home_and_files_beside_us_are_whole_paths(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["a:b", "a,b"])
 def test_a_run_folder_that_would_part_a_mount(name: str):
     folder = {"default_root_dir": f"/shared/{name}"}
-    with pytest.raises(ConfigError, match="with slurm.container"):
+    with pytest.raises(ConfigError, match=r"with slurm\.container"):
         planned({"container": "reg/i:1"}, trainer=folder)
     planned(trainer=folder)
 

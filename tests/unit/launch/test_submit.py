@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lit_fsdp.__main__ import main
+from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest
 from lit_fsdp.launch import slurm_client, slurm_lint_places
 from tests.unit.launch.fake_slurm import FakeSlurm, job_line
 from tests.unit.launch.jobs import MODEL
@@ -260,20 +261,30 @@ def test_flags_win_over_fragments_and_fragments_over_the_recipe(slurm: FakeSlurm
     assert "trainer.num_nodes: 2 → 4 (--nodes)" in err
 
 
+def leave(step: int, seconds: float | None, run: str = RUN) -> None:
+    """A checkpoint of a run, and how long it took to save."""
+    folder = Path(run) / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    extra = {} if seconds is None else {"save_seconds": seconds}
+    empty = Manifest(
+        folder=folder, layout="sharded", global_step=step, world_size=16, created="", versions={}, tensors={},
+        files={}, metrics={}, extra=extra,
+    )  # fmt: skip
+    (folder / MANIFEST).write_bytes(empty.dumps())
+
+
+def test_every_seed_that_goes_on_has_a_checkpoint(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    words = ("render", "--config", "r.yaml", "--ckpt_path", "last", "--slurm.seeds")
+    leave(1, None, f"{RUN}/seed-1")
+    assert slurm_command(*words, "[1, 2, 3]") == 2
+    err = capsys.readouterr().err
+    assert "no checkpoint of seed 2, 3 below" in err
+    assert "set slurm.seeds: [1]" in err
+    assert slurm_command(*words, "[1]") == 0
+
+
 def test_a_measured_save_decides_and_the_slowest_of_them(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     """What runs leave behind in the manifests of this run folder."""
-    from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest
-
-    def leave(step: int, seconds: float | None) -> None:
-        folder = Path(RUN) / "checkpoints" / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        extra = {} if seconds is None else {"save_seconds": seconds}
-        empty = Manifest(
-            folder=folder, layout="sharded", global_step=step, world_size=16, created="", versions={}, tensors={},
-            files={}, metrics={}, extra=extra,
-        )  # fmt: skip
-        (folder / MANIFEST).write_bytes(empty.dumps())
-
     words = ("render", "--config", "r.yaml", "--ckpt_path", "last", "--slurm.signal_lead_seconds")
     leave(1, None)  # written by a version that did not measure
     assert slurm_command(*words, "60") == 0
