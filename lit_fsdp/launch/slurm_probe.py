@@ -111,6 +111,8 @@ def python_of(command: Sequence[str]) -> list[str] | None:
     """The words that start the Python of a command; ``None`` where that cannot be seen from it."""
     if "-m" in command:
         return list(command[: command.index("-m")])
+    if "python" in Path(command[0]).name:  # with a script
+        return [command[0]]
     path = shutil.which(command[0])
     if path is None or len(command) > 1:
         return None

@@ -43,6 +43,8 @@ def test_nodes_that_agree(slurm: FakeSlurm):
     for word in ("--nodes=2", "--ntasks-per-node=1", "--immediate=300", "--partition=gpu", "--account=lab"):
         assert word in call.split()
     assert sys.executable in call
+    asked(slurm, answer("n1"), answer("n2"), command=["/own/python3.11", "start.py"])
+    assert any(" /own/python3.11 -c " in call for call in slurm.calls("srun"))
 
 
 def test_the_nodes_asked_are_those_the_job_may_get(slurm: FakeSlurm):
