@@ -203,7 +203,9 @@ def _in_interpreter(name: str, rest: Sequence[str], has_input: bool) -> tuple[st
             return next((found for command in _commands(inner) if (found := _started(command))), None)
         if not is_shell and option[:2] in ("-c", "-m", "-V", "-h"):
             return None
-        i += 2 if option in ("--rcfile", "--init-file", "-o", "+o", "-O", "-W", "-X") else 1
+        is_long = option.startswith("--")
+        takes = option in ("--rcfile", "--init-file") if is_long else option[-1] in ("oO" if is_shell else "WX")
+        i += 1 + takes
     asks = any(option in ("--version", "--help", "-V", "-h") for option in rest[:i])
     return None if i < len(rest) or has_input or asks else (" ".join([name, *rest]), False)
 

@@ -82,6 +82,7 @@ def test_any_other_option_is_let_through(option: str):
         "true; read answer",
         'bash -c "srun x"',
         "bash -lc 'cd x && srun y'",
+        "bash -euo pipefail -c 'srun x'",
         "\\srun x",
         "'srun' x",
         'echo "$(srun hostname)"',
