@@ -16,7 +16,6 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
@@ -50,7 +49,7 @@ from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.signals import SignalFlags
 from lit_fsdp.speak import speak
-from lit_fsdp.trainer_keys import check_trainer_keys
+from lit_fsdp.trainer_keys import TRAINER_ERRORS, check_trainer_keys, refused_by_trainer
 
 # Packages whose classes a recipe may name. A rejected class path is not imported.
 TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
@@ -224,11 +223,10 @@ class RecipeCLI(LightningCLI):
             kwargs["logger"] = [own, *others]
         try:
             return self._instantiate_trainer({**given, **kwargs}, callbacks)
-        except (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            text = " ".join(str(error).split())
-            raise ConfigError("trainer", text, "what Lightning's Trainer accepts", "see lit-fsdp fit --help") from error
+        except ConfigError:
+            raise
+        except TRAINER_ERRORS as error:
+            raise refused_by_trainer(error) from error
 
     def run_trainer(
         self, others: Sequence[Path] = (), choose_again: Callable[[], tuple[str, Sequence[Path]]] | None = None

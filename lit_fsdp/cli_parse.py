@@ -13,8 +13,11 @@ from lit_fsdp.signals import SignalFlags
 from lit_fsdp.trainer_keys import check_trainer_keys
 
 
-def check_parses(values: dict[str, Any], flags: list[str]) -> None:
+def check_parses(values: dict[str, Any], flags: list[str]) -> dict[str, Any]:
     """Let Lightning's parser read a checked recipe without building anything.
+
+    Returns:
+        The ``trainer`` section as it has read it.
 
     Raises:
         ConfigError: A key or value that only Lightning knows to be wrong.
@@ -22,7 +25,8 @@ def check_parses(values: dict[str, Any], flags: list[str]) -> None:
     check_trainer_keys(values, flags)
     jsonargparse.set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=TRUSTED)
     try:
-        _ParsedOnly("fit", ["fit", "--config", yaml.safe_dump(values, sort_keys=False), *flags], SignalFlags())
+        words = ["fit", "--config", yaml.safe_dump(values, sort_keys=False), *flags]
+        return dict(vars(_ParsedOnly("fit", words, SignalFlags()).config["fit"]["trainer"]))
     except argparse.ArgumentError as error:
         raise unreadable(error) from None
 

@@ -110,8 +110,9 @@ def choose(
     """
     word = str(word_or_path)
     if word not in ("last", "best"):
-        read_manifest(word_or_path)
-        return Choice(Path(word_or_path))
+        path = Path(word_or_path).expanduser()
+        read_manifest(path)
+        return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
     if not found:
         raise CheckpointError(_nothing_there(Path(run_folder), word, broken))

@@ -162,7 +162,7 @@ def _with_bytes(wanted: Wanted, run: RunConfig, num_gpus: int) -> Wanted:
     try:
         count = num_checkpoints(run) or wanted.num_checkpoints
         return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run), num_checkpoints=count)
-    except CheckpointError:  # damaged files of the model; a run says which, and here its size is not known
+    except (CheckpointError, ConfigError):  # a run says what is wrong with the model; here its size is not known
         return wanted
 
 

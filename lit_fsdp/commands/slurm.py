@@ -49,10 +49,12 @@ def _render_or_submit(verb: str, argv: list[str]) -> int:
     options, rest = _options(verb, argv)
     if options is None:
         return 0
+    from lit_fsdp.commands.slurm_start import tokenizer_is_there
     from lit_fsdp.launch.slurm_lint import lint
 
     job, run, values = _job(options, rest)
     errors, notes = lint(job, run, _facts(run, job))
+    errors = [*tokenizer_is_there(run), *errors]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for error in errors:
@@ -126,6 +128,7 @@ def _options(verb: str, argv: list[str]) -> tuple[argparse.Namespace | None, lis
 
 def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, dict[str, Any]]:
     """The job of the command line, its checked recipe, and the same as values."""
+    from lit_fsdp.commands.slurm_start import check_keys
     from lit_fsdp.config.miniature import adapt_to_miniature
     from lit_fsdp.config.recipe import read_recipe
     from lit_fsdp.config.run import check_recipe
@@ -150,6 +153,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, 
     if trainer.get("default_root_dir") is None:
         values["trainer"] = {**trainer, "default_root_dir": f"runs/{recipe.files[0].stem if recipe.files else 'run'}"}
     run = check_recipe(values, "fit")
+    check_keys(values)
     return with_node_counts(plan_job(values, run.slurm), run), run, values
 
 
@@ -161,8 +165,8 @@ def _facts(run: RunConfig, job: Job) -> Facts:
     from lit_fsdp.launch.slurm_lint_cluster import ask_partitions
 
     seeds = job.config.seeds
-    folders = [job.run_folder] if seeds is None else [job.run_folder / f"seed-{seed}" for seed in seeds]
-    there = [entry for folder in folders for entry in checkpoints(folder)]
+    by_seed = {seed: checkpoints(job.run_folder / f"seed-{seed}") for seed in seeds or ()}
+    there = checkpoints(job.run_folder) if seeds is None else [entry for kept in by_seed.values() for entry in kept]
     measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
     partitions, why = None, ""
     try:
@@ -176,6 +180,7 @@ def _facts(run: RunConfig, job: Job) -> Facts:
         num_checkpoints=num_checkpoints(run),
         num_kept=len(there),
         kept_bytes=sum(entry.num_bytes for entry in there),
+        empty_seeds=tuple(seed for seed, kept in by_seed.items() if not kept),
         partitions=partitions,
         no_partitions=why,
     )
@@ -191,13 +196,22 @@ def num_checkpoints(run: RunConfig) -> int | None:
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:
-    """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand."""
+    """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand.
+
+    Raises:
+        ConfigError: Units, adapters or choices that the model does not have.
+    """
     from lit_fsdp.audit import audit_recipe
 
     try:
         record = audit_recipe(run)
-    except (ConfigError, OSError):  # a hub that cannot be asked from here; lint says that it did not compare
+    except OSError:  # a hub that cannot be asked from here; lint says that it did not compare
         return None
+    except ConfigError as error:
+        is_elsewhere = run.slurm.container or (run.slurm.command and "pip install" in error.fix)
+        if is_elsewhere or error.field in ("model.name", "model.tokenizer"):
+            return None
+        raise
     return sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in record["state_per_rank"])
 
 
@@ -221,7 +235,7 @@ def _status(argv: list[str]) -> int:
         nodes = f"{state.nodes} ({state.num_nodes} of {asked})" if asked and state.nodes else state.nodes or asked or ""
         print(
             f"job {state.job_id}  {state.state}  {state.time}  nodes {nodes}  restarts {state.restarts}  "
-            f"exit code {state.exit_code}  {state.reason}"
+            f"exit code {'unknown' if state.state == 'UNKNOWN' else state.exit_code}  {state.reason}"
         )
         log = None if folder is None else folder / "slurm" / f"{state.raw_id}.rank-0.log"
         if log is not None and log.is_file():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from lit_fsdp.errors import ConfigError
 
+GENERATED = "generated:"
+"""How the name of rows begins that are made on the spot."""
+_MOST_GENERATED = 1_000_000
+HUB_SLICE = re.compile(r"[\w.\-/]+(:[\w.\-]+)+\[-?\d*%?:-?\d*%?\]")
+"""A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
 RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens"]
 
 
@@ -64,7 +70,8 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
     """The entries of one split, names alone as entries of their own.
 
     Raises:
-        ConfigError: Some entries have a weight and some have none, or there is none at all.
+        ConfigError: Some entries have a weight and some have none, there is none at all, or one generates no number
+            of rows.
     """
     if sources is None:
         return []
@@ -72,6 +79,9 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
     if not entries or "" in entries:
         raise ConfigError(split, repr(sources), "at least one source, each with a name", f"write {split}: rows.jsonl")
     found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
+    for i, entry in enumerate(found):
+        if entry.source.startswith(GENERATED):
+            _check_count(split if isinstance(sources, str) else f"{split}[{i}]", entry.source)
     without = [entry.source for entry in found if entry.weight is None]
     if without and len(without) < len(found):
         raise ConfigError(
@@ -81,3 +91,9 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
             f"give {without[0]} a weight",
         )
     return found
+
+
+def _check_count(field: str, name: str) -> None:
+    count = name.removeprefix(GENERATED)
+    if not (count.isascii() and count.isdigit() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED):
+        raise ConfigError(field, name[:80], f"{GENERATED}N, N from 1 to {_MOST_GENERATED}", "write generated:64")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lit_fsdp.config.sources import GENERATED
 from lit_fsdp.data.columnar import arrow_chunks, parquet_chunks
 from lit_fsdp.data.files import Chunk, Position, csv_chunks, json_chunks, jsonl_chunks, numbered_rows, tsv_chunks
 from lit_fsdp.data.folders import kind_of
 from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.errors import DataError
 
-_MOST_GENERATED = 1_000_000
 _EDGE_BYTES = 2**16
 _ROWS = 500
 
@@ -129,20 +129,11 @@ def _hash(content: bytes) -> str:
 
 
 class GeneratedPart:
-    """Rows made on the spot: ``generated:N``.
-
-    Raises:
-        DataError: N is no number of rows.
-    """
+    """Rows made on the spot: ``generated:N``; the name has been checked."""
 
     def __init__(self, name: str) -> None:
-        count = name.removeprefix("generated:")
-        if not (count.isascii() and count.isdigit() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED):
-            raise DataError(
-                f"{name}: not a number of rows\n  allowed: 1 to {_MOST_GENERATED}\n  fix:     write generated:64"
-            )
         self.name = self.digest = name
-        self.count = int(count)
+        self.count = int(name.removeprefix(GENERATED))
 
     def chunks(self, start: Position | None) -> Iterator[Chunk]:
         """Chunks of rows. Position: number of the row."""

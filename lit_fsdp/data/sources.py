@@ -10,7 +10,6 @@ import glob
 import itertools
 import logging
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.config.sources import GENERATED, HUB_SLICE, RowFormat, SourceConfig, Sources, check_sources
 from lit_fsdp.data.files import Chunk, Position, Row
 from lit_fsdp.data.folders import folder_files, is_saved
 from lit_fsdp.data.formats import find_format
@@ -27,7 +26,6 @@ from lit_fsdp.data.saved import hub_data_set, saved_folder
 from lit_fsdp.errors import DataError
 
 _log = logging.getLogger(__name__)
-_SLICE = re.compile(r"[\w.\-/]+(:[\w.\-]+)+\[-?\d*%?:-?\d*%?\]")  # imdb:train[:10%], as datasets writes it
 
 
 @dataclass(frozen=True)
@@ -157,13 +155,13 @@ def _find(entry: SourceConfig, config: DataConfig, streaming: bool) -> Source:
 
 
 def _parts(name: str, streaming: bool) -> list[Part]:
-    if name.startswith("generated:"):
+    if name.startswith(GENERATED):
         return [GeneratedPart(name)]
     # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
     path = Path(os.path.expanduser(name))
     base, colon, split = name.rpartition(":")
     folder, wanted = (Path(os.path.expanduser(base)), split) if colon and not os.path.exists(path) else (path, None)
-    if glob.has_magic(name) and not (os.path.exists(path) or os.path.isdir(folder) or _SLICE.fullmatch(name)):
+    if glob.has_magic(name) and not (os.path.exists(path) or os.path.isdir(folder) or HUB_SLICE.fullmatch(name)):
         paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(found)]
         if not paths:
             raise DataError(

@@ -15,6 +15,7 @@ _PAIR = re.compile(r"(\w+(?:/\w+)?)=(\S*)")
 _ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED"),
+    "UNKNOWN",  # of a job that SLURM has forgotten: how it ended nobody knows
 )
 _SECONDS = 60
 _SILENT = (
@@ -46,7 +47,7 @@ class JobState:
     raw_id: str
     """``SLURM_JOB_ID`` inside of it, by which its logs are named; another one for each task of an array."""
     state: str
-    """PENDING, RUNNING, COMPLETED, …"""
+    """PENDING, RUNNING, COMPLETED, …; UNKNOWN: it has ended, and nobody knows how."""
     exit_code: int
     """Of the batch script; 128 + signal if one ended it."""
     restarts: int
@@ -153,7 +154,7 @@ def _state(line: str) -> JobState:
     return JobState(
         job_id=name,
         raw_id=found["JobId"],
-        state=found.get("JobState", "UNKNOWN"),
+        state=found.get("JobState", ""),
         exit_code=exit_code(found.get("ExitCode", "0:0")),
         restarts=int(found.get("Restarts", "0")),
         nodes=found.get("NodeList", ""),

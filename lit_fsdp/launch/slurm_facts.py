@@ -45,6 +45,8 @@ class Facts:
     """Checkpoints that lie in the run folder already."""
     kept_bytes: int = 0
     """Of these."""
+    empty_seeds: tuple[int, ...] = ()
+    """Of ``slurm.seeds``, those whose folders hold no checkpoint."""
     partitions: tuple[Partition, ...] | None = None
     """Of the cluster; ``None``: not known."""
     no_partitions: str = "no sinfo on this machine"

@@ -13,6 +13,8 @@ from lit_fsdp.errors import ConfigError
 
 FOLDER = "slurm"
 RECIPE_NAME = "recipe.yaml"
+IMAGES = (".sif", ".sqsh", ".img")
+"""Endings of files that hold an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,23 @@ class Job:
         if self.config.command is not None:
             return list(self.config.command)
         return ["lit-fsdp"] if self.config.container else [sys.executable, "-m", "lit_fsdp"]
+
+    @property
+    def image(self) -> str:
+        """The image that the processes run in: an absolute path where it is a file, else its name in a registry."""
+        given = str(self.config.container)
+        path = Path(given).expanduser()
+        is_file = ("/" in given or given.endswith(IMAGES)) and path.exists()
+        return str(path.absolute()) if is_file or given.startswith((".", "/", "~")) else given
+
+    @property
+    def mounts(self) -> list[str]:
+        """Folders seen inside the image, the run folder first; those of the host are absolute paths."""
+        found = [str(self.run_folder)]
+        for given in self.config.container_mounts or []:
+            host, colon, inside = given.partition(":")
+            found.append(f"{Path(host).expanduser().absolute()}{colon}{inside}")
+        return found
 
     @property
     def world_size(self) -> int:
@@ -120,8 +139,10 @@ def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
             "the number of processes per node",
             "set trainer.devices: 8, or give --gpus-per-node 8",
         )
-    folder = _run_folder(trainer.get("default_root_dir") or "runs/run")
+    folder = _run_folder(trainer.get("default_root_dir") or "runs/run", is_mounted=config.container is not None)
     ckpt_path = values.get("ckpt_path")
+    if ckpt_path not in (None, "last", "best"):  # in the script it is quoted, and nothing expands it
+        ckpt_path = Path(str(ckpt_path)).expanduser().absolute()
     return Job(
         config=config,
         run_folder=folder,
@@ -158,8 +179,15 @@ def _is_on_cpu(accelerator: Any, config: SlurmConfig, devices: Any) -> bool:
     return bool(accelerator == "cpu")
 
 
-def _run_folder(given: str) -> Path:
+def _run_folder(given: str, is_mounted: bool) -> Path:
     folder = Path(given).expanduser().absolute()
+    if is_mounted and set(":,") & set(str(folder)):
+        raise ConfigError(
+            "trainer.default_root_dir",
+            f"{folder} with slurm.container",
+            "a path without : and , which part the mounts of an image",
+            "rename the folder",
+        )
     if any(ord(c) < 32 or ord(c) == 127 or c == "\\" for c in str(folder)):
         raise ConfigError(
             "trainer.default_root_dir",

@@ -12,14 +12,10 @@ from lit_fsdp.config.slurm import time_seconds
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job
-from lit_fsdp.launch.slurm_lint_cluster import partition_has_it
-from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, place_is_shared
-from lit_fsdp.launch.slurm_lint_words import (
-    no_launcher_inside,
-    no_variable_wins,
-    not_interactive,
-    options_are_ours,
-)
+from lit_fsdp.launch.slurm_lint_cluster import partition_has_it, time_limit
+from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, hub_has_it, place_is_shared
+from lit_fsdp.launch.slurm_lint_shell import no_launcher_inside, shell_is_whole
+from lit_fsdp.launch.slurm_lint_words import no_variable_wins, not_interactive, options_are_ours
 from lit_fsdp.launch.slurm_nodes import fewer_nodes_fit
 
 START_SECONDS = 300
@@ -93,16 +89,17 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
             f"a validation is finished before a signal is heard: let it take less than {lead - needed} s, or raise "
             "slurm.signal_lead_seconds"
         )
-    limit = None if job.config.time is None else time_seconds(str(job.config.time))
-    if job.config.time is None:
+    field, given, first = time_limit(job, facts)
+    limit = None if given is None else time_seconds(given)
+    if given is None:
         yield "slurm.time is not set, so that the partition's default holds and is not compared with a save"
     least = START_SECONDS + max(lead, needed)
     if limit is not None and limit < least:
         yield ConfigError(
-            "slurm.time",
-            f"{job.config.time} ({limit} s); the start takes {START_SECONDS} s, the last save {max(lead, needed)} s",
+            field,
+            f"{given} ({limit} s); the start takes {START_SECONDS} s, the last save {max(lead, needed)} s",
             f"{least} s or more ({how})",
-            f'set slurm.time: "{-(-2 * least // 3600):02d}:00:00"',
+            f'{first}set slurm.time: "{-(-2 * least // 3600):02d}:00:00"',
         )
 
 
@@ -142,6 +139,15 @@ def _start_is_clear(job: Job, run: RunConfig, facts: Facts) -> Found:
             f"a checkpoint in {job.run_folder}, where there is none",
             "drop ckpt_path, or give a path",
         )
+    elif word in ("last", "best") and facts.empty_seeds:
+        empty = ", ".join(map(str, facts.empty_seeds))
+        others = [seed for seed in job.config.seeds or () if seed not in facts.empty_seeds]
+        yield ConfigError(
+            "ckpt_path",
+            f"{word}, and no checkpoint of seed {empty} below {job.run_folder}",
+            "a checkpoint of every seed: without one its task would fail as it starts",
+            f"set slurm.seeds: {others}, and submit the rest without ckpt_path under another run folder",
+        )
     elif word not in (None, "last", "best") and not os.path.isdir(Path(str(word)).expanduser()):
         yield ConfigError("ckpt_path", word, "last, best, or a checkpoint's folder", "lit-fsdp ckpt ls RUN shows them")
 
@@ -151,6 +157,7 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     no_variable_wins,
     options_are_ours,
     no_launcher_inside,
+    shell_is_whole,
     _devices_are_counted,
     _groups_are_whole_nodes,
     fewer_nodes_fit,
@@ -160,6 +167,7 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     _start_is_clear,
     place_is_shared,
     files_exist,
+    hub_has_it,
     disk_is_enough,
 ]
 """Each yields errors, and notes on what it could not check."""

@@ -60,6 +60,22 @@ def _limit_seconds(text: str) -> int | None:
         return None
 
 
+def time_limit(job: Job, facts: Facts) -> tuple[str, str | None, str]:
+    """The key that sets the job's time limit, its value (``None``: the partition's holds), and how to begin a fix.
+
+    Raises:
+        ConfigError: The variable of this shell that sets it is no time.
+    """
+    given = facts.environment.get("SBATCH_TIMELIMIT")
+    if job.config.time is not None or given is None:
+        return "slurm.time", None if job.config.time is None else str(job.config.time), ""
+    try:
+        time_seconds(given)
+    except ConfigError as error:
+        raise ConfigError("SBATCH_TIMELIMIT", error.given, error.allowed, "unset SBATCH_TIMELIMIT") from None
+    return "SBATCH_TIMELIMIT", given, "unset SBATCH_TIMELIMIT, and "
+
+
 def partition_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
     """Refuse what no node of the partition, or too few, can give, and more time than it allows."""
     if facts.partitions is None:
@@ -75,19 +91,22 @@ def partition_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
             fix = f"set slurm.partition: {near[0]}" if near else "see sinfo"
             yield ConfigError("slurm.partition", name, f"a partition of this cluster: {', '.join(known)}", fix)
             return
-        problems.append(list(_problems(job, name, [p for p in facts.partitions if p.name == name])))
+        alike = [p for p in facts.partitions if p.name == name]
+        problems.append([*_too_long(job, facts, alike[0]), *_problems(job, name, alike)])
     if problems and all(problems):  # of several partitions one that can is enough
         yield from problems[0]
 
 
+def _too_long(job: Job, facts: Facts, partition: Partition) -> Iterator[ConfigError]:
+    field, given, first = time_limit(job, facts)
+    wanted = None if given is None else time_seconds(given)
+    if given is not None and partition.time_limit is not None and (wanted is None or wanted > partition.time_limit):
+        text = _as_time(partition.time_limit)
+        fix = f'{first}set slurm.time: "{text}"'
+        yield ConfigError(field, f"{given} in partition {partition.name}", f"at most {text}", fix)
+
+
 def _problems(job: Job, name: str, alike: Sequence[Partition]) -> Iterator[ConfigError]:
-    limit = alike[0].time_limit
-    wanted = None if job.config.time is None else time_seconds(str(job.config.time))
-    if job.config.time is not None and limit is not None and (wanted is None or wanted > limit):
-        text = _as_time(limit)
-        yield ConfigError(
-            "slurm.time", f"{job.config.time} in partition {name}", f"at most {text}", f'set slurm.time: "{text}"'
-        )
     cpus = job.tasks_per_node * (job.config.cpus_per_task or 1)
     most_gpus, most_cpus = max(p.gpus for p in alike), max(p.cpus for p in alike)
     if job.gpus_per_node > most_gpus:

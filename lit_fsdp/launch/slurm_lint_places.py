@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_fsdp.config.run import RunConfig
-from lit_fsdp.config.sources import check_sources
+from lit_fsdp.config.sources import GENERATED, HUB_SLICE, check_sources
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.launch.checks.hub import hub_facts
+from lit_fsdp.launch.checks.row import Wanted
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
-from lit_fsdp.launch.slurm_job import Job
+from lit_fsdp.launch.slurm_job import IMAGES, Job
+from lit_fsdp.launch.slurm_lint_shell import shell_lines
 
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local", "/local")  # noqa: S108 (named to refuse them)
 _LOCAL_TYPES = ("tmpfs", "ramfs", "overlay", "squashfs")
 _DISK_TYPES = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
-_IMAGES = (".sif", ".sqsh", ".img")
 _FILES_PER_RANK, _MORE_FILES = 3, 16
 """Of one checkpoint: tensors and state of each rank; manifest, common state, and what the model's folder brings."""
 
@@ -87,19 +89,23 @@ def _read_paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
     """What the job reads that is surely a path, by its key."""
     named: dict[str, str | None] = {"slurm.env_file": job.config.env_file}
     image = job.config.container
-    if image and (_is_path(image) or image.endswith(_IMAGES)):
-        named["slurm.container"] = image
+    if image and (_is_path(image) or image.endswith(IMAGES)):
+        named["slurm.container"] = job.image
     if not run.model.miniature and isinstance(run.model.name, str):
         named["model.name"] = run.model.name if _is_path(run.model.name) or os.path.exists(run.model.name) else None
         tokenizer = run.model.tokenizer
         named["model.tokenizer"] = (
             tokenizer if tokenizer and (_is_path(tokenizer) or os.path.exists(tokenizer)) else None
         )
+    named |= {field: _source_path(name) for field, name in _sources(run)}
+    yield from ((field, Path(os.path.expanduser(text)).absolute()) for field, text in named.items() if text)
+
+
+def _sources(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """The names of rows, by their keys."""
     for split in ("train", "val"):
         for i, entry in enumerate(check_sources(split, getattr(run.data, split))):
-            path = _source_path(entry.source)
-            named[f"data.{split}" + (f"[{i}]" if i else "")] = path
-    yield from ((field, Path(os.path.expanduser(text)).absolute()) for field, text in named.items() if text)
+            yield f"data.{split}" + (f"[{i}]" if i else ""), entry.source
 
 
 def _is_path(text: str) -> bool:
@@ -108,7 +114,7 @@ def _is_path(text: str) -> bool:
 
 def _source_path(name: str) -> str | None:
     """The file or folder of a source of rows, of a pattern the part before it; ``None``: generated, or of the hub."""
-    if name.startswith("generated:"):
+    if name.startswith(GENERATED):
         return None
     path = os.path.expanduser(name)
     if glob.has_magic(name) and not os.path.exists(path):
@@ -118,6 +124,17 @@ def _source_path(name: str) -> str | None:
         return base
     suffixes = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".gz")
     return path if os.path.exists(path) or _is_path(name) or name.endswith(suffixes) else None
+
+
+def _matches_nothing(name: str) -> bool:
+    """Whether a source is a pattern, and its folder, which is there, has no such file."""
+    path = os.path.expanduser(name)
+    is_pattern = glob.has_magic(name) and not (name.startswith(GENERATED) or HUB_SLICE.fullmatch(name))
+    if not is_pattern or os.path.exists(path) or os.path.isdir(path.rpartition(":")[0]):
+        return False
+    if not os.path.isdir(_source_path(name) or "."):
+        return False
+    return not any(os.path.isfile(found) for found in glob.iglob(path, recursive=True))
 
 
 def _asks_hub(run: RunConfig) -> bool:
@@ -158,21 +175,55 @@ def files_exist(job: Job, run: RunConfig, facts: Facts) -> Found:
         of_host = field in ("slurm.env_file", "slurm.container")
         if (of_host or not config.container) and not path.exists():
             yield ConfigError(field, f"{path}, which does not exist", "an existing file or folder", f"check {field}")
+    for field, name in () if config.container else _sources(run):
+        if _matches_nothing(name):
+            given = f"{name}, a pattern that no file matches"
+            yield ConfigError(field, given, "files that exist", f"check the path, from {Path.cwd()} on")
     if config.env_file and Path(config.env_file).expanduser().is_dir():
         yield ConfigError("slurm.env_file", config.env_file, "an existing shell file", "check the path")
     if not config.container and shutil.which(job.command[0]) is None:
         given = job.command[0]
         yield ConfigError("slurm.command", given, "a program that exists on the nodes", "give its whole path")
     if config.container:
-        inside = [Path(mount.split(":")[1 if ":" in mount else 0]) for mount in config.container_mounts or []]
+        inside = [Path(mount.split(":")[1 if ":" in mount else 0]) for mount in job.mounts]
         unseen = [
             f"{field} {path}"
             for field, path in _read_paths(job, run)
-            if not field.startswith("slurm.")
-            and not any(path.is_relative_to(place) for place in (*inside, job.run_folder))
+            if not field.startswith("slurm.") and not any(path.is_relative_to(place) for place in inside)
         ]
         if unseen:
             yield f"below none of slurm.container_mounts, so the image has to bring it: {', '.join(unseen)}"
+
+
+def hub_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
+    """Refuse a model of the hub that is not in its cache, where the job may not ask the hub."""
+    config = job.config
+    if config.container:
+        return
+    environment = {**facts.environment, **(config.env or {})}
+    names = {"model.name": run.model.name if _asks_hub(run) else None}
+    tokenizer = run.model.tokenizer
+    if not run.model.miniature and tokenizer and not _is_path(tokenizer) and not os.path.exists(tokenizer):
+        names["model.tokenizer"] = tokenizer
+    for field, name in names.items():
+        if not isinstance(name, str):
+            continue
+        is_model = field == "model.name"
+        wanted = Wanted(run_folder=job.run_folder, cache=job.run_folder, model=name, needs_weights=is_model)
+        found = hub_facts(environment, wanted)
+        if found.model not in ("missing", "incomplete" if is_model else "missing"):
+            continue
+        lacks = f"which lacks {found.lacks} in" if found.lacks else "which is not in"
+        prepare = f"lit-fsdp model prepare --name {name}"
+        if not found.is_offline:
+            yield f"{field} {name} is fetched when the job starts, if its nodes reach the hub; before: {prepare}"
+        elif any("HF_" in line for _, line in shell_lines(job)):
+            yield f"{field} {name}: not looked for, as env_file or setup choose the hub's cache"
+        else:
+            given = f"{name}, {lacks} the hub's cache {found.home}, and HF_HUB_OFFLINE forbids to fetch it"
+            yield ConfigError(
+                field, given, "a model that the job finds there", f"where there is a network, run {prepare}"
+            )
 
 
 def disk_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:

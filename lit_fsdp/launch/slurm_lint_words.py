@@ -1,11 +1,8 @@
-"""Words in a job that would undo what its script sets up: options, launchers, terminals, inherited variables."""
+"""Words in a job that would undo what its script sets up: options, names, inherited variables."""
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.slurm import time_seconds
@@ -57,12 +54,6 @@ _SHORT = {
 }
 _SHORTEST = 5
 """Letters by which sbatch may know an option, dashes included; a shorter beginning is not one of these alone."""
-_BEFORE, _AFTER = r"(?:^|[\s;&|(`!])(?:[\w./~-]*/)?", r"(?=$|[\s;&|)`])"
-_LAUNCHERS = re.compile(_BEFORE + r"(srun|salloc|sbatch|mpirun|mpiexec|torchrun|deepspeed|accelerate +launch)" + _AFTER)
-_MODULES = re.compile(r"-m +(torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed)\b")
-_SHELL = re.compile(_BEFORE + r"((?:ba|z|da|k|fi)?sh +(?:-\w+ +)*-[a-z]*i[a-z]*|i?python3? +-i|ipython)" + _AFTER)
-_READS = re.compile(r"(?:^|[;&(] *|\bthen +|\bdo +)(read|select)\s")
-_PTY = re.compile(r"(?:^|\s)(--pty)" + _AFTER)
 
 
 def options_are_ours(job: Job, run: RunConfig, facts: Facts) -> Found:
@@ -98,35 +89,6 @@ def _full_name(word: str) -> str | None:
     if name in _NOT_EXTRA:
         return name
     return next((known for known in _NOT_EXTRA if len(name) >= _SHORTEST and known.startswith(name)), None)
-
-
-def no_launcher_inside(job: Job, run: RunConfig, facts: Facts) -> Found:
-    """Refuse what starts processes, or waits for somebody to type, inside the job."""
-    for field, line in _lines(job):
-        plain = re.sub(r"(?:^|\s)#.*", "", line)
-        launcher = _LAUNCHERS.search(plain) or _MODULES.search(plain)
-        waits = (
-            _SHELL.search(plain)
-            or _PTY.search(plain)
-            or ("<" not in plain and "|" not in plain and _READS.search(plain))
-        )
-        if launcher:
-            allowed = "no launcher: the script calls srun once, with one task per GPU"
-            yield ConfigError(field, line.strip(), allowed, f"drop {launcher[1]} from {field.split(',')[0]}")
-        elif waits:
-            allowed = "nothing that waits for a terminal: a batch job has none"
-            yield ConfigError(field, line.strip(), allowed, f"drop {waits[1]} from {field.split(',')[0]}")
-
-
-def _lines(job: Job) -> Iterator[tuple[str, str]]:
-    config = job.config
-    yield from ((f"slurm.setup[{i}]", part) for i, text in enumerate(config.setup or []) for part in text.splitlines())
-    if config.command:
-        yield "slurm.command", " ".join(config.command)
-    path = Path(config.env_file).expanduser() if config.env_file else None
-    if path is not None and path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        yield from ((f"slurm.env_file, line {i}", line) for i, line in enumerate(text.splitlines(), 1))
 
 
 def not_interactive(job: Job, run: RunConfig, facts: Facts) -> Found:

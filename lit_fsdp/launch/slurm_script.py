@@ -182,9 +182,9 @@ def _run(job: Job) -> str:
     if config.container and config.container_runtime == "pyxis":
         flags += _pyxis_flags(job)
     elif config.container:
-        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in _mounts(job))
+        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in job.mounts)
         nvidia = "--nv " if job.gpus_per_node else ""
-        image = shlex.quote(config.container)
+        image = shlex.quote(job.image)
         command = f'apptainer exec {nvidia}{binds} --bind "$PWD" --pwd "$PWD" {image} {command}'
     joined = " \\\n  ".join(flags)
     noted = _SAID if config.requeue else ""
@@ -198,16 +198,12 @@ code=$?
 """
 
 
-def _mounts(job: Job) -> list[str]:
-    return [str(job.run_folder), *(job.config.container_mounts or [])]
-
-
 def _pyxis_flags(job: Job) -> list[str]:
     """The image, in the folder that the job was submitted from: relative paths of the recipe mean that one."""
     config = job.config
-    listed = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(job))
+    listed = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in job.mounts)
     flags = [
-        f"--container-image={shlex.quote(str(config.container))}",
+        f"--container-image={shlex.quote(job.image)}",
         f'--container-mounts={shlex.quote(listed)}",$PWD:$PWD"',
         '--container-workdir="$PWD"',
     ]

@@ -23,7 +23,9 @@ from lit_fsdp.redaction import hidden_keys, redact_values
 
 _JOBS = "jobs.jsonl"
 _NUMBER = re.compile(r"\d+(?:_\d+|_\[[^]]*\])?")
-_ENDED_WITH = re.compile(r"ended with exit code (\d+)")
+_ENDED_WITH = re.compile(r" ended with exit code (\d+)")
+_START = re.compile(r" start (\d+) on (\S+),")
+_SLURM_SAYS = re.compile(r"\*\*\* (.+) \*\*\*")
 
 
 def submit(job: Job, values: Mapping[str, Any]) -> str:
@@ -207,20 +209,34 @@ def states_of(number: str, run_folder: Path | None, raw_ids: Sequence[str] = ())
     except JobForgotten:
         logs = {raw: run_folder / FOLDER / f"{raw}.log" for raw in raw_ids or [number]} if run_folder else {}
         found = [state for raw, log in logs.items() if (state := _state_by_log(raw, log)) is not None]
+        if not found and run_folder:
+            raise _forgotten_without_log(number, run_folder) from None
         if not found:
             raise
         return found
 
 
+def _forgotten_without_log(number: str, run_folder: Path) -> JobForgotten:
+    given = f"{number}, which SLURM has forgotten, without a log in {run_folder / FOLDER}: it ended before it began"
+    fix = "see sacct where there is accounting; lit-fsdp slurm submit starts a new job in that run folder"
+    return JobForgotten("job", given, "a job that SLURM remembers, or one that wrote a log", fix)
+
+
 def _state_by_log(number: str, log: Path) -> JobState | None:
+    """What the log says of the job's last start: an earlier one that ended was put back into the queue."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    codes, starts = _ENDED_WITH.findall(text), re.findall(r" start (\d+) on (\S+),", text)
-    if not codes:
+    starts = list(_START.finditer(text))
+    last = text[starts[-1].end() :] if starts else text
+    codes, said = _ENDED_WITH.findall(last), _SLURM_SAYS.findall(last)
+    if not codes and not starts:
         return None
+    restarts, nodes = (int(starts[-1][1]), starts[-1][2]) if starts else (0, "")
+    if not codes:
+        why = f"its log ends in the middle of a start{': ' + said[-1] if said else ''}; SLURM has forgotten it"
+        return JobState(number, number, "UNKNOWN", 0, restarts, nodes, why, "")
     code = int(codes[-1])
-    restarts, nodes = starts[-1] if starts else ("0", "")
     state = "FAILED" if code else "COMPLETED"
-    return JobState(number, number, state, code, int(restarts), nodes, "by its log: SLURM has forgotten it", "")
+    return JobState(number, number, state, code, restarts, nodes, "by its log: SLURM has forgotten it", "")
 
 
 def cancel(number: str, run_folder: Path | None) -> list[JobState]:

@@ -150,7 +150,7 @@ def test_as_a_job_it_passes_lint(
             Path(source).touch()
     monkeypatch.setattr(slurm_lint_places, "local_place", lambda path: None)
     monkeypatch.setattr(slurm_lint_places.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**16}))
-    for name in ("SLURM_JOB_ID", "SLURM_CONF", "LIT_FSDP_CACHE"):
+    for name in ("SLURM_JOB_ID", "SLURM_CONF", "LIT_FSDP_CACHE", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     code = run_command(["slurm", "render", "--config", str(recipe)])
     out, err = capsys.readouterr()

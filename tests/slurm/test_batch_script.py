@@ -114,7 +114,7 @@ def test_values_arrive_as_they_were_given(cluster: Cluster):
     assert ended(cluster, number) == [("COMPLETED", "0:0", "0")]
     words, env = json.loads(out.read_text())
     recipe = str(cluster.folder / name / "slurm" / "recipe.yaml")
-    assert words == [odd, "fit", "--config", recipe, "--ckpt_path", odd]
+    assert words == [odd, "fit", "--config", recipe, "--ckpt_path", str(Path(odd).absolute())]
     assert (env["ODD"], env["FROM_FILE"]) == (odd, "yes")
     assert cluster.run("squeue", "--states=all", "--noheader", "--format=%j", f"--jobs={number}").stdout == f"{TOUCH}\n"
     logs = sorted(path.name for path in (cluster.folder / name / "slurm").glob("*.log"))

@@ -44,6 +44,13 @@ def test_only_complete_ones_are_found_in_order_of_their_steps(tmp_path):
     assert "has no manifest.json" in reasons["step-00000009"]
 
 
+def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make(tmp_path, 1)
+    path = resolve_ckpt_path("~/checkpoints/step-00000001", "elsewhere", "val_loss", "min")
+    assert path == step_folder(tmp_path, 1)
+
+
 def test_last_best_and_a_path(tmp_path):
     make(tmp_path, 1, val_loss=0.5, accuracy=0.1)
     make(tmp_path, 2, val_loss=0.4, accuracy=float("nan"))

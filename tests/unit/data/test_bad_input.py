@@ -74,7 +74,7 @@ def test_a_name_that_no_file_can_have(name: str):
 
 @pytest.mark.parametrize("count", ["9" * 5000, "10000000"])
 def test_too_many_generated_rows(count: str):
-    with pytest.raises(DataError, match="allowed: 1 to 1000000"):
+    with pytest.raises(ConfigError, match="N from 1 to 1000000"):
         find_sources(f"generated:{count}")
 
 

@@ -155,7 +155,7 @@ def meet(world: int, absent: tuple[int, ...] = (), leaves: int | None = None) ->
 
     def one(rank: int) -> None:
         with Meeting(Place(rank, world, 0, world, "127.0.0.1", port, "test"), 60.0) as meeting:
-            first = meeting.exchange({"round": 1, "rank": rank}, 10.0 if absent else 60.0)
+            first = meeting.exchange({"round": 1, "rank": rank}, 6.0 if absent else 60.0)
             if rank != leaves:
                 found[rank] = [first, meeting.exchange({"round": 2}, 2.0 if absent else 60.0)]
 

@@ -115,6 +115,28 @@ def test_a_controller_that_has_forgotten_the_job_is_answered_by_its_log(slurm: F
     assert (found.state, found.exit_code, found.restarts, found.nodes) == (state, code, 2, "n[1-2]")
 
 
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ("slurmstepd: error: *** JOB 4711 ON n1 CANCELLED AT x DUE TO TIME LIMIT ***\n", "DUE TO TIME LIMIT"),
+        ("", "ends in the middle of a start"),
+    ],
+)
+def test_a_log_that_is_cut_off_after_a_requeue_tells_no_exit_code(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], last: str, why: str
+):
+    starts = [f"2026-01-01 00:00:00 start {i} on n[1-2], meeting at n1:2\n" for i in range(2)]
+    log("4711.log", f"{starts[0]}{ENDED} 75\n{starts[1]}{last}")
+    slurm.states("")
+    assert main(["slurm", "status", "run"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("job 4711  UNKNOWN  ")
+    assert "restarts 1  exit code unknown" in out
+    assert why in out
+    assert (follow("4711", Path("run")).state, main(["slurm", "cancel", "run"])) == ("UNKNOWN", 0)
+    assert "job 4711 has ended already: UNKNOWN" in capsys.readouterr().err
+
+
 def test_or_by_the_accounting_where_there_is_one(slurm: FakeSlurm):
     slurm.answer("sacct", "4711|4711|CANCELLED by 0|0:15|n[1-2]|None|00:02:00")
     slurm.states("")
@@ -123,11 +145,14 @@ def test_or_by_the_accounting_where_there_is_one(slurm: FakeSlurm):
 
 def test_forgotten_by_all(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     slurm.states("")
-    for words in (["status", "4711"], ["cancel", "4711"], ["status", "run"], ["cancel", "run"]):
-        assert main(["slurm", *words]) == 2
-        err = capsys.readouterr().err
-        assert "4711: slurm_load_jobs error: Invalid job id specified" in err
-        assert "see squeue --me and sacct" in err
+    for word, says, fix in (
+        ("4711", "4711: slurm_load_jobs error: Invalid job id specified", "give the run folder, or see squeue --me"),
+        ("run", "4711, which SLURM has forgotten, without a log", "lit-fsdp slurm submit starts a new job"),
+    ):
+        for verb in ("status", "cancel"):
+            assert main(["slurm", verb, word]) == 2
+            err = capsys.readouterr().err
+            assert (says in err, fix in err, err.count("run folder")) == (True, True, 1)
     assert slurm.calls("scancel") == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from lit_fsdp.config.run import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch import slurm_lint_places
-from lit_fsdp.launch.slurm_facts import GIB, Facts
+from lit_fsdp.launch.slurm_facts import GIB, Facts, Partition
 from lit_fsdp.launch.slurm_job import plan_job, put_job_size
 from lit_fsdp.launch.slurm_lint import lint
 from tests.unit.launch import jobs
@@ -189,6 +189,23 @@ def test_a_validation_may_be_longer_than_the_lead():
 def test_without_a_time_limit_it_is_said_that_none_is_compared():
     assert "slurm.time is not set" in notes_of({})
     assert "slurm.time is not set" not in notes_of({"time": "12:00:00"})
+
+
+@pytest.mark.parametrize("limit", ["1", "30:00", "2:00:00", "soon"])
+def test_the_time_limit_of_the_shell_holds_where_the_recipe_has_none(limit: str):
+    partition = Partition("gpu", True, 3600, None, 9, 64, 8)
+    facts = dataclasses.replace(
+        FINE, environment={**FINE.environment, "SBATCH_TIMELIMIT": limit}, partitions=(partition,)
+    )
+    job, run = planned(COMMAND)
+    if limit == "soon":
+        with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT: got 'soon'"):
+            lint(job, run, facts)
+        return
+    errors, notes = lint(job, run, facts)
+    assert "slurm.time is not set" not in " ".join(notes)
+    assert [error.field for error in errors] == ([] if limit == "30:00" else ["SBATCH_TIMELIMIT"])
+    assert all(error.fix.startswith("unset SBATCH_TIMELIMIT, and set slurm.time: ") for error in errors)
 
 
 def test_missing_files_are_refused():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.test_lint import FINE, _a_shared_place_with_room, found  # noqa: F401 (a fixture)
+from lit_fsdp.launch.slurm_lint import lint
+from tests.unit.launch.jobs import planned
+from tests.unit.launch.test_lint import COMMAND, FINE, _a_shared_place_with_room, found  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,28 @@ def test_any_other_option_is_let_through(option: str):
         "python3 -i x.py",
         "python x.py --pty",
         "true; read answer",
+        'bash -c "srun x"',
+        "bash -lc 'cd x && srun y'",
+        "bash -euo pipefail -c 'srun x'",
+        "\\srun x",
+        "'srun' x",
+        'echo "$(srun hostname)"',
+        "timeout -k 5 1h srun x",
+        "OMP_NUM_THREADS=1 srun x",
+        "mpiexec.hydra -n 2 x",
+        "orterun x",
+        "aprun x",
+        "jsrun x",
+        "python3 -ic 1",
+        "bash --rcfile x -i",
+        "exec bash",
+        "bash",
+        "python3",
+        "jupyter lab --no-browser",
+        "tmux",
+        "screen -S x",
+        "lit-fsdp slurm submit x",
+        "python -m lit_fsdp slurm submit --config r.yaml",
         "if true; then read x; fi",
     ],
 )
@@ -96,6 +120,25 @@ def test_a_launcher_or_a_terminal_in_the_setup(line: str):
         "read -r version < VERSION",
         "source /etc/profile.d/bash-init.sh",
         "bash install.sh",
+        "which srun",
+        "type srun",
+        "command -v srun",
+        "which mpirun >/dev/null && true",
+        'echo "no srun here"',
+        "echo 'srun; # torchrun' # don't",
+        "module load jupyter screen",
+        "bash -c 'echo srun'",
+        "curl -s x | bash",
+        "while read -r host; do echo $host; done < hosts",
+        'eval "$(conda shell.bash hook)"',
+        "python3 - < script.py",
+        "python -c 'import torch'",
+        "python3 --version",
+        "jupyter --version",
+        "lit-fsdp slurm status run",
+        "srun() { command false; }",
+        "accelerate env",
+        "time true",
     ],
 )
 def test_lines_that_only_look_like_one(line: str):
@@ -154,3 +197,44 @@ def test_variables_that_sbatch_follows_rather_than_the_script(name: str, value: 
     errors = found(slurm, facts)
     assert list(errors) == ([] if is_fine else [name])
     assert is_fine or errors[name].fix == f"unset {name}"
+
+
+@pytest.mark.parametrize(
+    ("setup", "says"),
+    [
+        (["if true; then"], "unexpected end of file"),
+        (["echo 'open"], "unexpected EOF while looking for matching"),
+        (["if true", "then true", "fi fi"], "syntax error"),
+    ],
+)
+def test_lines_that_bash_cannot_read(setup: list[str], says: str, tmp_path: Path):
+    assert says in found({"setup": setup})["slurm.setup"].given
+    file = tmp_path / "env.sh"
+    file.write_text("\n".join(setup))
+    assert says in found({"env_file": str(file)}, trainer={"num_nodes": 1})["slurm.env_file"].given
+
+
+@pytest.mark.parametrize(
+    ("setup", "is_fine"),
+    [
+        (["exit 0"], False),
+        (["true; exit"], False),
+        (["module load cuda", "exec env A=1 true"], False),
+        (["module load cuda || exit 1"], True),
+        (["module load cuda ||", "  exit 1"], True),
+        (["if ! nvidia-smi; then", "  exit 1", "fi"], True),
+        (["for i in 1 2; do if true; then", "exit 1", "fi; done", "check() {", "exit 2", "}"], True),
+        (["case $x in", "  a) exit 1 ;;", "esac"], True),
+        (["if true; then true", "fi", "exit 0"], False),
+        (["exec 2>&1", "exec >log"], True),
+        (["shopt -s extglob", "ls !(x)"], True),
+    ],
+)
+def test_lines_that_end_the_job_before_it_begins(setup: list[str], is_fine: bool):
+    assert [key.partition("[")[0] for key in found({"setup": setup})] == ([] if is_fine else ["slurm.setup"])
+
+
+def test_a_change_of_folder_is_noted():
+    for line, is_said in (("cd /somewhere", True), ("(cd x && make)", False), ("make -C x", False)):
+        job, run = planned({**COMMAND, "setup": [line]})
+        assert ("slurm.setup[0] changes the folder" in " ".join(lint(job, run, FINE)[1])) is is_said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.slurm_probe import probe
+from lit_fsdp.launch.slurm_probe import probe, which_nodes
 from tests.unit.launch.fake_slurm import FakeSlurm
 from tests.unit.launch.jobs import planned
 
@@ -43,6 +43,8 @@ def test_nodes_that_agree(slurm: FakeSlurm):
     for word in ("--nodes=2", "--ntasks-per-node=1", "--immediate=300", "--partition=gpu", "--account=lab"):
         assert word in call.split()
     assert sys.executable in call
+    asked(slurm, answer("n1"), answer("n2"), command=["/own/python3.11", "start.py"])
+    assert any(" /own/python3.11 -c " in call for call in slurm.calls("srun"))
 
 
 def test_the_nodes_asked_are_those_the_job_may_get(slurm: FakeSlurm):
@@ -88,3 +90,44 @@ def test_an_image_is_asked_by_its_own_python(slurm: FakeSlurm, config: dict[str,
     call = slurm.calls("srun")[0].split()
     assert [word for word in call if word in words] == words
     assert sys.executable not in call
+
+
+def test_all_options_that_choose_nodes_reach_the_step():
+    extra = ["-w n1", "--nodelist n2", "--exclude=n3", "-x n4", "-xn5", "-F hosts", "--exclusive --nodel=n[6,7]"]
+    assert which_nodes([*extra, "--mail-type=END", "--hold", "--comment=-w n8", "-L matlab"]) == [
+        *("--nodelist=n1", "--nodelist=n2", "--exclude=n3", "--exclude=n4", "--exclude=n5"),
+        *(f"--nodelist={Path('hosts').absolute()}", "--exclusive", "--nodelist=n[6,7]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "python"),
+    [
+        ("#!/venv/bin/python3\nimport x\n", ["/venv/bin/python3"]),
+        ("#!/usr/bin/env python3.11\n", ["/usr/bin/env", "python3.11"]),
+        ("#!/bin/sh\n'''exec' \"/a/long path/bin/python\" \"$0\" \"$@\"\n' '''\n", ["/a/long path/bin/python"]),
+        ("#!/bin/bash\nexec python -m lit_fsdp\n", None),
+        ("", None),
+    ],
+)
+def test_the_python_of_a_script_is_compared(slurm: FakeSlurm, text: str, python: list[str] | None):
+    script = slurm.folder / "lit-fsdp"
+    script.write_text(text)
+    script.chmod(0o755)
+    said = asked(slurm, answer("n1"), answer("n2"), command=[str(script)])
+    assert f" {' '.join(python or [sys.executable])} -c " in slurm.calls("srun")[0]
+    assert ("was compared" in said) is (python is None)
+
+
+def test_the_step_gets_what_the_job_would_get(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    env_file = tmp_path / "env file.sh"
+    env_file.write_text("echo '{'\nA=1\nexport A\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$A $B $C" >"{tmp_path}/seen"\n')
+    python.chmod(0o755)
+    (slurm.folder / "bin" / "srun").write_text(
+        '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done; "$@"; cat "$FAKE/srun"\n'
+    )
+    config = {"env_file": str(env_file), "env": {"B": "it's 2"}, "setup": ["echo {", "export C=3"]}
+    asked(slurm, answer("n1"), answer("n2"), command=[str(python), "-m", "lit_fsdp"], **config)
+    assert (tmp_path / "seen").read_text() == "1 it's 2 3\n"

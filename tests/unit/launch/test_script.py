@@ -76,6 +76,30 @@ def test_it_is_a_shell_script(name: str):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_a_home_and_files_beside_us_are_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "y.sqsh").touch()
+    (tmp_path / "ubuntu").touch()
+    images = {"~/x.sif": f"{tmp_path}/x.sif", "y.sqsh": f"{tmp_path}/y.sqsh", "./z": f"{tmp_path}/z"}
+    for image, written in {**images, "reg/i:1": "reg/i:1", "ubuntu": "ubuntu", "docker://a/b": "docker://a/b"}.items():
+        slurm = {"container": image, "container_runtime": runtime, "container_mounts": ["~/data:/data", "rows"]}
+        text = render(planned(slurm, ckpt_path="~/ck/step-00000001")[0])
+        assert f"{written} " in text.replace("container-image=", "") + " "
+        assert (f"{tmp_path}/data:/data" in text, f"{tmp_path}/rows" in text) == (True, True)
+        assert f"words+=(--ckpt_path {tmp_path}/ck/step-00000001)" in text
+        assert "~" not in text
+
+
+@pytest.mark.parametrize("name", ["a:b", "a,b"])
+def test_a_run_folder_that_would_part_a_mount(name: str):
+    folder = {"default_root_dir": f"/shared/{name}"}
+    with pytest.raises(ConfigError, match=r"with slurm\.container"):
+        planned({"container": "reg/i:1"}, trainer=folder)
+    planned(trainer=folder)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)

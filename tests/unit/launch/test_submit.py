@@ -13,31 +13,10 @@ import pytest
 import yaml
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.launch import slurm_client, slurm_lint_places
+from lit_fsdp.launch import slurm_client
 from tests.unit.launch.fake_slurm import FakeSlurm, job_line
-from tests.unit.launch.jobs import MODEL
 
 RUN = "run"
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A folder with a recipe, which is taken for shared, and a cluster that takes everything."""
-    fake = FakeSlurm(tmp_path / "fake", monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_lint_places, "local_place", lambda path: None)
-    monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 2**30)
-    monkeypatch.setattr("lit_fsdp.commands.slurm.num_checkpoints", lambda run: 1)
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "SBATCH_")):
-            monkeypatch.delenv(name)
-    recipe = {
-        "trainer": {"accelerator": "gpu", "devices": 8, "num_nodes": 2, "max_steps": 9, "default_root_dir": RUN},
-        "model": {"name": MODEL},
-        "data": {"train": "generated:64", "global_batch_size": 64},
-    }
-    Path("r.yaml").write_text(yaml.safe_dump(recipe))
-    return fake
 
 
 def slurm_command(*words: str) -> int:
@@ -262,29 +241,3 @@ def test_flags_win_over_fragments_and_fragments_over_the_recipe(slurm: FakeSlurm
         assert f"#SBATCH {line}\n" in out
     assert "slurm.nodes: 2 → 4 (--nodes)" in err
     assert "trainer.num_nodes: 2 → 4 (--nodes)" in err
-
-
-def test_a_measured_save_decides_and_the_slowest_of_them(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
-    """What runs leave behind in the manifests of this run folder."""
-    from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest
-
-    def leave(step: int, seconds: float | None) -> None:
-        folder = Path(RUN) / "checkpoints" / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        extra = {} if seconds is None else {"save_seconds": seconds}
-        empty = Manifest(
-            folder=folder, layout="sharded", global_step=step, world_size=16, created="", versions={}, tensors={},
-            files={}, metrics={}, extra=extra,
-        )  # fmt: skip
-        (folder / MANIFEST).write_bytes(empty.dumps())
-
-    words = ("render", "--config", "r.yaml", "--ckpt_path", "last", "--slurm.signal_lead_seconds")
-    leave(1, None)  # written by a version that did not measure
-    assert slurm_command(*words, "60") == 0
-    leave(2, 400.2)
-    leave(3, 30.0)
-    assert slurm_command(*words, "429") == 2
-    assert "429 with a save of about 400 s (measured in this run folder)" in capsys.readouterr().err
-    assert slurm_command(*words, "430") == 0
-    assert slurm_command(*words, "430", "--time", "12:09") == 2
-    assert slurm_command(*words, "430", "--time", "12:10") == 0
