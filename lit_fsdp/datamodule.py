@@ -111,7 +111,8 @@ class CausalLMDataModule(LightningDataModule):
             return
         trainer = self.trainer
         callbacks: Any = getattr(trainer, "callbacks", ())
-        if self.config.packing and not any(getattr(callback, "proves_isolation", False) for callback in callbacks):
+        is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
+        if self.config.packing and not is_proved and is_first_process():
             _log.warning(
                 "data.packing: nothing proves that packed samples do not see each other in this model; "
                 "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"

@@ -67,6 +67,8 @@ class IsolationProof(Callback):
         self._done = True
         if isinstance(batch, Mapping) and "cu_seq_lens" in batch:
             if not isinstance(trainer.strategy, ShardedStrategy):
+                if not trainer.is_global_zero:
+                    return
                 _log.warning(
                     "packed samples under %s: that they do not see each other is not proved; "
                     "lit_fsdp.fsdp_strategy proves it before step 1, also with engine ddp or single",

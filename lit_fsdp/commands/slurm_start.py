@@ -28,7 +28,7 @@ def check_keys(values: dict[str, Any]) -> None:
 def tokenizer_is_there(run: RunConfig) -> Iterator[ConfigError]:
     """Refuse a model without a tokenizer, or with one that does not fit, as far as both are on this disk."""
     model = run.model
-    if run.slurm.container or model.miniature or not _is_here(model):
+    if run.slurm.container or run.slurm.command or model.miniature or not _is_here(model):  # other packages there
         return
     from lit_fsdp.models.resolve import ModelSource, resolve_architecture
     from lit_fsdp.models.tokenizers import load_tokenizer

@@ -13,6 +13,10 @@ from lit_fsdp.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SET_BY_SLURM = re.compile(
+    r"SLURM_(N?TASKS|NTASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|DISTRIBUTION|CPU_BIND|JOB_?|STEP|ARRAY)"
+)
+"""Of a job and its ranks; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
 _CPU_BIND = re.compile(
     r"((quiet|verbose|q|v),)*"
     r"(none|rank|cores|threads|sockets|ldoms|rank_ldom|rank_ldoms|boards|(map|mask)_(cpu|ldom):[0-9a-z*,-]+)",
@@ -88,7 +92,7 @@ class SlurmConfig:
     """How long before the time limit every process is told to save and stop."""
     requeue: bool = True
     """Put a job back into the queue, where it resumes by itself, if it saved and stopped, if a node failed, or if a
-    rank was killed (by the kernel, too, or NCCL's watchdog) after a checkpoint was made since the job's last start."""
+    rank was killed, stopped, hung or was cut off after a checkpoint was made since the job's last start."""
     max_requeues: int = 10
     """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
 
@@ -116,7 +120,7 @@ class SlurmConfig:
         for name in self.env or {}:
             if not _NAME.fullmatch(name):
                 raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
-            way_out = "drop it; the keys of the slurm section say it" if name.startswith("SLURM_") else _OURS.get(name)
+            way_out = "drop it; SLURM sets it" if _SET_BY_SLURM.match(name) else _OURS.get(name)
             if way_out:
                 raise ConfigError(f"env.{name}", repr((self.env or {})[name]), "no variable of the launch", way_out)
         for field, text in self._shell_texts():

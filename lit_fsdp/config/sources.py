@@ -11,7 +11,8 @@ from lit_fsdp.errors import ConfigError
 GENERATED = "generated:"
 """How the name of rows begins that are made on the spot."""
 _MOST_GENERATED = 1_000_000
-HUB_SLICE = re.compile(r"[\w.\-/]+(:[\w.\-]+)+\[-?\d*%?:-?\d*%?\]")
+_ROWS = r"[\w.\-]+(\[-?\d*%?:-?\d*%?\](\([a-z0-9_]+\))?)?"
+HUB_SLICE = re.compile(rf"[\w.\-/]+(:[\w.\-]+)*:{_ROWS}(\+{_ROWS})*")
 """A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
 RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens"]
 

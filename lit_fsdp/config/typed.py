@@ -209,14 +209,14 @@ def _try(hint: Any, value: Any, path: str) -> Any:
 
 
 def _texts(given: Mapping[Any, Any], path: str) -> dict[str, str]:
-    """Names and texts; a number is taken as its text, other values that YAML reads from plain words are refused."""
+    """Names and texts; a whole number is taken as its text, what else YAML makes of plain words is refused."""
     texts = {}
     for key, value in given.items():
         if not isinstance(key, str):
             raise ConfigError(
                 path, f"{_shown(key)} as a name", "names that are text", f"write it in quotes: {_quoted(key)}"
             )
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int) and not isinstance(value, bool)  # of 12.10 YAML keeps 12.1
         if not is_number and not isinstance(value, str):
             raise ConfigError(f"{path}.{key}", _shown(value), "text", f"write it in quotes: {key}: {_quoted(value)}")
         texts[key] = str(value)

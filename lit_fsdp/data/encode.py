@@ -22,6 +22,8 @@ from lit_fsdp.data.text import TextEncoder, added_tokens, split
 from lit_fsdp.errors import DataError
 
 _log = logging.getLogger(__name__)
+_VERSION = 1
+"""Raised with changes here or below that give the same rows other tokens or masks."""
 NO_TURN, CUT = "without an assistant turn", "cut before the assistant's turn"
 TOO_LONG, EMPTY, NOTHING_LEFT = "longer than max_seq_length", "empty", "without a token to learn"
 
@@ -66,6 +68,7 @@ class RowEncoder:
         self._chat = ChatTemplate(tokenizer, found, *options) if found else None
         self.chat_template = self._chat.source if self._chat else None
         settings = {
+            "version": _VERSION,
             "tokenizer": self._spans.text,
             "template": self._chat.text if self._chat else None,
             "added": added_tokens(tokenizer),

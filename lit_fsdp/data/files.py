@@ -151,12 +151,13 @@ def json_chunks(path: Path, start: Position | None) -> Iterator[Chunk]:
 def _has_an_object_per_line(path: Path) -> bool:
     """Whether the first line is a whole object and something follows it."""
     with reading(path) as file:
-        first = next((line for line in file if not line.removeprefix(_BOM).isspace()), b"")
+        first = next((line for line in file if not line.removeprefix(_BOM).isspace()), b"").removeprefix(_BOM)
+        if not first.lstrip().startswith(b"{") or not any(not line.isspace() for line in file):
+            return False
         try:
-            found = json.loads(first.decode("utf-8-sig"))
+            return isinstance(json.loads(first.decode("utf-8")), dict)
         except (ValueError, RecursionError):
             return False
-        return isinstance(found, dict) and any(not line.isspace() for line in file)
 
 
 def numbered_rows(chunk: Chunk) -> Iterator[tuple[str, Any]]:

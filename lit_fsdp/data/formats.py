@@ -102,9 +102,9 @@ def check_columns(row: Mapping[str, Any], form: RowFormat, place: str) -> None:
 
 
 def _with_system(messages: list[Message], system: Message, place: str) -> list[Message]:
-    if messages[0]["role"] != "system":
+    if messages[0]["role"] not in ("system", "developer"):
         return [system, *messages]
-    if messages[0]["content"] != system["content"]:
+    if messages[0]["content"].strip() != system["content"].strip():
         raise DataError(
             f"{place}: a system column and a system message that differ\n"
             "  fix:     keep one of them; data.columns: {system: NAME} reads the system prompt from another column"

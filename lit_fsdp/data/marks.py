@@ -90,7 +90,8 @@ class MarkedTurns:
 
     def _shape(self, talk: Conversation, place: str) -> _Shape:
         """What the marks hold in conversations of this shape."""
-        key = tuple((m["role"], not m["content"], tuple(m)) for m in talk.messages)
+        turns = tuple((m["role"], not m["content"], tuple(m), len(m.get("tool_calls") or ())) for m in talk.messages)
+        key = (turns, repr(talk.tools) if talk.tools else None)
         if key not in self._shapes:
             words = {i: placeholder(i) for i, message in enumerate(talk.messages) if message["role"] == "assistant"}
             others = [with_word(m, words[i]) if i in words else m for i, m in enumerate(talk.messages)]

@@ -126,7 +126,7 @@ class ChatTemplate:
             )
             return [*bos, *ids], np.concatenate([np.zeros(size, bool), mask])
         if self._first:
-            mask[start : start + size] = False
+            mask[: start + size] = False
         while bos and ids[start : start + 2 * size] == bos * 2 and self._begins_twice:
             self._say(
                 "%s: the chat template begins with BOS twice; one is left out, which inference will not do",

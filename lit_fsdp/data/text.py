@@ -57,11 +57,14 @@ class TextEncoder:
     def _closed(self, row: Marked) -> Encoded:
         """With BOS and EOS, once; blanks may stand before the one and behind the other."""
         ids, mask = row
-        start, end = num_blanks(self._tokenizer, ids), len(ids) - num_blanks(self._tokenizer, reversed(ids))
-        before = self.prefix
-        if ids[start : start + len(self.prefix)] == self.prefix:
-            before, mask[: start + len(self.prefix)] = [], False
-        after = [] if ids[:end][-1:] == [self._eos] else self._suffix
+        before, after = self.prefix, self._suffix
+        if before and before[0] in ids:  # few texts hold one, and blanks take a while to count
+            start = num_blanks(self._tokenizer, ids)
+            if ids[start : start + len(before)] == before:
+                mask[: start + len(before)] = False
+                before = []
+        if self._eos in ids and ids[: len(ids) - num_blanks(self._tokenizer, reversed(ids))][-1:] == [self._eos]:
+            after = []
         learnt = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
         return sample([*before, *ids, *after], learnt)
 
@@ -75,7 +78,7 @@ class TextEncoder:
         ):  # the template's, and no mark of a turn
             kept = [self._bos]
         kept = kept if len(kept) < max_tokens else []
-        start = len(row.input_ids) - max_tokens + len(kept)
+        start = max(len(ids) - max_tokens + len(kept), blanks + len(kept) if kept else 0)
         mask = np.concatenate([np.zeros(len(kept), bool), row.supervised[start:]])
         return sample([*kept, *ids[start:]], mask)
 

@@ -92,7 +92,7 @@ def section_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int | None) -> list[str]:
-    """Write the flags ``--nodes`` and ``--gpus-per-node`` into a recipe, in place, where the Trainer reads them.
+    """Write the size of the job into a recipe, in place, where the Trainer reads it: flags, and the slurm section's.
 
     Args:
         values: The merged recipe; its ``slurm`` and ``trainer`` sections may be missing.
@@ -116,6 +116,11 @@ def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int |
             if given.get(name) not in (None, flag):
                 replaced.append(f"{section}.{name}: {given[name]!r} → {flag} (--{own.replace('_', '-')})")
             values[section] = {**given, name: flag}
+    for own, key in (("nodes", "num_nodes"), ("gpus_per_node", "devices")):
+        size, trainer = section_of(values, "slurm").get(own), section_of(values, "trainer")
+        if trainer.get(key) in (None, "auto", -1, "-1") and isinstance(size, int) and size > 0:
+            replaced.append(f"trainer.{key}: {trainer.get(key)!r} → {size} (slurm.{own})")
+            values["trainer"] = {**trainer, key: size}
     return replaced
 
 

@@ -16,7 +16,6 @@ from lit_fsdp.launch.checks.hub import hub_facts
 from lit_fsdp.launch.checks.row import Wanted
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import IMAGES, Job
-from lit_fsdp.launch.slurm_lint_shell import shell_lines
 
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local", "/local")  # noqa: S108 (named to refuse them)
 _LOCAL_TYPES = ("tmpfs", "ramfs", "overlay", "squashfs")
@@ -217,8 +216,8 @@ def hub_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
         prepare = f"lit-fsdp model prepare --name {name}"
         if not found.is_offline:
             yield f"{field} {name} is fetched when the job starts, if its nodes reach the hub; before: {prepare}"
-        elif any("HF_" in line for _, line in shell_lines(job)):
-            yield f"{field} {name}: not looked for, as env_file or setup choose the hub's cache"
+        elif config.env_file or config.setup:
+            yield f"{field} {name}: not in the hub's cache {found.home}, unless env_file or setup choose another"
         else:
             given = f"{name}, {lacks} the hub's cache {found.home}, and HF_HUB_OFFLINE forbids to fetch it"
             yield ConfigError(

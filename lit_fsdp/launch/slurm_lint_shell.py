@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,13 @@ _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 # What may stand before the word that is run.
 _KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"}
 _WRAPPERS = {"exec", "command", "builtin", "eval", "env", "nice", "nohup", "stdbuf", "sudo", "timeout", "xargs"}
-_OPENING, _CLOSING = {"if", "case", "for", "while", "until", "select", "{"}, {"fi", "esac", "done", "}"}
+_OPENING, _CLOSING = {"if", "case", "for", "while", "until", "select", "function", "{"}, {"fi", "esac", "done", "}"}
 _ASSIGNMENT, _AMOUNT = re.compile(r"\w+\+?="), re.compile(r"\d+(\.\d+)?[smhd]?")
 _PUNCTUATION = ";&|()`<>"
 _PLAIN = re.compile(rf"[{_PUNCTUATION}]+|[^\s{_PUNCTUATION}]+")
 _INSIDE = re.compile(r"\$\(([^()]*)\)|`([^`]*)`")
+_HERE = re.compile(r"(?<!<)<<-?\s*[\\'\"]?(\w+)")
+_ARRAY = re.compile(r"\w\+?=\([^)]*$")
 _CODE = re.compile(r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<=[^\s;&|(])#|[^#])*""")
 """A line up to its comment."""
 
@@ -49,15 +51,49 @@ class _Command:
 
 
 def shell_lines(job: Job) -> Iterator[tuple[str, str]]:
-    """The lines of shell that users add to a job, each with its key."""
+    """The lines of shell that users add to a job, each with its key, without texts that go over several lines."""
     config = job.config
-    yield from ((f"slurm.setup[{i}]", part) for i, text in enumerate(config.setup or []) for part in text.splitlines())
+    setup = [(f"slurm.setup[{i}]", part) for i, text in enumerate(config.setup or []) for part in text.splitlines()]
+    yield from _without_texts(setup)
     if config.command:
         yield "slurm.command", shlex.join(config.command)
-    path = Path(config.env_file).expanduser() if config.env_file else None
-    if path is not None and path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        yield from ((f"slurm.env_file, line {i}", line) for i, line in enumerate(text.splitlines(), 1))
+    text = _env_text(job)
+    yield from _without_texts((f"slurm.env_file, line {i}", line) for i, line in enumerate(text.splitlines(), 1))
+
+
+def _env_text(job: Job) -> str:
+    path = Path(job.config.env_file).expanduser() if job.config.env_file else None
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else ""
+    except OSError as error:
+        raise ConfigError(
+            "slurm.env_file", f"{path} ({error.strerror})", "a file that can be read", "check its permissions"
+        ) from None
+
+
+def _without_texts(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Without the bodies of here-documents, of quotes and of arrays that a line leaves open."""
+    until: Callable[[str], bool] | None = None
+    for field, line in lines:
+        if until is not None:
+            until = None if until(line) else until
+            continue
+        yield field, line
+        until = _left_open(line)
+
+
+def _left_open(line: str) -> Callable[[str], bool] | None:
+    """What tells the line that ends a text begun in this one."""
+    code = match[0] if (match := _CODE.match(line)) else line
+    if here := _HERE.search(code):
+        return lambda later: later.lstrip("\t") == here[1]
+    if _ARRAY.search(code):
+        return lambda later: ")" in later
+    for quote in ("'", '"'):
+        bare = re.sub(r"\\.", "", re.sub(r'"[^"]*"' if quote == "'" else r"'[^']*'", "", code))
+        if bare.count(quote) % 2:
+            return lambda later, quote=quote: later.count(quote) % 2 == 1  # type: ignore[misc]
+    return None
 
 
 def no_launcher_inside(job: Job, run: RunConfig, facts: Facts) -> Found:
@@ -65,8 +101,8 @@ def no_launcher_inside(job: Job, run: RunConfig, facts: Facts) -> Found:
     for field, line in shell_lines(job):
         whole = f"{line} fit" if field == "slurm.command" else line
         found = next((found for command in _commands(whole) if (found := _started(command))), None)
-        if found is None:
-            continue
+        if found is None or (found[0].startswith(("read", "select")) and line[:1].isspace()):
+            continue  # inside of a block or function there may be input
         word, is_launcher = found
         allowed = "nothing that waits for a terminal: a batch job has none"
         if is_launcher:
@@ -78,8 +114,7 @@ def shell_is_whole(job: Job, run: RunConfig, facts: Facts) -> Found:
     """Refuse lines that bash cannot read, and those that end the job before it has begun."""
     config = job.config
     texts = {"slurm.setup": "\n".join(config.setup or [])}
-    if config.env_file and Path(config.env_file).expanduser().is_file():
-        texts["slurm.env_file"] = Path(config.env_file).expanduser().read_text(encoding="utf-8", errors="replace")
+    texts["slurm.env_file"] = _env_text(job)
     for field, text in texts.items():
         said = _bash_says(text)
         if said:
@@ -95,10 +130,13 @@ def _ends_and_moves(job: Job) -> Found:
             continue
         if key != before:
             depth, before, goes_on = 0, key, False
+        in_brackets = "(" in line or ")" in line  # a subshell, whose exit and cd are its own, or a case
+        depth = max(0, depth + line.rstrip().endswith("(") - (line.strip() == ")"))
         for command in _commands(line):
             word, *rest = command.words
-            always = depth == 0 and command.after in ("", ";") and not (goes_on and not command.after)
-            depth = max(0, depth + (_leading(command.words) & _OPENING != set()) - (word in _CLOSING))
+            always = depth == 0 and command.after in ("", ";") and not ((goes_on and not command.after) or in_brackets)
+            opens = sum(word in _OPENING for word in _leading(command.words))
+            depth = max(0, depth + opens - (word in _CLOSING))
             if always and (word == "exit" or (word == "exec" and rest)):
                 allowed = "lines after which the job goes on: the script runs the recipe below them"
                 yield ConfigError(field, line.strip(), allowed, f"drop {word} from {before}")
@@ -111,11 +149,11 @@ def _ends_and_moves(job: Job) -> Found:
         goes_on = line.rstrip().endswith(("\\", "&&", "|"))
 
 
-def _leading(words: Sequence[str]) -> set[str]:
+def _leading(words: Sequence[str]) -> list[str]:
     """The keywords at the head of a command, and the first word after them."""
-    found = set()
+    found = []
     for word in words:
-        found.add(word)
+        found.append(word)
         if word not in _KEYWORDS:
             break
     return found
@@ -133,13 +171,14 @@ def _bash_says(text: str) -> str:
         errors="replace",
         check=False,
     )
-    return " ".join(done.stderr.split())[:300] if done.returncode else ""
+    return " ".join(done.stderr.split())[:300]  # of a here-document without an end it only warns
 
 
 def _commands(line: str) -> Iterator[_Command]:
     """The commands of a line of shell, those in ``$( )`` too; an approximation, as only bash knows."""
     match = _CODE.match(line)
     code = match[0] if match else line
+    code = re.sub(r"[<>]\([^()]*\)", "FILE", re.sub(r"\{\w+\}(?=[<>])", "", code))
     lexer = shlex.shlex(code, posix=True, punctuation_chars=_PUNCTUATION)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
@@ -174,7 +213,7 @@ def _started(command: _Command) -> tuple[str, bool] | None:
     name, *rest = words
     base = name.rpartition("/")[2]
     if base in _LAUNCHERS:
-        return base, True
+        return None if {"--version", "--help", "-V"} & set(rest) else (base, True)
     if any(" ".join(rest).startswith(verb) for verb in _WITH_VERB.get(base, ())):
         return f"{base} {' '.join(rest[: 1 + (base == 'lit-fsdp')])}", True
     if _PYTHON.fullmatch(base) and "-m" in rest:
@@ -187,7 +226,8 @@ def _started(command: _Command) -> tuple[str, bool] | None:
     if base in _SHELLS or _PYTHON.fullmatch(base):
         return _in_interpreter(base, rest, command.has_input)
     waits = base in _TERMINALS or (base == "jupyter" and rest[:1] and rest[0] in _JUPYTER)
-    waits = waits or (base in ("read", "select") and not command.has_input)
+    is_loop = command.words[0] in ("while", "until")  # whose input may stand behind its end
+    waits = waits or (base in ("read", "select") and not command.has_input and not is_loop)
     return (" ".join(words[: 1 + (base == "jupyter")]), False) if waits else None
 
 
@@ -196,7 +236,10 @@ def _in_interpreter(name: str, rest: Sequence[str], has_input: bool) -> tuple[st
     is_shell, i = name in _SHELLS, 0
     while i < len(rest) and rest[i][:1] in ("-", "+"):
         option = rest[i]
-        if not option.startswith("--") and "i" in option:
+        if option == "--":
+            break
+        letters = option if is_shell else re.split("[WXcm]", option)[0]  # behind those comes a value
+        if not option.startswith("--") and "i" in letters:
             return f"{name} {' '.join(rest[: i + 1])}", False
         if is_shell and not option.startswith("--") and "c" in option:
             inner = rest[i + 1] if i + 1 < len(rest) else ""

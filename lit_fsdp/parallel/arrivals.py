@@ -76,12 +76,14 @@ def watched(meeting: Meeting) -> Iterator[None]:
 
 
 def _taken(meeting: Meeting) -> ConfigError:
+    own = "with none, a free one is chosen"
+    if "SLURM_JOB_ID" in os.environ:
+        own = "in jobs of lit-fsdp slurm submit it is slurm.master_port, or by the job's number"
     return ConfigError(
         "MASTER_PORT",
         f"{meeting.port}, where another process of {socket.gethostname()} listens already",
         "a port that nobody listens on where rank 0 runs",
-        f"start again with another MASTER_PORT (without torchrun and srun: with none, a free one is chosen), or end "
-        f"what listens there: ss -ltnp sport = :{meeting.port}",
+        f"start again with another MASTER_PORT ({own}), or end what listens there: ss -ltnp sport = :{meeting.port}",
     )
 
 

@@ -92,7 +92,8 @@ def head_lines(run: RunConfig, model: Any) -> list[str]:
     biggest = max(plan_units(Holder(model), run.strategy.wrap_config).units, key=lambda unit: unit.num_params)
     kind = "block" if biggest.is_block else "embedding" if config.tie_word_embeddings else "head"
     if "host" in terms:
-        nodes = "" if run.num_nodes == 1 else f" / {run.num_nodes} nodes"
+        copy = ranks * run.num_nodes // run.world_size
+        nodes = "" if copy == 1 else f" / {copy} nodes of a copy"
         state = f"{params:,} x {STATE_BYTES} B{nodes} = {terms['host']:.2f} in host memory, none here"
     else:
         state = f"{params:,} x {STATE_BYTES} B / {ranks} rank{'s' * (ranks > 1)} = {terms['state']:.2f}"

@@ -42,6 +42,10 @@ def test_the_head_of_a_recipe_shows_its_arithmetic(recipe: Path):
     comment = [line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     expected = head_lines(run, meta_model(str(run.model.name)))
     assert comment[1 : 1 + len(expected)] == expected
+    state = re.search(r"AdamW state +([\d,]+) x (\d+) B(?: / (\d+) [a-z ]+)? = ([\d.]+)", "\n".join(comment))
+    assert state
+    params, num_bytes, parts, gib = (float((text or "1").replace(",", "")) for text in state.groups())
+    assert params * num_bytes / parts / 2**30 == pytest.approx(gib, abs=0.005)
 
 
 def test_the_quickstart_shows_its_arithmetic():

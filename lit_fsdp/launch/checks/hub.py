@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class HubFacts:
 
 def hub_facts(environment: Mapping[str, str], wanted: Wanted) -> HubFacts:
     """Look at variables and folders, and ask nobody."""
+    environment = {name: _with_variables(value, environment) for name, value in environment.items()}
     default = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
     home = Path(environment.get("HF_HOME") or default).expanduser()
     cache = Path(
@@ -40,6 +42,11 @@ def hub_facts(environment: Mapping[str, str], wanted: Wanted) -> HubFacts:
     state, lacks = (None, "") if wanted.model is None else _model(wanted, cache)
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
     return HubFacts(home, offline, _token(environment, home), os.access(existing, os.W_OK), state, lacks)
+
+
+def _with_variables(text: str, environment: Mapping[str, str]) -> str:
+    """As huggingface_hub reads its folders; what is not set stays."""
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: environment.get(found[1] or found[2], found[0]), text)
 
 
 def judge_hub(facts: HubFacts, wanted: Wanted) -> list[Row]:

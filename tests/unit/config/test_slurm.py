@@ -175,3 +175,8 @@ def test_a_variable_of_the_meeting_point_has_a_key():
     with pytest.raises(ConfigError) as caught:
         build(SlurmConfig, {"env": {"NCCL_DEBUG": "WARN", "MASTER_PORT": "4444"}}, "slurm")
     assert (caught.value.field, caught.value.fix) == ("slurm.env.MASTER_PORT", "set slurm.master_port")
+
+
+def test_options_of_srun_that_are_variables_stay_the_users():
+    given = {"SLURM_MPI_TYPE": "pmix", "SLURM_HINT": "nomultithread", "SLURM_OVERLAP": "1"}
+    assert SlurmConfig(env=given).env == given

@@ -104,7 +104,7 @@ def test_the_given_mapping_is_not_changed():
         ("inner", {"level": "3"}, Inner(level=3)),
         ("inner", {}, Inner()),
         ("anything", [1, {"a": None}], [1, {"a": None}]),
-        ("texts", {"A": 22, "B": 1.5, "C": "x"}, {"A": "22", "B": "1.5", "C": "x"}),
+        ("texts", {"A": 22, "B": "1.50", "C": "x"}, {"A": "22", "B": "1.50", "C": "x"}),
         ("texts", {}, {}),
         ("three", 3, 3),
     ],

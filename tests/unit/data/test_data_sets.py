@@ -13,6 +13,7 @@ from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.data.windows import RowWindows, Window
 from lit_fsdp.errors import DataError
 
+MANY = "imdb:train[:10%](pct1_dropremainder)+test[-5:]"
 ROWS = [{"text": f"row {i}"} for i in range(2500)]
 
 
@@ -82,12 +83,17 @@ def test_folders_and_slices_are_no_patterns(tmp_path: Path, monkeypatch: pytest.
         return datasets.Dataset.from_list([{"text": "a"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    names = ("imdb", "imdb:test", "imdb:train[:10%]", "gsm8k:main:test", "gsm8k:main:train[5:]", "a/b:c:")
+    names = ("imdb", "imdb:test", "imdb:train[:10%]", "gsm8k:main:test", "gsm8k:main:train[5:]", "a/b:c:", MANY)
     for name in names:
         (found,) = find_sources(name)
         assert [row for _, row in found.rows()] == [{"text": "a"}]
     wanted = [("imdb", None, "train"), ("imdb", None, "test"), ("imdb", None, "train[:10%]")]
-    wanted += [("gsm8k", "main", "test"), ("gsm8k", "main", "train[5:]"), ("a/b", "c", "train")]
+    wanted += [
+        ("gsm8k", "main", "test"),
+        ("gsm8k", "main", "train[5:]"),
+        ("a/b", "c", "train"),
+        ("imdb", None, "train[:10%](pct1_dropremainder)+test[-5:]"),
+    ]
     assert asked == wanted
     with pytest.raises(DataError, match="no file matches this pattern"):
         find_sources(str(tmp_path / "x" / "*.jsonl"))

@@ -59,6 +59,7 @@ def _shown(row: Encoded) -> str:
         ("<s> $A", " <s>abc</s>\n ", "Ġ <s> A B C +</s> +Ċ +Ġ"),
         ("<s> $A", "\nabc ", "<s> +Ċ A B C +Ġ +</s>"),
         (None, " abc</s>\n", "Ġ A B C +</s> +Ċ"),
+        (None, "   abc", "Ġ +Ġ +Ġ A B C +</s>"),
         ("<s> $A </s>", "  ", "<s> +Ġ +Ġ +</s>"),
     ],
 )
@@ -118,6 +119,10 @@ def test_what_is_cut_at_the_start_is_not_bos_behind_blanks():
         row, options = {"prompt": " <s>", "completion": "abcde"}, {"max_seq_length": 4, "truncation": "start"}
         found = _encode(row, "prompt_completion", _tokenizer(adds), **options)
         assert [_shown(sample) for sample in found.samples] == ["<s> D E +</s>"]
+        long = _encode(
+            {**row, "prompt": "   <s>"}, "prompt_completion", _tokenizer(adds), **{**options, "max_seq_length": 8}
+        )
+        assert [_shown(sample) for sample in long.samples] == ["<s> A B C D E +</s>"]
 
 
 def test_a_row_that_is_too_long_stops_the_run_where_it_is_asked_to():

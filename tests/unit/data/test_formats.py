@@ -12,6 +12,7 @@ from lit_fsdp.errors import DataError
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 SYSTEM = {"role": "system", "content": "S"}
+DEVELOPER = {"role": "developer", "content": "S"}
 
 
 def _calling(arguments: Any) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def _calling(arguments: Any) -> dict[str, Any]:
         ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, [HI, YO]),
         ("messages", {"system": "S", "messages": [HI, YO]}, [SYSTEM, HI, YO]),
         ("messages", {"system": None, "messages": [HI, YO]}, [HI, YO]),
-        ("messages", {"system": "S", "messages": [SYSTEM, HI, YO]}, [SYSTEM, HI, YO]),  # said twice alike
+        ("messages", {"system": "S\n", "messages": [SYSTEM, HI, YO]}, [SYSTEM, HI, YO]),  # said twice alike
+        ("messages", {"system": "S", "messages": [DEVELOPER, HI]}, [DEVELOPER, HI]),
         ("sharegpt", {"system": "S", "conversations": [{"from": "user", "value": "Hi"}]}, [SYSTEM, HI]),
         ("sharegpt", {"conversations": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yo"}]}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": "", "output": "Yo"}, [HI, YO]),

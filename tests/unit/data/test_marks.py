@@ -142,3 +142,17 @@ def test_the_end_of_a_turn_that_is_left_out_is_left_out_too(small: Any):
     left_out = [t for t, learnt in zip(row.input_ids[1:], row.supervised[1:], strict=True) if not learnt]
     assert small.decode(left_out) == "2<|im_end|>"
     assert _learnt(small, _row(small, template, messages)) == ["4 <|im_end|>"]
+
+
+def test_what_is_learnt_of_a_row_does_not_depend_on_rows_before_it(small: Any):
+    """Of a template whose marks hold the end of turn only where there are tools."""
+    inside = "{% if tools %}<|im_end|>{% endif %}"
+    outside = "{% if not tools or m.role != 'assistant' %}<|im_end|>{% endif %}\n"
+    template = _template(HEADER, outside, ASKED).replace("{% endgeneration %}", inside + "{% endgeneration %}")
+    talks = [Conversation(_say(*TALK[1:3])), Conversation(_say(*TALK[1:3]), [{"name": "look"}])]
+    found = []
+    for order in ((0, 1), (1, 0)):
+        one = ChatTemplate(small, template)
+        rows = dict(zip(order, one.encode([talks[i] for i in order], ["rows:1", "rows:2"]), strict=True))
+        found.append([_learnt(small, rows[i]) for i in (0, 1)])
+    assert found[0] == found[1] == [["2<|im_end|>"], ["2<|im_end|>"]]

@@ -221,3 +221,10 @@ def test_nodes_that_were_not_started(wanted: Wanted):
     assert [row.name for row in judge_nodes(own, 4) if row.grade == "bad" and "/tmp" in row.found] == [
         "run folder for 4 nodes"
     ]
+
+
+@pytest.mark.parametrize("given", ["$PLACE/hf", "${PLACE}/hf"])
+def test_folders_of_the_hub_may_name_variables(tmp_path: Path, wanted: Wanted, given: str):
+    facts = hub_facts({"PLACE": str(tmp_path), "HF_HOME": given}, wanted)
+    assert facts.home == tmp_path / "hf"
+    assert hub_facts({"HF_HOME": "/x/$NOT_SET"}, wanted).home == Path("/x/$NOT_SET")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.launch.slurm_lint import lint
-from tests.unit.launch.jobs import planned
 from tests.unit.launch.test_lint import COMMAND, FINE, _a_shared_place_with_room, found  # noqa: F401 (a fixture)
 
 
@@ -197,44 +195,3 @@ def test_variables_that_sbatch_follows_rather_than_the_script(name: str, value: 
     errors = found(slurm, facts)
     assert list(errors) == ([] if is_fine else [name])
     assert is_fine or errors[name].fix == f"unset {name}"
-
-
-@pytest.mark.parametrize(
-    ("setup", "says"),
-    [
-        (["if true; then"], "unexpected end of file"),
-        (["echo 'open"], "unexpected EOF while looking for matching"),
-        (["if true", "then true", "fi fi"], "syntax error"),
-    ],
-)
-def test_lines_that_bash_cannot_read(setup: list[str], says: str, tmp_path: Path):
-    assert says in found({"setup": setup})["slurm.setup"].given
-    file = tmp_path / "env.sh"
-    file.write_text("\n".join(setup))
-    assert says in found({"env_file": str(file)}, trainer={"num_nodes": 1})["slurm.env_file"].given
-
-
-@pytest.mark.parametrize(
-    ("setup", "is_fine"),
-    [
-        (["exit 0"], False),
-        (["true; exit"], False),
-        (["module load cuda", "exec env A=1 true"], False),
-        (["module load cuda || exit 1"], True),
-        (["module load cuda ||", "  exit 1"], True),
-        (["if ! nvidia-smi; then", "  exit 1", "fi"], True),
-        (["for i in 1 2; do if true; then", "exit 1", "fi; done", "check() {", "exit 2", "}"], True),
-        (["case $x in", "  a) exit 1 ;;", "esac"], True),
-        (["if true; then true", "fi", "exit 0"], False),
-        (["exec 2>&1", "exec >log"], True),
-        (["shopt -s extglob", "ls !(x)"], True),
-    ],
-)
-def test_lines_that_end_the_job_before_it_begins(setup: list[str], is_fine: bool):
-    assert [key.partition("[")[0] for key in found({"setup": setup})] == ([] if is_fine else ["slurm.setup"])
-
-
-def test_a_change_of_folder_is_noted():
-    for line, is_said in (("cd /somewhere", True), ("(cd x && make)", False), ("make -C x", False)):
-        job, run = planned({**COMMAND, "setup": [line]})
-        assert ("slurm.setup[0] changes the folder" in " ".join(lint(job, run, FINE)[1])) is is_said

@@ -148,10 +148,10 @@ def test_a_run_folder_is_no_pattern(cluster: Cluster, tmp_path: Path):
 
 def test_numbers_of_the_environment_are_text_in_the_script_and_in_the_recipe():
     """Lightning's parser, which reads the recipe in the job, takes no number there."""
-    values = recipe({"env": {"NCCL_IB_TIMEOUT": 22, "B": 1.5}})
+    values = recipe({"env": {"NCCL_IB_TIMEOUT": 22, "B": -1}})
     script = render(plan_job(values, check_recipe(values, "fit").slurm))
-    assert "\nexport NCCL_IB_TIMEOUT=22\nexport B=1.5\n" in script
-    assert values["slurm"]["env"] == {"NCCL_IB_TIMEOUT": "22", "B": "1.5"}
+    assert "\nexport NCCL_IB_TIMEOUT=22\nexport B=-1\n" in script
+    assert values["slurm"]["env"] == {"NCCL_IB_TIMEOUT": "22", "B": "-1"}
 
 
 def test_a_missing_env_file_ends_the_job(cluster: Cluster, tmp_path: Path):

@@ -241,3 +241,20 @@ def test_flags_win_over_fragments_and_fragments_over_the_recipe(slurm: FakeSlurm
         assert f"#SBATCH {line}\n" in out
     assert "slurm.nodes: 2 → 4 (--nodes)" in err
     assert "trainer.num_nodes: 2 → 4 (--nodes)" in err
+
+
+@pytest.mark.parametrize("devices", ["", ", devices: auto", ", devices: -1"])
+def test_the_size_may_stand_in_the_slurm_section_alone(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], devices: str
+):
+    """The Trainer of each rank reads it too, and so do the checks of batch and mesh."""
+    text = Path("r.yaml").read_text().replace("  devices: 8\n", "").replace("  num_nodes: 2\n", "")
+    assert "devices" not in text
+    Path("r.yaml").write_text(text.replace("trainer:\n", f"trainer:\n{devices.replace(', ', '  ')}\n"))
+    Path("cluster.yaml").write_text("slurm: {nodes: 2, gpus_per_node: 8}\n")
+    assert slurm_command("submit", "--config", "r.yaml", "--config", "cluster.yaml") == 0
+    assert "trainer.num_nodes: None → 2 (slurm.nodes)" in capsys.readouterr().err
+    trainer = yaml.safe_load((Path(RUN) / "slurm" / "recipe.yaml").read_text())["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (2, 8)
+    script = (Path(RUN) / "slurm" / "4711.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in script
