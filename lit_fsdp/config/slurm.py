@@ -45,7 +45,7 @@ class SlurmConfig:
     min_nodes: int | None = None
     """Nodes with which it starts, too, if there are no more, as after one has failed; default: only with all."""
     gpus_per_node: int | None = None
-    """GPUs per node, one process each; 0: processes on CPUs, trainer.devices of them; default: trainer.devices."""
+    """GPUs per node, one process each; default: trainer.devices. 0, with trainer.accelerator cpu: processes on CPUs."""
     time: str | int | None = None
     """Time limit as SLURM writes it: minutes, H:M:S or D-H:M:S; default: the partition's."""
     partition: str | None = None
