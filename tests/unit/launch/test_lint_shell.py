@@ -10,7 +10,7 @@ import pytest
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_lint import lint
 from tests.unit.launch.jobs import planned
-from tests.unit.launch.test_lint import COMMAND, FINE, found
+from tests.unit.launch.test_lint import COMMAND, FINE, _a_shared_place_with_room, found  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize(
