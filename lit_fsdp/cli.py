@@ -245,6 +245,7 @@ class RecipeCLI(LightningCLI):
             self._write_recipe(folder / "recipe.yaml")
         self.data_record.show(self.datamodule, self.verb, folder, self.trainer.is_global_zero)
         strategy: Any = self.trainer.strategy
+        strategy.in_recipe = True
         strategy.verify_on_load = self._get(self.config_init, "resume").verify
         strategy.fallback_checkpoints = tuple(others)
         self.signals.has_peers = self.signals.has_peers or self.trainer.world_size > 1

@@ -22,6 +22,7 @@ from lit_fsdp.config.sharding import (
 from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
 from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
+from lit_fsdp.parallel.python_words import spoken_to
 from lit_fsdp.parallel.replicated import ReplicatedStrategy
 
 
@@ -91,7 +92,9 @@ def fsdp_strategy(
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.
     """
-    config = strategy_config(dict(locals()), "trainer.strategy.init_args")
+    options = dict(locals())
+    with spoken_to(in_recipe=False):
+        config = strategy_config(options, "trainer.strategy.init_args")
     storage = SimpleNamespace(
         save=store.save_checkpoint,
         background=background.BackgroundSaver,

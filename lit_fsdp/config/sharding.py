@@ -135,7 +135,7 @@ class StrategyConfig:
         if self.engine == "single":
             found["sync_each_micro_batch"] = (self.sync_each_micro_batch, True)
         wrap = self.wrap_config
-        found["wrap.experts"], found["wrap.max_root_share"] = (wrap.experts, False), (wrap.max_root_share, 0.5)
+        found["wrap.experts"], found["wrap.max_root_share"] = (wrap.experts, False), (wrap.max_root_share, None)
         return {
             name: f"{_word(given)} → {_word(neutral)} (engine {self.engine}: every rank holds the whole model)"
             for name, (given, neutral) in found.items()

@@ -26,8 +26,9 @@ class WrapConfig:
     false with min_num_params, where size decides."""
     manual: bool = False
     """The LightningModule wraps its parts itself in configure_model; only the root is added."""
-    max_root_share: float = 0.5
-    """Largest share of all parameters, frozen ones too, that may stay in the root unit, 0 to 1."""
+    max_root_share: float | None = None
+    """Largest share of all parameters, frozen ones too, that may stay in the root unit, 0 to 1; tied weights, which
+    have to stay there, are not counted. Default: 0.5, of what auto and a size leave there only from 10 million on."""
 
     def __post_init__(self) -> None:
         for name in ("classes", "patterns"):
@@ -49,7 +50,7 @@ class WrapConfig:
         number = self.min_num_params
         if number is not None and (number < 1 or number != int(number)):
             raise ConfigError("min_num_params", number, "a whole number >= 1", "write min_num_params: 1.0e6")
-        if not 0 <= self.max_root_share <= 1:
+        if self.max_root_share is not None and not 0 <= self.max_root_share <= 1:
             raise ConfigError("max_root_share", self.max_root_share, "0 to 1", "write max_root_share: 0.5")
 
 

@@ -26,7 +26,7 @@ def collate(rows: TokenisedRows, indices: Sequence[int], pad_id: int) -> Batch:
 
     Returns:
         int64 tensors: ``input_ids``, ``attention_mask``, ``labels`` (B, T), the last aligned with the first and -100
-        where nothing is learnt, and ``row`` (B,). ``counts`` is float64, in the order of
+        where nothing is learnt, and ``row`` (B,). ``counts`` is int64, in the order of
         :data:`lit_fsdp.metrics.counts.BATCH_COUNTS`.
     """
     parts = [(np.array([pad_id]), np.array([False])) if i == FILLER else rows.row(i) for i in indices]
@@ -100,4 +100,4 @@ def collate_packs(rows: TokenisedRows, packs: Sequence[Sequence[int] | np.ndarra
 
 def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
     squared = sum(length * length for length in lengths)
-    return torch.tensor([sum(lengths), len(lengths), slots, squared], dtype=torch.float64)
+    return torch.tensor([sum(lengths), len(lengths), slots, squared])

@@ -23,11 +23,11 @@ def step_counts(totals: Iterable[float]) -> dict[str, float]:
 
 
 def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``batch["counts"]``, or for somebody's own batches the same counted from mask and ids; float64 (4,)."""
+    """``batch["counts"]``, or for somebody's own batches the same counted from mask and ids; int64 (4,)."""
     if "counts" in batch:
         return batch["counts"]
     ids_BT = batch["input_ids"]
     mask_BT = batch.get("attention_mask", torch.ones_like(ids_BT))
-    lengths_B = mask_BT.sum(dim=1).double()
-    sizes = torch.tensor([len(ids_BT), ids_BT.numel()], dtype=torch.float64, device=lengths_B.device)
+    lengths_B = mask_BT.long().sum(dim=1)
+    sizes = torch.tensor([len(ids_BT), ids_BT.numel()], device=lengths_B.device)
     return torch.stack([lengths_B.sum(), sizes[0], sizes[1], lengths_B.square().sum()])

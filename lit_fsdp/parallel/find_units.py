@@ -1,4 +1,4 @@
-"""Units found from the model itself: its FSDP plan, else its no-split classes, else its repeated blocks."""
+"""Units found from the model itself: its FSDP plan, else its no-split classes, its repeated blocks, or by size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.wrap_choice import can_be_unit, class_list, modules_of_patterns, transformers_models
+from lit_fsdp.parallel.wrap_choice import can_be_unit, modules_of_patterns, modules_of_size, transformers_models
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_UNIT_SIZE = 1_000_000
+"""Parameters of a unit in a model in which nothing repeats: less is not worth a gather of its own."""
 _SMALL_LIST = 0.1
 """A list that holds less than this share of what the largest one holds is not worth a gather per member."""
 
@@ -27,16 +29,15 @@ class Choice:
     """Those that activation checkpointing applies to, if they are told apart from ``blocks``."""
 
 
-def find_units(model: nn.Module, path: str, all_in_root: bool = False) -> Choice:
-    """The units a model declares or shows, by the first of three ways that finds any.
+def find_units(model: nn.Module, path: str) -> Choice:
+    """The units a model declares or shows, by the first way that finds any; a small model may have none.
 
     Args:
         model: Not changed.
         path: Where the choice stands in the recipe, for errors.
-        all_in_root: Whether a model in which nothing repeats may be one unit.
 
     Raises:
-        ConfigError: A model without parameters, or without anything that repeats.
+        ConfigError: A model without parameters.
     """
     for found in (_by_fsdp_plan, _by_no_split_classes, _by_lists):
         choice = found(model)
@@ -44,14 +45,8 @@ def find_units(model: nn.Module, path: str, all_in_root: bool = False) -> Choice
             return choice
     if sum(p.numel() for p in model.parameters()) == 0:
         raise ConfigError(path, "a model without parameters", "a model with parameters", "build the model first")
-    if all_in_root:
-        return Choice([], embeddings_and_heads(model), "nothing that repeats")
-    raise ConfigError(
-        path,
-        "auto, but the model declares no blocks and has no module lists",
-        f"class names out of: {class_list(model)}; or {{min_num_params: N}}",
-        f"set {path}: {{min_num_params: 1.0e6}}, or {path}: {{classes: [...]}}",
-    )
+    others = [*modules_of_size(model, _UNIT_SIZE), *embeddings_and_heads(model)]
+    return Choice([], others, "size, as nothing in it repeats")
 
 
 def embeddings_and_heads(model: nn.Module) -> list[nn.Module]:

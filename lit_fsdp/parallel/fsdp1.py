@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -91,7 +94,12 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         norms = {plan.modules[unit.name] for unit in plan.units[:-1] if unit.name in self.fp32_units}
         self._cast_inputs_in_recomputation(plan, norms)
         norm_options = {"mixed_precision": self._norm_precision()}
-        options: dict[nn.Module, Any] = {m: norm_options if m in norms else True for m in plan.modules.values()}
+        unit_options = self.unit_options()
+        own_options = {"mixed_precision": unit_options["mixed_precision"]}
+        options: dict[nn.Module, Any] = {m: norm_options if m in norms else own_options for m in plan.modules.values()}
+        mixed = own_options["mixed_precision"]
+        if mixed is not None:
+            mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
         with self._quietly():
             return FullyShardedDataParallel(
@@ -99,7 +107,8 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 auto_wrap_policy=policy,
                 param_init_fn=materializer.fill if is_meta else None,
                 sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
-                **self.unit_options(),
+                ignored_states=self.replicated,
+                **{**unit_options, "mixed_precision": mixed},
             )
 
     def _cast_inputs_in_recomputation(self, plan: UnitPlan, norms: set[nn.Module]) -> None:
@@ -121,6 +130,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 reduce_dtype=TORCH_DTYPES[row.reduce],
                 cast_forward_inputs=True,
                 cast_root_forward_inputs=True,
+                _module_classes_to_ignore=(),  # it would make units of its own of batch norms
             )
         assert not isinstance(config.backward_prefetch, int)
         return {
@@ -162,6 +172,28 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         return self._flat_mesh
 
     _flat_mesh: Any = None
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As for the other engines, also where parameters that were never used have no state, which torch refuses."""
+        own = getattr(optimizer, "_optimizer", optimizer)
+        params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+        has_state = torch.tensor([p in own.state for p in params], dtype=torch.uint8, device=self.root_device)
+        dist.all_reduce(has_state, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
+        unused = [p for p, has in zip(params, has_state.tolist(), strict=True) if not has] if has_state.any() else []
+        like: dict[str, Any] = next((own.state[p] for p in params if p in own.state), {})
+        for param in unused:
+            own.state[param] = {
+                key: torch.zeros_like(param) if torch.is_tensor(value) and value.dim() else value
+                for key, value in like.items()
+            }
+        try:
+            found = super().optimizer_state(optimizer)
+        finally:
+            for param in unused:
+                del own.state[param]
+        for param in unused:
+            found["state"].pop(self._names[id(param)], None)
+        return found
 
     def realised_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -55,6 +56,12 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
         """Every rank takes its own samples, whatever the mesh."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    def _reshard(self) -> None:
+        assert self._root is not None
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _no_sync(self) -> AbstractContextManager[Any]:
         return _without_gradient_sync(self._root)
 
@@ -72,7 +79,7 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
         return options
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        options = self.unit_options()
+        options = {**self.unit_options(), "ignored_params": set(self.replicated)}
         reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
         norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
         for unit in plan.units[:-1]:
@@ -83,7 +90,8 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
             fully_shard(child, **{**options, "mp_policy": norms} if unit.name in self.fp32_units else options)
         self._broadcast(module)
         root: Any = _Root(module)
-        fully_shard(root, **options)
+        policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+        fully_shard(root, **{**options, "mp_policy": policy})
         if hasattr(root, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             # Ranks that use different parameters would reduce different lists of gradients, and mix them up.
             root.set_reduce_scatter_unused_params(True)

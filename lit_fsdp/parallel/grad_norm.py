@@ -30,6 +30,10 @@ def total_norm(
         comm_device: Where the group reduces, if the gradients live elsewhere (offloaded to the host).
     """
     local = local_tensors(grads)
+    if shard_group is not None and dist.get_rank(
+        shard_group
+    ):  # those without dimensions are not split: count them once
+        local = [t for t in local if t.dim()]
     device = comm_device or (local[0].device if local else torch.device("cpu"))
     norms = list(torch._foreach_norm(local, 2, dtype=torch.float32)) if local else []
     squared = torch.stack(norms).square().sum().to(device) if norms else torch.zeros((), device=device)

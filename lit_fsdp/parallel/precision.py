@@ -29,6 +29,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def _first(tensor: Any) -> torch.Tensor:
+    """Up to 1024 elements of what this rank holds of a tensor."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().flatten()[:1024]
+
+
 class DtypeContract:
     """Compares declared and realised dtypes, and keeps both for ``dtypes.json``.
 
@@ -81,6 +87,27 @@ class DtypeContract:
             if torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0
         }
         self._compare(f"optimizer state {when}", found, self.row.param)
+
+    def sample_groups(self, optimizer: Any) -> list[list[tuple[Any, torch.Tensor]]]:
+        """Parameters of each group with a copy of the first elements that this rank holds, for :meth:`check_moved`."""
+        return [[(p, _first(p).clone()) for p in group["params"]] for group in optimizer.param_groups]
+
+    def check_moved(self, samples: list[list[tuple[Any, torch.Tensor]]], optimizer: Any) -> None:
+        """Compare every group with its samples from before the step.
+
+        Raises:
+            ContractError: A group whose gradients would move it visibly stands where it was.
+        """
+        for index, (group, before) in enumerate(zip(optimizer.param_groups, samples, strict=True)):
+            pairs = [(_first(p), old, _first(p.grad)) for p, old in before if p.grad is not None]
+            rounding = torch.finfo(TORCH_DTYPES[self.row.param]).eps
+            should = any(bool((group["lr"] * grad.abs() > 4 * rounding * old.abs()).any()) for _, old, grad in pairs)
+            if should and all(torch.equal(new, old) for new, old, _ in pairs):
+                raise ContractError(
+                    f"parameter group {index} of {type(optimizer).__name__} has gradients, but the first step did not "
+                    "move it\n"
+                    "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
+                )
 
     def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units.
@@ -160,7 +187,7 @@ class DtypeContract:
 
         def hook(module: nn.Module, args: Any) -> None:
             named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters()]
-            own = {n: p.dtype for n, p in named if p.is_floating_point() and not n.startswith(inner)}
+            own = {n: p.dtype for n, p in named if p.is_floating_point() and p.dim() and not n.startswith(inner)}
             self._compare(what, {f"{name}.{n}": found for n, found in own.items()}, dtype)
 
         return hook

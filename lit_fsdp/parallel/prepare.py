@@ -29,7 +29,18 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     plan = plan_units(module, wrap, f"{path}.wrap")
     if config.compile and config.is_sharded:
         _refuse_units_inside_blocks(plan, f"{path}.compile")
-    return _with_norms(plan, module) if config.precision_config.keep_norms_fp32 else plan
+    norms = _fp32_norms(module, config)
+    return _with_norms(plan, module, norms) if norms else plan
+
+
+def _fp32_norms(module: nn.Module, config: StrategyConfig) -> list[nn.Module]:
+    """Those that keep fp32 weights: all that the recipe asks for, and batch norms, where torch mixes no dtypes."""
+    precision = config.precision_config
+    if precision.keep_norms_fp32:
+        return norm_modules(module)
+    if not config.is_sharded or config.wrap_config.manual or precision.row.compute == precision.row.param:
+        return []
+    return [norm for norm in norm_modules(module) if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
 
 
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
@@ -64,11 +75,11 @@ def _refuse_units_inside_blocks(plan: UnitPlan, path: str) -> None:
         )
 
 
-def _with_norms(plan: UnitPlan, module: nn.Module) -> UnitPlan:
-    """The plan with every normalisation layer as a unit of its own, taken out of the unit around it."""
+def _with_norms(plan: UnitPlan, module: nn.Module, norms: list[nn.Module]) -> UnitPlan:
+    """The plan with each of these layers as a unit of its own, taken out of the unit around it."""
     names = {child: name for name, child in module.named_modules()}
     units, modules = list(plan.units), dict(plan.modules)
-    for norm in norm_modules(module):
+    for norm in norms:
         name = names[norm]
         if name in modules:
             units = [dataclasses.replace(u, keeps_fp32=True) if u.name == name else u for u in units]
@@ -107,7 +118,6 @@ def prepare(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     where = f"{path}.activation_checkpointing"
     activation = resolve_gradient_checkpointing(module, config.activation_config, where)
     prepare_blocks(plan.blocks, activation, config.compile, where)
-    if precision.keep_norms_fp32:
-        for norm in norm_modules(module):
-            cast_outputs(norm, TORCH_DTYPES[precision.row.compute])
+    for norm in _fp32_norms(module, config):
+        cast_outputs(norm, TORCH_DTYPES[precision.row.compute])
     return plan

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that cannot do what they say with a sharded model, refused with the reason."""
+"""What cannot do what it says with a sharded model, refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,3 +35,18 @@ def refuse_callbacks(callbacks: Iterable[Any], engine: str) -> None:
                     "callbacks that do not copy the model; weight averages with engine ddp or single",
                     f"drop {parent.__name__}, or average exported checkpoints afterwards",
                 )
+
+
+def refuse_manual_optimization(module: Any, engine: str, path: str) -> None:
+    """Refuse fsdp1 under a module that optimizes manually: its root counts on one backward pass, after the step.
+
+    Raises:
+        ConfigError: ``automatic_optimization`` is false; with more passes torch would train wrong weights.
+    """
+    if engine == "fsdp1" and not module.automatic_optimization and module.trainer.state.fn == "fit":
+        raise ConfigError(
+            f"{path}.engine",
+            f"fsdp1 with manual optimization ({type(module).__name__}.automatic_optimization is False)",
+            "fsdp2 | ddp | single",
+            "set engine: fsdp2",
+        )

@@ -70,6 +70,7 @@ class ShardedCheckpoints:
     _storage: Storage
     _root: nn.Module | None
     _ties: dict[str, str]
+    _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None
     _rng_before_window: dict[str, Any] | None
 
@@ -115,6 +116,7 @@ class ShardedCheckpoints:
             self.background.wait()
             save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        self._sync_buffers()
         checkpoint = dict(checkpoint)
         tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
         groups = []
@@ -156,6 +158,8 @@ class ShardedCheckpoints:
         for index, optimizer in enumerate(self.optimizers):
             has_state = any(name.startswith(_optim_prefix(index)) for name in saved)
             found = self.optimizer_state(optimizer) if has_state else {"state": {}, "param_groups": []}
+            names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none
+            found["state"] = {n: entry for n, entry in found["state"].items() if f"{_optim_prefix(index)}{n}" in names}
             optimizers.append((optimizer, found))
             templates.update(_flat_optimizer(found, index))
         skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
@@ -167,7 +171,11 @@ class ShardedCheckpoints:
             if found["state"]:
                 # an imported checkpoint brings none: what the recipe says holds
                 found["param_groups"] = groups["param_groups"] or found["param_groups"]
-                dcp_state.set_optimizer_state_dict(owner, optimizer, found)
+                partial = dcp_state.StateDictOptions(strict=False)
+                dcp_state.set_optimizer_state_dict(owner, optimizer, found, options=partial)
+            else:  # SGD without momentum has no tensors, but a learning rate
+                for group, before in zip(optimizer.param_groups, groups["param_groups"], strict=False):
+                    group.update({key: value for key, value in before.items() if key != "params"})
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state

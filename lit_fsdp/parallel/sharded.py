@@ -5,8 +5,11 @@ A mixin in front of a Lightning strategy; it does not import Lightning.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
-from lit_fsdp.parallel.casting import cast_buffers
+from lit_fsdp.parallel.casting import cast_buffers, cast_inputs
 from lit_fsdp.parallel.contact import ContactWithRanks
 from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.kept_memory import KeptMemory
@@ -29,14 +32,24 @@ from lit_fsdp.parallel.live_units import engines_already_there, read_live_units,
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
 from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
-from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
+from lit_fsdp.parallel.prepare import plan_for, prepare, recompute_by_unit
+from lit_fsdp.parallel.python_words import spoken_to
 from lit_fsdp.parallel.rank_log import RankLog, whole_shapes
-from lit_fsdp.parallel.refusals import refuse_callbacks
+from lit_fsdp.parallel.redirection import Redirection, redirect_forward
+from lit_fsdp.parallel.refusals import refuse_callbacks, refuse_manual_optimization
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
 from lit_fsdp.parallel.units import UnitPlan, audit, tied_names
 
 _PATH = "trainer.strategy.init_args"
+_log = logging.getLogger(__name__)
+_SHARDED: weakref.WeakKeyDictionary[Any, ShardedStrategy] = weakref.WeakKeyDictionary()
+"""The strategy that has sharded a LightningModule, for the next Trainer that is given the module."""
+_FREE_CHOICES = (
+    *("process_group_backend", "timeout_seconds", "state_dict", "verbose"),
+    *("nonfinite_gradients", "max_skipped_steps"),
+)
+"""Arguments in which the strategies of two Trainers that share a module may differ."""
 
 
 class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
@@ -50,13 +63,18 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
     precision_class: Callable[[], Any]
     lightning_module: Any
     root_device: torch.device
+    in_recipe = False
+    """Whether the arguments come from a recipe, by whose paths errors name them."""
     num_nodes: int
     world_size: int
+    global_rank: int
+    _forward_redirection: Any
 
     def __init__(self, config: StrategyConfig, storage: Storage) -> None:
         self.config, self._storage = config, storage
         self._plugin = self.precision_class()
         self._plugin.guard = build_guard(config)
+        self._plugin.after_backward = self.after_backward
         self._root: nn.Module | None = None
         self._kept_memory = KeptMemory()
         self._owner: Any = None
@@ -72,9 +90,14 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.contract = DtypeContract(row, config.precision_config.mode, gathered)
         self.checkpoint_files: dict[str, Path] = {}
         self.rank_log: RankLog | None = None
+        self.replicated: list[nn.Parameter] = []
+        self._names: dict[int, str] = {}
+        self._used: set[str] = set()
+        self._noted: dict[int, torch.Tensor] = {}
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
+        self._forward_redirection = Redirection()
 
     @property
     def loss_divisor(self) -> float:
@@ -106,13 +129,19 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         fitting = trainer.state.fn == "fit"
         if self._owner is not self.lightning_module:
-            self._setup_module(self.lightning_module)
+            before = _SHARDED.get(self.lightning_module)
+            with spoken_to(self.in_recipe, dist.get_rank()):
+                self._setup_module(self.lightning_module) if before is None else self._take_over(before)
+        self._reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
         self.contract.check_parameters(self.lightning_module.named_parameters(), "after set-up")
         self.contract.check_buffers(self.lightning_module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
+            named = self.lightning_module.named_parameters()
+            self._names = {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in named}
+            self._check_optimized()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any) -> None:
@@ -136,7 +165,16 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             for child in list(module.modules()):
                 materializer.fill(child)
         shapes = {} if self.config.wrap_config.manual else whole_shapes(module)
+        most = sum(_most_numel(p, self.mesh.size(self.mesh.ndim - 1)) for p in module.parameters())
+        if self.config.is_sharded and not self.config.wrap_config.manual:  # torch splits dim 0, and these have none
+            self.replicated = [p for p in module.parameters() if p.dim() == 0]
         self._root = self._shard(module, plan, materializer)
+        if self.config.is_sharded:
+            self._cast_inputs_of_root(module, plan)
+            redirect_forward(self._forward_redirection, self._root, module)
+            for name, unit in {**{f"{n}.": m for n, m in plan.modules.items()}, "": module}.items():
+                self._note_use(name, unit)
+        _SHARDED[module] = self
         self._broadcast_done.clear()
         self._to_device(module)
         if self.config.precision_config.buffer_dtype is not None:
@@ -150,7 +188,9 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             "replicate_degree": self.world_size // shards,
             "replaced": self.config.replaced,
         }
-        self._check_units()
+        self._check_units(most)
+        if self.config.is_sharded and len(plan.units) == 1 and dist.get_rank() == 0:
+            _log.warning("the whole model is one FSDP unit (by %s): every rank gathers all of it at once", plan.source)
         if self.config.verbose:
             self.rank_log = RankLog(Path(module.trainer.default_root_dir), self.mesh, self.root_device)
             self.rank_log.set_up(module, shapes, self.realised_units())
@@ -167,6 +207,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             for child in module.modules():
                 for name, buffer in child._buffers.items():
                     child._buffers[name] = None if buffer is None else buffer.to(self.root_device)
+            for param in self.replicated:
+                param.data = param.data.to(self.root_device)
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -187,16 +229,127 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
                         dist.broadcast(tensor.data, src=0)
                         self._broadcast_done[(id(tensor), name)] = tensor
 
-    def _check_units(self) -> None:
+    def _cast_inputs_of_root(self, module: nn.Module, plan: UnitPlan) -> None:
+        """Cast what is given to each module whose weights stay in the root, as the engines do for units.
+
+        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts.
+        """
+        row = self.config.precision_config.row
+        inside = {inner for unit in plan.modules.values() for inner in unit.modules()}
+        for child in module.modules() if row.compute != row.param else ():
+            if child is not module and child not in inside and any(p is not None for p in child._parameters.values()):
+                cast_inputs(child, TORCH_DTYPES[row.compute])
+
+    def _take_over(self, before: ShardedStrategy) -> None:
+        """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.
+
+        Raises:
+            ConfigError: That strategy had other arguments, or other ranks.
+        """
+        theirs = dataclasses.replace(before.config, **{name: getattr(self.config, name) for name in _FREE_CHOICES})
+        if (theirs, before.world_size) != (self.config, self.world_size):
+            fields = (field.name for field in dataclasses.fields(theirs))
+            name = next((n for n in fields if getattr(theirs, n) != getattr(self.config, n)), "shard_degree")
+            raise ConfigError(
+                f"{_PATH}.{name}",
+                f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise",
+                f"{getattr(theirs, name)}, on {before.world_size} ranks",
+                "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it",
+            )
+        names = ("plan", "audit", "fp32_units", "mesh", "replicated", "_root", "_ties")
+        for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
+            setattr(self, name, getattr(before, name))
+        self._plugin.autocast = getattr(before._plugin, "autocast", None)
+        self._owner = self.lightning_module
+        _SHARDED[self._owner] = self
+
+    def _reshard(self) -> None:
+        """Free what a call before this one has left gathered: optimizers are to be given shards."""
+
+    def _check_optimized(self) -> None:
+        """Compare the tensors that the optimizers move with the parameters of the sharded model.
+
+        Raises:
+            ContractError: One is none of them, so that training would change nothing.
+        """
+        for index, optimizer in enumerate(self.optimizers):
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                if self.config.is_sharded and id(param) not in self._names:
+                    raise ContractError(
+                        f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
+                        "sharded model\n"
+                        "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
+                    )
+
+    def _note_use(self, prefix: str, unit: nn.Module) -> None:
+        """From now on, note which parameters of a unit, by full name, take part in a backward pass."""
+
+        def hook(module: nn.Module, args: Any) -> None:  # gathered; fsdp2 keeps these tensors, fsdp1 makes new ones
+            for name, param in module.named_parameters():
+                if not param.requires_grad or isinstance(param, DTensor) or self._noted.get(id(param)) is param:
+                    continue
+                note = functools.partial(_add, self._used, prefix + name.replace("_fsdp_wrapped_module.", ""))
+                if param.is_leaf:
+                    self._noted[id(param)] = param
+                    param.register_post_accumulate_grad_hook(note)
+                else:
+                    param.register_hook(note)
+
+        unit.register_forward_pre_hook(hook)
+
+    def after_backward(self, optimizer: Any) -> None:
+        """Drop the zeros that engines put where no rank has a gradient, and average what they do not; collective.
+
+        Plain training has no gradient there, and its optimizer passes such a parameter over instead of decaying it.
+        """
+        if not self.config.is_sharded:
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [self._names.get(id(p), "") for p in params]
+        has_grad = [n in self._used or _is_nonzero(p.grad) for n, p in zip(names, params, strict=True)]
+        used = torch.tensor(has_grad, dtype=torch.uint8, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        alone = {id(p) for p in self.replicated} if self.world_size > 1 else set()
+        for param, name, is_used in zip(params, names, used.tolist(), strict=True):
+            self._used.discard(name)
+            if not is_used:
+                param.grad = None
+            elif id(param) in alone:  # it has no dim 0 that could be split
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad.div_(self.world_size))
+
+    def _sync_buffers(self) -> None:
+        """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
+
+        Running statistics differ between ranks, which each see their own rows.
+        """
+        for child in self.lightning_module.modules() if self.world_size > 1 else ():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
+                    dist.broadcast(buffer, src=0)
+
+    def on_validation_start(self) -> None:
+        """Validate the model that a checkpoint would hold."""
+        self._sync_buffers()
+
+    def on_test_start(self) -> None:
+        """As :meth:`on_validation_start`."""
+        self._sync_buffers()
+
+    def on_predict_start(self) -> None:
+        """As :meth:`on_validation_start`."""
+        self._sync_buffers()
+
+    def _check_units(self, most: int) -> None:
         """Compare the units of the live model, and what this rank holds of it, with the plan."""
         assert self.plan is not None
         found, planned = set(self.realised_units()), {unit.name for unit in self.plan.units}
         if self.config.is_sharded and found != planned:
             raise ContractError(f"FSDP units differ from the plan: {sorted(found ^ planned)}")
         local = sum(_local_numel(p) for p in self.lightning_module.parameters())
-        ranks = self.mesh.size(self.mesh.ndim - 1)
         self.audit["num_params_on_this_rank"] = local
-        if ranks > 1 and self.plan.num_params and local >= self.plan.num_params:
+        if most < self.plan.num_params <= local:  # one row cannot be split
             raise ContractError(f"not sharded: this rank holds {local:,} of {self.plan.num_params:,} parameters")
 
     def _configure_launcher(self) -> None:
@@ -210,16 +363,21 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         @functools.wraps(launch)
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._check_environment(trainer)
+            if any(True for _ in self.lightning_module.parameters()) and self.lightning_module not in _SHARDED:
+                with spoken_to(self.in_recipe):
+                    plan_for(self.lightning_module, self.config, _PATH)
             self.choose_port()
             return launch(function, *args, trainer=trainer, **kwargs)
 
         launcher.launch = launch_checked
 
     def _check_environment(self, trainer: Any = None) -> None:
-        mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
-        check_device(self.config, self.root_device.type, _PATH)
-        if self.config.is_sharded:
-            refuse_callbacks((trainer or self.lightning_module.trainer).callbacks, self.config.engine)
+        with spoken_to(self.in_recipe, self.global_rank):
+            mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
+            check_device(self.config, self.root_device.type, _PATH)
+            if self.config.is_sharded:
+                refuse_callbacks((trainer or self.lightning_module.trainer).callbacks, self.config.engine)
+                refuse_manual_optimization(self.lightning_module, self.config.engine, _PATH)
 
     num_processes: int
     _launcher: Any
@@ -270,6 +428,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
+        samples = self.contract.sample_groups(optimizer) if self.contract.watching else []
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
         if self.root_device.type == "cpu":
@@ -279,10 +438,28 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             self.contract.check_parameters(named, "after the first step")
             self.contract.check_gradients(named)
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
+            if self._plugin.stepped:
+                self.contract.check_moved(samples, optimizer)
             self.contract.finish_first_step()
         if self.rank_log is not None:
             self.rank_log.step(self.lightning_module.trainer.global_step + 1, self.lightning_module)
         return result
+
+
+def _is_nonzero(grad: torch.Tensor | None) -> bool:
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    return local is not None and bool(local.any())
+
+
+def _add(names: set[str], name: str, _: torch.Tensor) -> None:
+    names.add(name)
+
+
+def _most_numel(param: torch.Tensor, shards: int) -> int:
+    """Elements on the rank that holds most of a tensor whose dim 0 is split, rounded up."""
+    if isinstance(param, DTensor) or not param.dim():
+        return _local_numel(param)
+    return param[:1].numel() * -(-param.shape[0] // shards)
 
 
 def _local_numel(param: torch.Tensor) -> int:

@@ -132,6 +132,8 @@ class GuardedSteps:
     has_copies: bool = False
     comm_device: torch.device = torch.device("cpu")
     last_grad_norm: torch.Tensor | None = None
+    stepped = False
+    """Whether the last step was taken."""
     _own_loss: torch.Tensor | float = 0.0
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
@@ -149,6 +151,7 @@ class GuardedSteps:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
+        self.after_backward(optimizer)
         scale = self.guard.loss_scale
         if scale is not None:
             for grads in _by_device(_grads(optimizer)):
@@ -158,12 +161,15 @@ class GuardedSteps:
         if self.last_grad_norm is None:
             self._measure(optimizer)
         allowed = self.guard.allows(self._agreed_norm(), self._ranks_without_finite_loss)
-        self._own_loss = 0.0
+        self._own_loss, self.stepped = 0.0, allowed
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
         optimizer.step(**kwargs)
         return result
+
+    def after_backward(self, optimizer: Any) -> None:
+        """What the strategy has to do with gradients before anybody looks at them; it puts its own in place."""
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Scale all gradients so that their common 2-norm is at most ``clip_val``."""

@@ -19,12 +19,16 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.find_units import Choice, embeddings_and_heads, find_units
 from lit_fsdp.parallel.live_units import class_name, clean_name, read_live_units
 from lit_fsdp.parallel.wrap_choice import (
+    can_be_unit,
     class_list,
     expert_modules,
     modules_of_classes,
     modules_of_patterns,
     modules_of_size,
 )
+
+_LARGE_ROOT = 10_000_000
+"""Parameters that are too many to be left in the root by a choice that nobody made by name."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,27 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
         plan = _count(model, live.modules.values(), blocks, "manual", live.num_elements)
     else:
         choice = _choose(model, wrap, path)
-        chosen = dict.fromkeys([*choice.others, *choice.blocks])
+        chosen = dict.fromkeys([*choice.others, *choice.blocks, *_manual_parts(model)])
         chosen.pop(model, None)
         shares = _shares_outside(model, [*chosen, *choice.recomputed])
         blocks = _outermost(model, [m for m in choice.recomputed if not shares[m]], embeddings_and_heads(model))
         plan = _count(model, [m for m in chosen if not shares[m]], blocks, choice.source, {})
         kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
         plan = dataclasses.replace(plan, kept_together=kept)
-    if plan.root_share > wrap.max_root_share:
-        raise _too_much_in_the_root(model, plan, wrap, path)
+    inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
+    kept_together = {p for name in plan.kept_together for p in model.get_submodule(name).parameters()}
+    left = plan.units[-1].num_params - sum(p.numel() for p in kept_together if id(p) not in inner)
+    is_named = wrap.manual or wrap.classes or wrap.patterns or wrap.max_root_share is not None
+    limit = 0.5 if wrap.max_root_share is None else wrap.max_root_share
+    if left > limit * plan.num_params and (is_named or left >= _LARGE_ROOT):
+        sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in inner and p not in kept_together}
+        raise ConfigError(
+            path,
+            f"units by {plan.source} leave {left / plan.num_params:.0%} of {plan.num_params:,} parameters in the root "
+            f"unit (largest: {max(sizes, key=lambda name: sizes[name])})",
+            f"at most {limit:.0%} (max_root_share); classes in this model: {class_list(model)}",
+            f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
+        )
     return plan
 
 
@@ -153,7 +169,7 @@ def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
         blocks += modules_of_size(model, int(wrap.min_num_params))
         sources.append(f"min_num_params {int(wrap.min_num_params)}")
     if not sources:
-        found = find_units(model, path, all_in_root=wrap.max_root_share == 1)
+        found = find_units(model, path)
         blocks, others, sources = list(found.blocks), list(found.others), [found.source]
     elif wrap.embedding_and_head or (wrap.embedding_and_head is None and wrap.min_num_params is None):
         others += embeddings_and_heads(model)
@@ -168,10 +184,7 @@ def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
 
 def _recomputed(model: nn.Module, wrap: WrapConfig, named: list[nn.Module]) -> list[nn.Module]:
     """The blocks of the model itself, however large its units are, and what else was named outside of these."""
-    try:
-        found = find_units(model, "").blocks
-    except ConfigError:  # nothing in it repeats
-        found = []
+    found = find_units(model, "").blocks
     if found and wrap.min_num_params is not None:
         return found
     inside, blocks = {m for block in found for m in block.modules()}, set(found)
@@ -234,14 +247,14 @@ def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Mod
     return [m for m in model.modules() if m in wanted and m not in inside and not any(m is end for end in ends)]
 
 
-def _too_much_in_the_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> ConfigError:
-    inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
-    left = {name: p.numel() for name, p in model.named_parameters() if id(p) not in inner}
-    largest = max(left, key=lambda name: left[name])
-    return ConfigError(
-        path,
-        f"units by {plan.source} leave {plan.root_share:.0%} of {plan.num_params:,} parameters in the root unit "
-        f"(largest: {largest})",
-        f"at most {wrap.max_root_share:.0%} (max_root_share); classes in this model: {class_list(model)}",
-        f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
-    )
+def _manual_parts(model: nn.Module) -> list[nn.Module]:
+    """The parts of a LightningModule that optimizes manually: each gathers its weights anew after every backward pass.
+
+    What is left in the root is gathered once per ``training_step``, so a second pass there would find nothing.
+    """
+    if getattr(model, "automatic_optimization", True):
+        return []
+    parts = [child for child in model.children() if any(True for _ in child.parameters())]
+    return [
+        inner for part in parts for inner in ([part] if can_be_unit(part) else part.children()) if can_be_unit(inner)
+    ]

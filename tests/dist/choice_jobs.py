@@ -133,7 +133,7 @@ class CountReductions(Callback):
     def _counting(self, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = [*args, *kwargs.values()][0]
-            self.now += int(tensor.numel() > 16)  # not the totals of the loss
+            self.now += int(tensor.is_floating_point() and tensor.numel() > 16)  # not the totals of the loss
             return original(*args, **kwargs)
 
         return call

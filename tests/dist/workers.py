@@ -26,6 +26,7 @@ _JOBS = (
     "async_jobs",
     "audit_jobs",
     "choice_jobs",
+    "foreign_life",
     "foreign_options",
     "grown_jobs",
     "foreign",

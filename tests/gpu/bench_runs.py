@@ -132,7 +132,7 @@ def _packed(rows: list[dict[str, list[int]]], packs: list[Any], length: int) -> 
         "position_ids": torch.stack(positions),
         "cu_seq_lens": torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32),
         "longest": length,
-        "counts": torch.tensor(counts, dtype=torch.float64),
+        "counts": torch.tensor(counts),
     }
 
 

@@ -1,0 +1,50 @@
+"""Errors for somebody who calls the factory in Python: arguments instead of paths of a recipe, from one rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from lit_fsdp.config.sharding import strategy_fields
+from lit_fsdp.errors import ConfigError
+
+_TRAINER = ("accelerator", "callbacks", "devices", "gradient_clip_val", "num_nodes")
+_VALUE = r"(\{[^}]*\}|\[[^\]]*\]|[\w.+-]+)"
+
+
+def in_python(error: ConfigError) -> ConfigError:
+    """``trainer.strategy.init_args.wrap`` and ``set wrap: auto`` as ``fsdp_strategy(wrap=...)`` and ``wrap='auto'``."""
+    field = error.field.removeprefix("trainer.").removeprefix("strategy.init_args.")
+    name, _, inner = field.partition(".")
+    owner = "fsdp_strategy" if name in strategy_fields() and error.field != "trainer.precision" else "Trainer"
+    value = f"{{{inner!r}: ...}}" if inner else "..."
+    names = "|".join((*strategy_fields(), *_TRAINER))
+
+    def argument(found: re.Match[str]) -> str:
+        return f"{found[1]}={yaml.safe_load(found[2])!r}"
+
+    fix = re.sub(rf"(?:trainer\.)?(?:strategy\.init_args\.)?\b({names}): {_VALUE}", argument, error.fix)
+    return ConfigError(f"{owner}({name}={value})", error.given, error.allowed, fix)
+
+
+@contextmanager
+def spoken_to(in_recipe: bool, rank: int = 0) -> Iterator[None]:
+    """Raise a ConfigError as its reader knows things; on ranks other than 0 it is not printed if nobody catches it."""
+    try:
+        yield
+    except ConfigError as error:
+        said = error if in_recipe or error.field.endswith(")") else in_python(error)
+        if rank:
+            shown = sys.excepthook
+
+            def hook(kind: type[BaseException], raised: BaseException, trace: Any) -> None:
+                if raised is not said:
+                    shown(kind, raised, trace)
+
+            sys.excepthook = hook
+        raise said from None

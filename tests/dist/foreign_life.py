@@ -1,0 +1,314 @@
+"""Modules as people write them, through more of a Trainer's life than one ``fit``; each has a plain reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.data import DataLoader
+
+from lit_fsdp import fsdp_strategy
+from tests.dist.foreign import ForeignNet, foreign_rows
+from tests.dist.foreign_options import ForeignNetWithValidation, own_part
+
+
+class Sgd(ForeignNetWithValidation):
+    """An optimizer without any state, and a schedule that counts epochs."""
+
+    def configure_optimizers(self) -> Any:
+        """SGD without momentum; the learning rate halves after every epoch."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Unused(ForeignNetWithValidation):
+    """A layer that no loss depends on, under weight decay, and one that only every second batch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.sometimes = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Of the third batch the first half alone needs ``sometimes``, which is all that rank 0 of two has."""
+        x, y = batch
+        half = len(x) if batch_idx == 0 else 0
+        if batch_idx == 2 and int(os.environ["RANK"]) == 0:
+            half = 4
+        out = self(x)
+        if half:
+            out = out + torch.cat([self.sometimes(x[:half]).sum(dim=1, keepdim=True), out[half:] * 0])
+        return mse_loss(out, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """A strong decay."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class Gan(LightningModule):
+    """Two optimizers, toggled, two backward passes per step; nothing in it repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12))
+        self.discriminator = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """As in Lightning's own example."""
+        x, _ = batch
+        first, second = self.optimizers()
+        one, zero = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+        self.toggle_optimizer(first)
+        self.manual_backward(binary_cross_entropy_with_logits(self.discriminator(self.generator(x)), one))
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        real = binary_cross_entropy_with_logits(self.discriminator(x), one)
+        fake = binary_cross_entropy_with_logits(self.discriminator(self.generator(x).detach()), zero)
+        self.manual_backward((real + fake) / 2)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        """One for each part."""
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=1e-2, betas=(0.5, 0.9)) for part in parts]
+
+
+class Conv(ForeignNetWithValidation):
+    """A few different layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers, self.scale
+        self.body = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(40, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return self.head(self.body(x.unsqueeze(1)))
+
+
+class Lstm(Conv):
+    """A recurrent net, which keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(1, 12, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return self.head(self.body(x.unsqueeze(2))[0][:, -1])
+
+
+class Bare(Conv):
+    """One linear layer and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.body
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return self.head(x) * self.temperature
+
+
+class Norm(ForeignNetWithValidation):
+    """Running statistics, which every rank computes from its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return super().forward(self.norm(x + self.global_rank))
+
+
+class Predicts(ForeignNetWithValidation):
+    """Adds what ``predict`` needs."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """A prediction per row."""
+        return self(batch[0])
+
+
+class Exact(ForeignNetWithValidation):
+    """Looks at what arrives: targets that bf16 cannot hold."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Remember the targets; ``head`` is called with fp32 rows and no block before it."""
+        x, y = batch
+        self.targets = (y + 1000).tolist()
+        return mse_loss(self.head(x).float() + self(x), y)
+
+
+class CallsItself(Callback):
+    """Calls the module where no step is under way."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Outside of every step."""
+        with torch.no_grad():
+            self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
+
+
+MODULES = {
+    one.__name__: one for one in (ForeignNetWithValidation, Sgd, Unused, Gan, Conv, Lstm, Bare, Norm, Predicts, Exact)
+}
+
+
+def live(
+    module: str,
+    strategy: dict[str, Any] | None,
+    calls: tuple[str, ...] = ("fit",),
+    validates: bool = False,
+    second: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Make these calls of a Trainer, one epoch of four batches per ``fit``, and give all weights.
+
+    Without a strategy this is plain Lightning in one process; with ``second`` every call has a Trainer of its own.
+    """
+    torch.manual_seed(3)
+    net, outside = MODULES[module](), CallsItself()
+    loaders = [DataLoader([own_part(step) for step in steps], batch_size=None) for steps in (range(4), range(100, 102))]
+    defaults = {
+        "accelerator": "cpu",
+        "devices": int(os.environ["WORLD_SIZE"]),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 0,
+    }
+
+    def trainer() -> Trainer:
+        chosen = "auto" if strategy is None else fsdp_strategy(**strategy)
+        callbacks = [] if module == "Gan" else [outside]
+        return Trainer(strategy=chosen, callbacks=callbacks, **{**defaults, **options})
+
+    one = trainer()
+    for number, call in enumerate(calls):
+        if second and number:
+            one = trainer()
+        if call == "fit":
+            one.fit_loop.max_epochs = one.current_epoch + 1
+            one.fit(net, loaders[0], loaders[1] if validates else None)
+        else:
+            getattr(one, call)(net, loaders[1], verbose=False) if call != "predict" else one.predict(net, loaders[1])
+    if module != "Gan":
+        outside.on_train_epoch_end(one, net)
+    state = net.state_dict() if strategy is None else one.strategy.lightning_module_state_dict()
+    return {
+        "weights": _whole(state),
+        "outputs": outside.outputs,
+        "targets": getattr(net, "targets", None),
+        "val_loss": float(one.callback_metrics.get("val_loss", torch.nan)),
+        "lr": [group["lr"] for optimizer in one.optimizers for group in optimizer.param_groups],
+    }
+
+
+def _whole(state: dict[str, Any]) -> dict[str, list[float]]:
+    """All elements of all tensors."""
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+    return {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
+
+
+def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch."""
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    path, batches = Path(folder) / "saved.ckpt", [own_part(step) for step in range(4)]
+    for epochs, start in ((2, None), (4, str(path))):
+        torch.manual_seed(3)
+        chosen = "auto" if strategy is None else fsdp_strategy(**strategy)
+        trainer = Trainer(strategy=chosen, callbacks=[Rates()], max_epochs=epochs, use_distributed_sampler=False, **options)
+        net = MODULES[module]()
+        trainer.fit(net, DataLoader(batches, batch_size=None), ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(path)
+    state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
+    return {"rates": rates, "weights": _whole(state)}
+
+
+def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
+    """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
+    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False, "max_epochs": 1}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    batches = [own_part(step) for step in range(4)]
+    found, path = [], str(Path(folder) / "saved.ckpt")
+    for start in (None, path):
+        torch.manual_seed(3)
+        loader = DataLoader(batches, batch_size=None)
+        trainer = Trainer(strategy=fsdp_strategy(**strategy), use_distributed_sampler=False, **options)
+        if start is None:
+            trainer.fit(Norm(), loader, loader)
+            trainer.save_checkpoint(path)
+        else:
+            trainer.validate(Norm(), loader, ckpt_path=path, verbose=False)
+        found.append(float(trainer.callback_metrics["val_loss"]))
+    return found
+
+
+class Detached(ForeignNetWithValidation):
+    """Makes its optimizer before anything is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = [torch.optim.AdamW(self.head.parameters())]
+
+    def configure_optimizers(self) -> Any:
+        """The one of before."""
+        return self.early
+
+
+class Stuck(ForeignNetWithValidation):
+    """An optimizer that forgets one of its groups."""
+
+    def configure_optimizers(self) -> Any:
+        """The second group is never moved."""
+
+        class Forgets(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                for param in self.param_groups[0]["params"]:
+                    param.data.add_(param.grad, alpha=-0.1)
+
+        return Forgets([{"params": self.head.parameters()}, {"params": self.layers.parameters()}], lr=0.1)
+
+
+MODULES |= {"Detached": Detached, "Stuck": Stuck}
+
+
+def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None) -> str:
+    """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
+    try:
+        if again is None:
+            live(module, strategy)
+        else:
+            net = MODULES[module]()
+            options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False}
+            options |= {"fast_dev_run": True, "enable_progress_bar": False, "enable_model_summary": False}
+            for chosen in (strategy, again):
+                loader = DataLoader([foreign_rows(0)], batch_size=None)
+                Trainer(strategy=fsdp_strategy(**chosen), **options).fit(net, loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -1,0 +1,99 @@
+"""Other people's modules, through validation, prediction, second fits, second Trainers and resumes: as plain Lightning.
+
+The reference is Lightning itself in one process on the whole batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.workers import Workers
+
+ENGINES = ("fsdp2", "fsdp1", "ddp")
+LIVES: dict[str, dict[str, Any]] = {
+    "validate, then fit": {"module": "ForeignNetWithValidation", "calls": ["validate", "fit"]},
+    "predict, then fit": {"module": "Predicts", "calls": ["predict", "fit"]},
+    "fit twice": {"module": "ForeignNetWithValidation", "calls": ["fit", "fit"], "validates": True},
+    "a Trainer each": {"module": "ForeignNetWithValidation", "calls": ["validate", "fit", "fit"], "second": True},
+    "layers without gradients": {"module": "Unused"},
+    "accumulation": {"module": "Unused", "accumulate_grad_batches": 2},
+    "clipping": {"module": "Bare", "gradient_clip_val": 0.05},
+    "convolutions": {"module": "Conv"},
+    "an LSTM": {"module": "Lstm"},
+}
+
+
+def largest_difference(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(abs(x - y) for name in wanted for x, y in zip(found[name], wanted[name], strict=True))
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_weights_and_outputs_are_those_of_plain_lightning(workers: Workers, life: str) -> None:
+    """Outputs are of ``self(x)`` in ``on_train_epoch_end`` and after everything, outside of any step."""
+    wanted = workers.run("live", 1, strategy=None, **LIVES[life])[0]
+    for engine in ENGINES:
+        for found in workers.run("live", 2, strategy={"engine": engine, "precision": "fp32"}, **LIVES[life]):
+            assert largest_difference(found["weights"], wanted["weights"]) < 1e-6, engine
+            for mine, theirs in zip(found["outputs"], wanted["outputs"], strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-5), engine
+
+
+def test_two_optimizers_and_two_backward_passes(workers: Workers) -> None:
+    """Manual optimization with toggles; fsdp1 would train wrong weights, so it is refused."""
+    wanted = workers.run("live", 1, module="Gan", strategy=None)[0]["weights"]
+    for engine in ("fsdp2", "ddp"):
+        for found in workers.run("live", 2, module="Gan", strategy={"engine": engine, "precision": "fp32"}):
+            assert largest_difference(found["weights"], wanted) < 1e-6, engine
+    for text in workers.run("refused", 2, module="Gan", strategy={"engine": "fsdp1"}):
+        assert text.startswith("ConfigError: fsdp_strategy(engine=...): got fsdp1 with manual optimization (Gan")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_resume_has_the_learning_rates_and_weights_of_one_run(workers: Workers, tmp_path: Path, engine: str) -> None:
+    """SGD without momentum has no tensors of state; parameters that were never used have none under AdamW."""
+    for module in ("Sgd", "Unused"):
+        wanted = workers.run("resumed", 1, module=module, strategy=None, folder=str(tmp_path / module))[0]
+        job = {"strategy": {"engine": engine, "precision": "fp32"}, "folder": str(tmp_path / f"{module}-{engine}")}
+        for found in workers.run("resumed", 2, module=module, **job):
+            assert found["rates"] == wanted["rates"]
+            assert largest_difference(found["weights"], wanted["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["mixed", "fp16_mixed"])
+def test_the_batch_arrives_as_the_loader_gives_it(workers: Workers, precision: str) -> None:
+    """What is cast is what goes into layers; targets of 1000 and more keep their fractions on every engine."""
+    wanted = [foundling["targets"] for foundling in workers.run("live", 2, module="Exact", strategy={"engine": "ddp"})]
+    for engine in ("fsdp2", "fsdp1"):
+        found = workers.run("live", 2, module="Exact", strategy={"engine": engine, "precision": precision})
+        assert [one["targets"] for one in found] == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_norm_validates_as_its_checkpoint(
+    workers: Workers, tmp_path: Path, engine: str, precision: str
+) -> None:
+    """Every rank has statistics of its own rows; from the validation on they are rank 0's."""
+    job = {"strategy": {"engine": engine, "precision": precision}, "folder": str(tmp_path)}
+    for live, saved in workers.run("validated_again", 2, **job):
+        assert live == saved
+
+
+def test_what_trains_nothing_is_refused(workers: Workers) -> None:
+    """An optimizer of tensors from before the sharding, and one that leaves a group where it is."""
+    early = workers.run("refused", 2, module="Detached", strategy={"engine": "fsdp2"})
+    assert all("ContractError: optimizer 0 moves a tensor of shape (1, 12) that is no parameter" in text for text in early)
+    for engine in ENGINES:
+        stuck = workers.run("refused", 2, module="Stuck", strategy={"engine": engine, "precision": "fp32"})
+        assert any("ContractError: parameter group 1 of Forgets has gradients" in text for text in stuck), engine
+
+
+def test_a_second_trainer_with_other_arguments_is_refused(workers: Workers) -> None:
+    job = {"module": "Conv", "strategy": {"precision": "fp32"}, "again": {"precision": "mixed", "state_dict": "full"}}
+    for text in workers.run("refused", 2, **job):
+        assert text.startswith("ConfigError: fsdp_strategy(precision=...): got mixed for a module that another Trainer")
+        assert "load_weights" in text
