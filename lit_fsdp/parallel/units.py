@@ -103,15 +103,16 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
         plan = dataclasses.replace(plan, kept_together=kept)
     inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
     kept_together = {p for name in plan.kept_together for p in model.get_submodule(name).parameters()}
-    left = plan.units[-1].num_params - sum(p.numel() for p in kept_together if id(p) not in inner)
+    num_tied = sum(p.numel() for p in kept_together if id(p) not in inner)
+    left, total = plan.units[-1].num_params - num_tied, plan.num_params - num_tied
     is_named = wrap.manual or wrap.classes or wrap.patterns or wrap.max_root_share is not None
     limit = 0.5 if wrap.max_root_share is None else wrap.max_root_share
-    if left > limit * plan.num_params and (is_named or left >= _LARGE_ROOT):
+    if left > limit * total and (is_named or left >= _LARGE_ROOT):
         sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in inner and p not in kept_together}
         raise ConfigError(
             path,
-            f"units by {plan.source} leave {left / plan.num_params:.0%} of {plan.num_params:,} parameters in the root "
-            f"unit (largest: {max(sizes, key=lambda name: sizes[name])})",
+            f"units by {plan.source} leave {left / total:.0%} of {total:,} parameters in the root unit "
+            f"(largest: {max(sizes, key=lambda name: sizes[name])})",
             f"at most {limit:.0%} (max_root_share); classes in this model: {class_list(model)}",
             f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
         )

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
 import lit_fsdp
@@ -16,8 +16,6 @@ from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.strategy import fsdp_strategy
-
-PATH = "trainer.strategy.init_args"
 
 
 @pytest.mark.parametrize(("engine", "base"), [("fsdp2", ModelParallelStrategy), ("fsdp1", FSDPStrategy)])
@@ -53,19 +51,27 @@ def test_every_argument_arrives():
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"engine": "ddp2"}, f"{PATH}.engine"),
-        ({"sharding": "FULL_SHARD"}, f"{PATH}.sharding"),
-        ({"replicate_degree": 2}, f"{PATH}.replicate_degree"),
-        ({"wrap": {"min_params": 1}}, f"{PATH}.wrap.min_params"),
-        ({"precision": "bf16-mixed"}, f"{PATH}.precision"),
-        ({"activation_checkpointing": True}, f"{PATH}.activation_checkpointing"),
-        ({"state_dict": "local"}, f"{PATH}.state_dict"),
+        ({"engine": "ddp2"}, "fsdp_strategy(engine=...)"),
+        ({"sharding": "FULL_SHARD"}, "fsdp_strategy(sharding=...)"),
+        ({"replicate_degree": 2}, "fsdp_strategy(replicate_degree=...)"),
+        ({"wrap": {"min_params": 1}}, "fsdp_strategy(wrap={'min_params': ...})"),
+        ({"precision": "bf16-mixed"}, "fsdp_strategy(precision=...)"),
+        ({"activation_checkpointing": True}, "fsdp_strategy(activation_checkpointing=...)"),
+        ({"state_dict": "local"}, "fsdp_strategy(state_dict=...)"),
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, Any], field: str):
     with pytest.raises(ConfigError) as caught:
         fsdp_strategy(**options)
     assert caught.value.field == field
+
+
+def test_errors_speak_python_to_a_python_caller():
+    with pytest.raises(ConfigError) as caught:
+        fsdp_strategy(activation_checkpointing="memory_budget")
+    assert str(caught.value).endswith(
+        "fix:     write activation_checkpointing={'mode': 'memory_budget', 'memory_budget': 0.5}"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
@@ -101,5 +107,6 @@ def test_under_any_trainer_the_ranks_meet_where_no_outgoing_connection_can_come_
     launcher: Any = trainer.strategy.launcher
     monkeypatch.setattr(launcher, "_call_children_scripts", lambda: None)
     assert "MASTER_PORT" not in os.environ  # another Trainer's choice is its own
+    trainer.strategy._lightning_module = LightningModule()
     launcher.launch(lambda: None, trainer=trainer)
     assert int(os.environ["MASTER_PORT"]) in range(10000, 20000)

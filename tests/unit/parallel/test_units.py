@@ -30,14 +30,14 @@ class Holder(nn.Module):
         self.model = model
 
 
-def llama(tied: bool) -> Holder:
+def llama(tied: bool, vocab: int = 10) -> Holder:
     config = LlamaConfig(
         hidden_size=8,
         intermediate_size=12,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        vocab_size=10,
+        vocab_size=vocab,
         tie_word_embeddings=tied,
     )
     return Holder(build_on_meta(config))
@@ -123,8 +123,11 @@ def test_units_by_size_are_grouped_bottom_up():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(10, 10))
     assert sizes(plan_units(net, WrapConfig(min_num_params=30))) == {"1": 40, "2": 110, "": 20}
     assert sizes(plan_units(net, WrapConfig(min_num_params=20)))["0"] == 20  # exactly the size is enough
-    assert refused(net, WrapConfig(min_num_params=1000)).given.startswith(
-        "units by min_num_params 1000 leave 100% of 170 parameters in the root unit"
+    assert sizes(plan_units(net, WrapConfig(min_num_params=1000))) == {"": 170}  # too small to be split
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(4000, 4000))
+    assert refused(large, WrapConfig(min_num_params=10**8)).given.startswith(
+        "units by min_num_params 100000000 leave 100% of 16,004,000 parameters in the root unit"
     )
 
 
@@ -170,7 +173,7 @@ def test_a_class_that_matches_nothing_names_those_that_exist():
 def test_too_much_in_the_root_is_refused_with_the_share():
     error = refused(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"]))
     assert error.given == (
-        "units by classes LlamaRMSNorm leave 96% of 1,080 parameters in the root unit "
+        "units by classes LlamaRMSNorm leave 96% of 1,000 parameters in the root unit "
         "(largest: model.model.layers.0.mlp.gate_proj.weight)"
     )
     assert error.allowed.startswith("at most 50% (max_root_share); classes in this model: ")
@@ -179,21 +182,21 @@ def test_too_much_in_the_root_is_refused_with_the_share():
     assert len(allowed.units) == 6
 
 
-@pytest.mark.parametrize(
-    ("net", "given"),
-    [
-        (nn.Sequential(nn.Linear(2, 2)), "auto, but the model declares no blocks and has no module lists"),
-        (nn.Sequential(nn.ReLU()), "a model without parameters"),
-    ],
-)
-def test_auto_needs_something_to_go_by(net: nn.Module, given: str):
-    assert refused(net, AUTO).given == given
-
-
-def test_a_model_without_blocks_may_be_one_unit_where_the_root_may_hold_all():
-    plan = plan_units(nn.Sequential(nn.Linear(2, 2)), WrapConfig(max_root_share=1.0))
+def test_a_model_in_which_nothing_repeats_is_split_by_size_if_at_all():
+    assert refused(nn.Sequential(nn.ReLU()), AUTO).given == "a model without parameters"
+    plan = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
     assert sizes(plan) == {"": 6}
-    assert plan.source == "nothing that repeats"
+    assert plan.source == "size, as nothing in it repeats"
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(1200, 1000), nn.ReLU(), nn.LSTM(512, 512))
+    assert list(sizes(plan_units(large, AUTO))) == ["1", "3", ""]
+
+
+def test_what_is_tied_cannot_be_split_and_is_no_reason_to_refuse():
+    model = llama(tied=True, vocab=5000)
+    plan = plan_units(model, AUTO)
+    assert plan.root_share > 0.9
+    assert refused(model, WrapConfig(classes=["LlamaRMSNorm"])).given.startswith("units by classes LlamaRMSNorm leave")
 
 
 def test_metrics_inside_do_not_disturb_the_order():
