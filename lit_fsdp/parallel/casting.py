@@ -18,7 +18,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 continue
             if id(param) not in done:
                 done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
-            module._parameters[name] = done[id(param)]
+            setattr(module, name, done[id(param)])  # an LSTM keeps a second list of them
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

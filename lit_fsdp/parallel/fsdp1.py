@@ -102,7 +102,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
             mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
         with self._quietly():
-            return FullyShardedDataParallel(
+            root = FullyShardedDataParallel(
                 module,
                 auto_wrap_policy=policy,
                 param_init_fn=materializer.fill if is_meta else None,
@@ -110,6 +110,12 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 ignored_states=self.replicated,
                 **{**unit_options, "mixed_precision": mixed},
             )
+        units = {m.module: m for m in root.modules() if isinstance(m, FullyShardedDataParallel)}
+        for parent in list(root.modules()):  # torch wraps a module in the first of its places only
+            for name, child in parent._modules.items():
+                if child in units and parent is not units[child]:
+                    parent._modules[name] = units[child]
+        return root
 
     def _cast_inputs_in_recomputation(self, plan: UnitPlan, norms: set[nn.Module]) -> None:
         """For units inside recomputed blocks: FSDP1 casts no inputs once a unit's backward has begun."""

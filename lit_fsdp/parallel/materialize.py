@@ -60,10 +60,10 @@ class Materializer:
             if first not in self._tied:
                 filled = self._parameter(name, module, attribute, param)
                 if first not in self.first_name.values():
-                    module._parameters[attribute] = filled
+                    setattr(module, attribute, filled)  # an LSTM keeps a second list of them
                     continue
                 self._tied[first] = filled
-            module._parameters[attribute] = self._tied[first]
+            setattr(module, attribute, self._tied[first])
         for attribute, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = self.read(name, module, attribute, None).to(self.device)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.sharding import StrategyConfig
@@ -166,8 +167,10 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
                 materializer.fill(child)
         shapes = {} if self.config.wrap_config.manual else whole_shapes(module)
         most = sum(_most_numel(p, self.mesh.size(self.mesh.ndim - 1)) for p in module.parameters())
-        if self.config.is_sharded and not self.config.wrap_config.manual:  # torch splits dim 0, and these have none
-            self.replicated = [p for p in module.parameters() if p.dim() == 0]
+        # What no engine reduces: torch splits dim 0, which these have not, and DDP passes over what is frozen by now.
+        if not self.config.wrap_config.manual:
+            params = module.parameters()
+            self.replicated = [p for p in params if (not p.dim() if self.config.is_sharded else not p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
         if self.config.is_sharded:
             self._cast_inputs_of_root(module, plan)
@@ -237,7 +240,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         row = self.config.precision_config.row
         inside = {inner for unit in plan.modules.values() for inner in unit.modules()}
         for child in module.modules() if row.compute != row.param else ():
-            if child is not module and child not in inside and any(p is not None for p in child._parameters.values()):
+            own = any(p is not None and p.dim() for p in child._parameters.values())
+            if child is not module and child not in inside and (own or is_parametrized(child)):
                 cast_inputs(child, TORCH_DTYPES[row.compute])
 
     def _take_over(self, before: ShardedStrategy) -> None:
@@ -302,20 +306,19 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
 
         Plain training has no gradient there, and its optimizer passes such a parameter over instead of decaying it.
         """
-        if not self.config.is_sharded:
-            return
+        alone = {id(p) for p in self.replicated} if self.world_size > 1 else set()
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for p in params if self.config.is_sharded or id(p) in alone]
         names = [self._names.get(id(p), "") for p in params]
         has_grad = [n in self._used or _is_nonzero(p.grad) for n, p in zip(names, params, strict=True)]
         used = torch.tensor(has_grad, dtype=torch.uint8, device=self.root_device)
-        if self.world_size > 1:
+        if self.world_size > 1 and params:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        alone = {id(p) for p in self.replicated} if self.world_size > 1 else set()
         for param, name, is_used in zip(params, names, used.tolist(), strict=True):
             self._used.discard(name)
             if not is_used:
                 param.grad = None
-            elif id(param) in alone:  # it has no dim 0 that could be split
+            elif id(param) in alone:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 dist.all_reduce(param.grad.div_(self.world_size))
 

@@ -120,6 +120,26 @@ class Bare(Conv):
         return self.head(x) * self.temperature
 
 
+class Thawed(Conv):
+    """A layer that is frozen at first, as fine-tuning callbacks do it, and one that stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(12, 12), nn.Linear(12, 12).requires_grad_(False)
+        self.body = nn.ModuleList([first, second, first])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        for layer in self.body:
+            x = layer(x).tanh()
+        return self.head(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """From the third batch on the whole is trained."""
+        self.requires_grad_(batch_idx >= 2)
+        self.body[0].requires_grad_(True)
+
+
 class Norm(ForeignNetWithValidation):
     """Running statistics, which every rank computes from its own rows."""
 
@@ -162,9 +182,8 @@ class CallsItself(Callback):
             self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
 
 
-MODULES = {
-    one.__name__: one for one in (ForeignNetWithValidation, Sgd, Unused, Gan, Conv, Lstm, Bare, Norm, Predicts, Exact)
-}
+_ALL = (ForeignNetWithValidation, Sgd, Unused, Gan, Conv, Lstm, Bare, Thawed, Norm, Predicts, Exact)
+MODULES = {one.__name__: one for one in _ALL}
 
 
 def live(
