@@ -40,7 +40,7 @@ from lit_fsdp.parallel.redirection import Redirection, redirect_forward
 from lit_fsdp.parallel.refusals import refuse_callbacks, refuse_manual_optimization
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
-from lit_fsdp.parallel.units import UnitPlan, audit, tied_names
+from lit_fsdp.parallel.units import UnitPlan, audit, owners_by_unit, tied_names
 
 _PATH = "trainer.strategy.init_args"
 _log = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         if self.config.is_sharded:
             self._cast_inputs_of_root(module, plan)
             redirect_forward(self._forward_redirection, self._root, module)
-            for name, unit in {**{f"{n}.": m for n, m in plan.modules.items()}, "": module}.items():
-                self._note_use(name, unit)
+            for unit, owners in owners_by_unit(module, plan).items():
+                self._note_use(unit, owners)
         _SHARDED[module] = self
         self._broadcast_done.clear()
         self._to_device(module)
@@ -285,21 +285,26 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
                         "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
                     )
 
-    def _note_use(self, prefix: str, unit: nn.Module) -> None:
-        """From now on, note which parameters of a unit, by full name, take part in a backward pass."""
+    def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+        """From now on, note which parameters of a unit, by full name, take part in a backward pass.
 
-        def hook(module: nn.Module, args: Any) -> None:  # gathered; fsdp2 keeps these tensors, fsdp1 makes new ones
-            for name, param in module.named_parameters():
-                if not param.requires_grad or isinstance(param, DTensor) or self._noted.get(id(param)) is param:
+        Args:
+            unit: Gathered when its forward begins.
+            owners: The modules, by name, whose parameters it gathers.
+        """
+
+        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
+            for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
+                if param is None or not param.requires_grad or isinstance(param, DTensor):
                     continue
-                note = functools.partial(_add, self._used, prefix + name.replace("_fsdp_wrapped_module.", ""))
-                if param.is_leaf:
+                note = functools.partial(_add, self._used, f"{name}.{attribute}" if name else attribute)
+                if not param.is_leaf:
+                    param.register_hook(note)
+                elif self._noted.get(id(param)) is not param:
                     self._noted[id(param)] = param
                     param.register_post_accumulate_grad_hook(note)
-                else:
-                    param.register_hook(note)
 
-        unit.register_forward_pre_hook(hook)
+        getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
 
     def after_backward(self, optimizer: Any) -> None:
         """Drop the zeros that engines put where no rank has a gradient, and average what they do not; collective.

@@ -156,6 +156,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return again
 
 
+def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """For each unit, ``model`` as the root among them, the modules by name whose own parameters it gathers."""
+    units = set(plan.modules.values())
+    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    unit_of: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():  # parents first
+        unit = module if module is model or module in units else unit_of[module]
+        unit_of.update((child, unit) for child in module.children() if child not in unit_of)
+        if any(p is not None for p in module._parameters.values()):
+            found.setdefault(unit, []).append((clean_name(name), module))
+    return found
+
+
 def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
     blocks: list[nn.Module] = []
     others: list[nn.Module] = []
