@@ -197,7 +197,7 @@ def num_checkpoints(run: RunConfig) -> int | None:
     if not isinstance(steps, int) or steps <= 0:
         return peak_count(run.checkpoint, Plan(None, validates))
     found: set[int] = set()
-    if isinstance(interval, int) and run.world_size is not None:  # a share of an epoch is not known here
+    if isinstance(interval, int) and interval > 0 and run.world_size is not None:  # a share of an epoch is not known
         accumulate = accumulation_steps(data.global_batch_size, data.micro_batch_size, run.world_size)
         found = validation_steps(steps, interval, accumulate)
     return peak_count(run.checkpoint, Plan(steps, validates, found))
