@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from typing import Any, TextIO
 
+import torch
 from torch import nn
 
 from lit_fsdp.config.mesh import mesh_shape
@@ -15,6 +16,7 @@ from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.models.attention import check_architecture
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.models.trainable import build_trainable
+from lit_fsdp.parallel.devices import has_bf16
 from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
 from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import audit
@@ -46,7 +48,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
     """
     assert run.world_size is not None
-    strategy = run.strategy
+    strategy = run.strategy.on(has_bf16(_device_type(run.trainer.get("accelerator"))))
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     config = strategy.precision_config
     attention = run.model.attn_implementation
@@ -70,6 +72,12 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "state_per_rank": state,
         "replaced": strategy.replaced,
     }
+
+
+def _device_type(accelerator: Any) -> str:
+    """Of the run: where the recipe leaves it open, as if it were on this machine."""
+    open_here = accelerator in (None, "auto") and not torch.cuda.is_available()
+    return "cpu" if accelerator == "cpu" or open_here else "cuda"
 
 
 def _without_fp8_layers(strategy: StrategyConfig) -> StrategyConfig:

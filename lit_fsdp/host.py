@@ -27,12 +27,22 @@ _IDLE_SECONDS = 3600.0
 _PORTS = range(10000, 20000)
 """Below those of outgoing connections (from 32768 on, on Linux) and those derived from the number of a SLURM job."""
 _PORTS_TRIED = 200
+_ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def cache_root() -> Path:
     """``$LIT_FSDP_CACHE``, else ``~/.cache/lit_fsdp``."""
     return Path(os.environ.get("LIT_FSDP_CACHE") or "~/.cache/lit_fsdp").expanduser()
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies in bf16 (AVX512-BF16, AMX or Arm BF16) and ``ONEDNN_MAX_CPU_ISA`` lets it."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISA_WITHOUT_BF16:
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.is_file() else set()
+    return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))  # the last is Arm's
 
 
 def return_freed_memory() -> None:

@@ -67,7 +67,8 @@ def fsdp_strategy(
         wrap: ``auto``; a list of block class names and path patterns (``model.layers.*.mlp``); ``manual`` for a
             module that wraps itself in ``configure_model``; or a :class:`~lit_fsdp.config.wrap.WrapConfig`.
         precision: ``mixed`` (fp32 weights, bf16 compute, fp32 reduction), ``low_precision`` (bf16), ``fp32``,
-            ``fp16_mixed`` (with a loss scale), ``fp8`` (Hopper), or a mapping that overrides parts.
+            ``fp16_mixed`` (with a loss scale), ``fp8`` (Hopper), ``auto`` (``mixed`` where the devices of all ranks
+            have bf16 instructions, else ``fp32``), or a mapping that overrides parts.
         activation_checkpointing: ``none``, ``full``, ``every_n``, ``selective``, ``memory_budget``, or a mapping.
         compile: Compile each block with ``torch.compile``.
         cpu_offload: Shards of parameters, gradients and optimizer state live, and the optimizer steps, on the host.

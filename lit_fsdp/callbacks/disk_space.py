@@ -16,6 +16,7 @@ from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.space import Budget, Contents, Plan, free_bytes, saved_tensors
 from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.lightning_values import validation_steps
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.live_units import clean_name
 from lit_fsdp.parallel.sharded import ShardedStrategy
@@ -127,4 +128,10 @@ def _plan(trainer: Trainer) -> Plan:
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.estimated_stepping_batches):
         limits.append(int(trainer.estimated_stepping_batches))
-    return Plan(total_steps=min(limits, default=None), validates=trainer.enable_validation)
+    total, interval, per_epoch = min(limits, default=None), trainer.val_check_batch, trainer.num_training_batches
+    if total is None or interval is None or not math.isfinite(interval):  # it goes by the clock
+        return Plan(total, trainer.enable_validation)
+    batches = int(per_epoch) if math.isfinite(per_epoch) else None
+    accumulate, every_n = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
+    found = validation_steps(total, int(interval), accumulate, batches, every_n)
+    return Plan(total, trainer.enable_validation, found)

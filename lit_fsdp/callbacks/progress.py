@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _SHOWN = {
     "train_loss": "loss {:.4f}",
@@ -20,10 +21,16 @@ _SHOWN = {
     "data_wait_share": "wait {:.0%}",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
+_NEXT_LINE_SECONDS, _SILENCE_SECONDS = 10.0, 15.0
+"""Since the last line: when a step that ends is worth one, and when it is time for one although none has ended."""
 
 
 class RunProgress(ProgressBar):
-    """Loss, rates, MFU where it is known, peak memory and time left; plain lines where there is no terminal."""
+    """Loss, rates, MFU where it is known, peak memory and time left; plain lines where there is no terminal.
+
+    Without a terminal there is a line after the first step, after every ``log_every_n_steps`` and at least every 20 s,
+    also while a step or a validation takes longer than that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +38,10 @@ class RunProgress(ProgressBar):
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._seen_step = 0
-        self._started = 0.0
+        self._started = self._said = self._stepped = 0.0
         self._first_step = 0
+        self._total: int | None = None
+        self._ended = threading.Event()
 
     def disable(self) -> None:
         """Lightning calls this on every rank but 0."""
@@ -45,13 +54,20 @@ class RunProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar."""
         self._seen_step = self._first_step = trainer.global_step
-        self._started = time.perf_counter()
-        if not self._enabled or not sys.stderr.isatty():
+        self._started = self._said = self._stepped = time.perf_counter()
+        if not self._enabled:
+            return
+        self._total = _total_steps(trainer)
+        if not sys.stderr.isatty():
+            self._ended = threading.Event()
+            arguments = (trainer, self._ended)
+            threading.Thread(target=self._keep_talking, args=arguments, name="progress", daemon=True).start()
             return
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, *times, console=Console(stderr=True))
         self._progress.start()
-        self._task = self._progress.add_task("", total=_total_steps(trainer), completed=trainer.global_step)
+        self._task = self._progress.add_task("", total=self._total, completed=trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,14 +75,21 @@ class RunProgress(ProgressBar):
         """Advance after an optimizer step; the numbers are those last logged."""
         if not self._enabled or trainer.global_step == self._seen_step:
             return
-        self._seen_step = trainer.global_step
-        is_logged = trainer.global_step % _log_every(trainer) == 0
+        self._seen_step, self._stepped = trainer.global_step, time.perf_counter()
+        is_first = trainer.global_step == self._first_step + 1
+        is_shown = is_first or trainer.global_step % _log_every(trainer) == 0
         if self._progress is not None and self._task is not None:
-            text = self._text(trainer) if is_logged else None
+            text = self._text(trainer) if is_shown else None
             self._progress.update(self._task, completed=trainer.global_step, description=text)
-        elif is_logged:
-            left = self._seconds_left(trainer)
-            print(f"step {trainer.global_step}/{_total_steps(trainer)}  {self._text(trainer)}  {left}", file=sys.stderr)
+        elif is_shown or self._stepped - self._said >= _NEXT_LINE_SECONDS:
+            self._say(self._text(trainer))
+
+    def break_silence(self, trainer: Trainer) -> None:
+        """A line if the last one is long ago, for what is going on has no hook until it is over."""
+        now = time.perf_counter()
+        if now - self._said >= _SILENCE_SECONDS:
+            what = "validation" if trainer.validating else "next step"
+            self._say(f"{what}: {now - self._stepped:.0f} s so far")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar."""
@@ -83,8 +106,18 @@ class RunProgress(ProgressBar):
             text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             console = self._progress.console if self._progress else Console(stderr=True)
             console.print(f"step {trainer.global_step}: {text}", highlight=False)
+            self._said = time.perf_counter()
+
+    def _keep_talking(self, trainer: Trainer, ended: threading.Event) -> None:
+        while not ended.wait(1.0):
+            self.break_silence(trainer)
+
+    def _say(self, text: str) -> None:
+        self._said = time.perf_counter()
+        print(f"step {self._seen_step}/{self._total}  {text}  {self._time_left()}".rstrip(), file=sys.stderr)
 
     def _stop(self) -> None:
+        self._ended.set()
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None
@@ -93,11 +126,11 @@ class RunProgress(ProgressBar):
         metrics = trainer.callback_metrics
         return "  ".join(form.format(float(metrics[name])) for name, form in _SHOWN.items() if name in metrics)
 
-    def _seconds_left(self, trainer: Trainer) -> str:
-        total, done = _total_steps(trainer), trainer.global_step - self._first_step
-        if total is None:
+    def _time_left(self) -> str:
+        done = self._seen_step - self._first_step
+        if self._total is None or not done:
             return ""
-        seconds = (time.perf_counter() - self._started) / max(1, done) * (total - trainer.global_step)
+        seconds = (self._stepped - self._started) / done * (self._total - self._seen_step)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,14 @@ class Plan:
     """Optimizer steps at its end; None if nobody knows."""
     validates: bool
     """Whether validations may add checkpoints at other steps than ``every_steps``."""
+    validation_steps: Collection[int] = ()
+    """After which they come, as far as that is known."""
 
 
 def peak_count(config: CheckpointConfig, plan: Plan) -> int | None:
-    """How many checkpoints there are at the same time, the one being written included; None if nobody can know.
+    """How many checkpoints there are at most at the same time, the one being written included; None: not known.
 
-    With ``keep_last: -1`` those that a validation adds are not counted, as their number is not known.
+    With ``keep_last: -1`` any validation may be the best so far and add one that stays.
     """
     steps, every = plan.total_steps, config.every_steps
     adds = plan.validates and config.keep_best > 0
@@ -173,7 +175,7 @@ def peak_count(config: CheckpointConfig, plan: Plan) -> int | None:
         return None if grows else config.keep_last + config.keep_best * adds + 1
     saves = math.ceil(steps / every) if every else 1
     if config.keep_last == -1:
-        return saves
+        return saves + sum(step < steps and not (every and step % every == 0) for step in plan.validation_steps) * adds
     for_ever = steps // config.keep_every if config.keep_every else 0
     return min(config.keep_last + config.keep_best * adds + for_ever + 1, max(steps, 1) if adds else saves)
 
@@ -274,7 +276,7 @@ class Budget:
             ways.append("lower checkpoint.keep_last")
         if self.config.keep_every:
             ways.append(f"set checkpoint.keep_every above {self.config.keep_every} or to null")
-        if self.config.keep_best > 1:
+        if self.config.keep_best > (self.config.keep_last != -1):  # all of them stay, too
             ways.append("lower checkpoint.keep_best")
         ways += [last] if last else []
         return ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"

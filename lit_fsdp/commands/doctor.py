@@ -147,7 +147,7 @@ def _wanted(run: RunConfig | None, values: dict[str, Any], name: str, nodes: int
         model=model,
         needs_weights=model is not None and not model.endswith(".json"),
         extras=tuple(extra for extra, holds in extras.items() if holds),
-        compute_dtype="fp8" if precision.mode == "fp8" else precision.row.compute,
+        compute_dtype=precision.mode if precision.mode in ("auto", "fp8") else precision.row.compute,
         signal_lead_seconds=run.slurm.signal_lead_seconds if values.get("slurm") else None,
     )
 

@@ -189,10 +189,18 @@ def _facts(run: RunConfig, job: Job) -> Facts:
 def num_checkpoints(run: RunConfig) -> int | None:
     """Checkpoints of a run that lie on the disk at the same time; ``None`` where its length is not known."""
     from lit_fsdp.checkpoint.space import Plan, peak_count
+    from lit_fsdp.config.data import accumulation_steps
+    from lit_fsdp.config.lightning_values import validation_steps
 
-    steps = run.trainer.get("max_steps")
-    validates = run.data.val is not None or run.data.val_split is not None
-    return peak_count(run.checkpoint, Plan(steps if isinstance(steps, int) and steps > 0 else None, validates))
+    steps, interval, data = run.trainer.get("max_steps"), run.trainer.get("val_check_interval"), run.data
+    validates = data.val is not None or data.val_split is not None
+    if not isinstance(steps, int) or steps <= 0:
+        return peak_count(run.checkpoint, Plan(None, validates))
+    found: set[int] = set()
+    if isinstance(interval, int) and interval > 0 and run.world_size is not None:  # a share of an epoch is not known
+        accumulate = accumulation_steps(data.global_batch_size, data.micro_batch_size, run.world_size)
+        found = validation_steps(steps, interval, accumulate)
+    return peak_count(run.checkpoint, Plan(steps, validates, found))
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:

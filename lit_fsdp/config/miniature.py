@@ -97,10 +97,10 @@ def _fit_cpu(args: dict[str, Any], replace: Callable[[str, Any, str], None]) -> 
         replace("process_group_backend", None, "the CPU has gloo")
     precision = args.get("precision")
     if precision == "fp8":
-        replace("precision", "mixed", "fp8 needs a Hopper GPU")
+        replace("precision", "auto", "fp8 needs a Hopper GPU")
     elif isinstance(precision, dict) and precision.get("mode") == "fp8":
         kept = {key: value for key, value in precision.items() if key != "fp8_skip"}
-        replace("precision", {**kept, "mode": "mixed"}, "fp8 needs a Hopper GPU")
+        replace("precision", {**kept, "mode": "auto"}, "fp8 needs a Hopper GPU")
 
 
 def _number(value: Any) -> Any:

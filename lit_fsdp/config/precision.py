@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from lit_fsdp.errors import ConfigError
 
-PrecisionMode = Literal["mixed", "low_precision", "fp32", "fp16_mixed", "fp8"]
+PrecisionMode = Literal["mixed", "auto", "low_precision", "fp32", "fp16_mixed", "fp8"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 
 
@@ -24,6 +25,7 @@ class DtypeRow:
 
 
 _ROWS: dict[PrecisionMode, DtypeRow] = {
+    "auto": DtypeRow("fp32", "bf16", "fp32"),  # until the devices are known: what it may be at most
     "mixed": DtypeRow("fp32", "bf16", "fp32"),
     "low_precision": DtypeRow("bf16", "bf16", "bf16"),
     "fp32": DtypeRow("fp32", "fp32", "fp32"),
@@ -37,7 +39,8 @@ class PrecisionConfig:
     """A precision mode, parts of which may be overridden."""
 
     mode: PrecisionMode = "mixed"
-    """mixed: fp32 weights, bf16 compute; low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
+    """mixed: fp32 weights, bf16 compute; auto: mixed where every device has bf16 instructions, else fp32;
+    low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
     output_dtype: DtypeName | None = None
@@ -67,6 +70,11 @@ class PrecisionConfig:
                 " | ".join(sorted(allowed)),
                 "drop reduce_dtype, or set reduce_dtype: fp32",
             )
+
+    def on(self, has_bf16: bool) -> PrecisionConfig:
+        """What ``auto`` is on devices with or without bf16 instructions; in fp32 norms are so anyway."""
+        norms = self.keep_norms_fp32 and has_bf16
+        return dataclasses.replace(self, mode="mixed" if has_bf16 else "fp32", keep_norms_fp32=norms)
 
     @property
     def row(self) -> DtypeRow:

@@ -106,6 +106,11 @@ class StrategyConfig:
         """``precision`` as its mapping."""
         return self.precision if isinstance(self.precision, PrecisionConfig) else PrecisionConfig(mode=self.precision)
 
+    def on(self, has_bf16: bool) -> StrategyConfig:
+        """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""
+        given = self.precision_config
+        return self if given.mode != "auto" else dataclasses.replace(self, precision=given.on(has_bf16))
+
     @property
     def activation_config(self) -> ActivationConfig:
         """``activation_checkpointing`` as its mapping."""

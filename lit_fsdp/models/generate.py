@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.quiet import no_progress_bars
 from lit_fsdp.models.tokenizers import pad_id
 
@@ -108,7 +109,4 @@ def inference_device_and_dtype() -> tuple[torch.device, torch.dtype]:
     """
     if torch.cuda.is_available():
         return torch.device("cuda"), torch.bfloat16
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.is_file() else set()
-    fast = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's
-    return torch.device("cpu"), torch.bfloat16 if fast else torch.float32
+    return torch.device("cpu"), torch.bfloat16 if cpu_has_bf16() else torch.float32

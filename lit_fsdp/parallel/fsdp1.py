@@ -66,13 +66,6 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
 
     precision_class = _Precision
 
-    def setup_environment(self) -> None:
-        """Start the process group and build the mesh."""
-        self._check_environment()
-        with self.meeting_others():
-            super().setup_environment()
-        self._build_mesh()
-
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""

@@ -44,12 +44,9 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
     precision_class = _Precision
 
     def setup_environment(self) -> None:
-        """Start the process group and build the mesh."""
-        self._check_environment()
+        """Start the process group and build the mesh; Lightning's own has all ranks in one dimension."""
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        with self.meeting_others():
-            super().setup_environment()
-        self._build_mesh()
+        super().setup_environment()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

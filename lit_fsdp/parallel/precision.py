@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.config.precision import DtypeName, DtypeRow
+from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ContractError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -216,3 +217,10 @@ class DtypeContract:
                     "the precision mode that says so"
                 )
         self._note(what, found)
+
+
+def contract_for(config: StrategyConfig) -> DtypeContract:
+    """What a strategy with these arguments promises."""
+    precision = config.precision_config
+    row = precision.row  # autocast leaves parameters as they are
+    return DtypeContract(row, precision.mode, row.compute if config.is_sharded else row.param)

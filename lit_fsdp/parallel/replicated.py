@@ -47,13 +47,6 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
 
     precision_class = _Precision
 
-    def setup_environment(self) -> None:
-        """Start the process group, of one for ``single``, so that checkpoints and records are made in one way."""
-        self._check_environment()
-        with self.meeting_others():
-            super().setup_environment()
-        self._build_mesh()
-
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Tensors are loaded into the model that is on its device."""

@@ -27,12 +27,12 @@ from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.casting import cast_buffers, cast_inputs
 from lit_fsdp.parallel.contact import ContactWithRanks
-from lit_fsdp.parallel.devices import check_device
+from lit_fsdp.parallel.devices import check_device, settle_precision
 from lit_fsdp.parallel.kept_memory import KeptMemory
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
-from lit_fsdp.parallel.precision import TORCH_DTYPES, DtypeContract
+from lit_fsdp.parallel.precision import TORCH_DTYPES, contract_for
 from lit_fsdp.parallel.prepare import plan_for, prepare, recompute_by_unit
 from lit_fsdp.parallel.python_words import spoken_to
 from lit_fsdp.parallel.rank_log import RankLog, whole_shapes
@@ -86,9 +86,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.fp32_units: set[str] = set()
-        row = config.precision_config.row
-        gathered = row.compute if config.is_sharded else row.param  # autocast leaves parameters as they are
-        self.contract = DtypeContract(row, config.precision_config.mode, gathered)
+        self.contract = contract_for(config)
         self.checkpoint_files: dict[str, Path] = {}
         self.rank_log: RankLog | None = None
         self.replicated: list[nn.Parameter] = []
@@ -124,6 +122,17 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
                 "nothing: precision is the strategy's (mixed, low_precision, fp32)",
                 "drop trainer.precision and write precision: mixed in the strategy (fsdp_strategy(precision=...))",
             )
+
+    def setup_environment(self) -> None:
+        """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""
+        self._check_environment()
+        with self.meeting_others():
+            super().setup_environment()  # type: ignore[misc]
+        if self.plan is None:
+            on_all: Callable[[bool], bool] = self.reduce_boolean_decision  # type: ignore[attr-defined]
+            self.config = settle_precision(self.config, self.root_device.type, _PATH, on_all)
+            self.contract = contract_for(self.config)
+        self._build_mesh()
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""

@@ -148,7 +148,7 @@ def test_sharding_fragments_replace_each_other(word: str):
 def test_each_word_has_its_fragment(kind: str):
     key = {"activation": "activation_checkpointing"}.get(kind, kind)
     words = {
-        "precision": ["mixed", "low_precision", "fp32", "fp16_mixed", "fp8"],
+        "precision": ["auto", "mixed", "low_precision", "fp32", "fp16_mixed", "fp8"],
         "activation": ["none", "full", "every_n", "selective"],
         "engine": ["fsdp2", "fsdp1", "ddp", "single"],
     }[kind]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
+from lit_fsdp import Checkpoint
 from tests.dist.foreign import ForeignNet, foreign_rows
 from tests.dist.jobs import Losses, TinyData, digest, module_for, trainer_for
 
@@ -201,3 +204,30 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         ],
         "audit": live.audit,
     }
+
+
+def settled(
+    folder: str, run: str, strategy: dict[str, Any], has_bf16: list[bool], ckpt_path: str | None = None, steps: int = 2
+) -> dict[str, Any]:
+    """Train where each rank's CPU has or lacks bf16 instructions; dtypes, losses and what is said about precision."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    log = logging.getLogger("lit_fsdp.parallel.devices")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    rank = int(os.environ["RANK"])
+    try:
+        with mock.patch("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: has_bf16[rank]):
+            losses = Losses()
+            trainer = trainer_for(
+                strategy, [losses, Checkpoint(every_steps=2, keep_last=-1)], max_steps=steps, default_root_dir=run
+            )
+            module = module_for(folder)
+            trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt_path)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+    live: Any = trainer.strategy
+    return {"dtypes": live.contract.report(), "losses": losses.values, "lines": lines}

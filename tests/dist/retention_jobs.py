@@ -33,6 +33,10 @@ class WideNet(LightningModule):
         self.log("loss", loss.detach(), sync_dist=True)
         return loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Better each time."""
+        self.log("val_loss", -float(self.trainer.global_step), sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain AdamW on what is trained."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
@@ -45,9 +49,13 @@ def fit_with_room(
     free: list[int] | None = None,
     broken: str | None = None,
     ckpt_path: str | None = None,
+    validate: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go."""
+    """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
+
+    With ``validate`` after each step.
+    """
     torch.manual_seed(3)
     callback = Checkpoint(**options)
     if free is not None:
@@ -60,10 +68,12 @@ def fit_with_room(
         remove(folder)
 
     retention.remove = removal
-    trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run)
+    more = {"val_check_interval": 1} if validate else {}
+    trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run, **more)
+    rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
     error = None
     try:
-        trainer.fit(WideNet(), DataLoader([torch.ones(2, 513)] * steps, batch_size=None), ckpt_path=ckpt_path)
+        trainer.fit(WideNet(), rows, rows if validate else None, ckpt_path=ckpt_path)
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
     finally:

@@ -111,6 +111,44 @@ def test_norms_in_fp32(workers: Workers, tiny_model: Path, engine: str) -> None:
     assert len(norms) == 7
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
+def test_auto_is_the_same_on_all_ranks_and_resumes_on_another_cpu(
+    workers: Workers, tiny_model: Path, tmp_path: Path, engine: str
+) -> None:
+    ranks, every = (1, [True]) if engine == "single" else (2, [True, True])
+    some, none = [*every[1:], False], [False] * ranks
+
+    def run(precision: Any, has_bf16: list[bool], name: str, **more: Any) -> list[dict[str, Any]]:
+        strategy, folder = {"engine": engine, "precision": precision}, str(tmp_path / name)
+        job = {"folder": str(tiny_model), "run": folder, "strategy": strategy, "has_bf16": has_bf16}
+        return workers.run("settled", ranks, **job, **more)
+
+    for number, (given, has_bf16, mode, line) in enumerate(
+        [
+            ("auto", every, "mixed", "INFO: precision auto: mixed, as this CPU has bf16 instructions"),
+            ("auto", some, "fp32", "INFO: precision auto: fp32, as"),
+            ({"mode": "auto", "output_dtype": "fp32"}, none, "fp32", "INFO: precision auto: fp32, as this CPU has no"),
+            ("mixed", none, "mixed", "WARNING: precision mixed computes in bf16, about eight times slower than fp32"),
+            ("mixed", every, "mixed", None),
+            ("fp32", none, "fp32", None),
+        ]
+    ):
+        found = run(given, has_bf16, str(number))
+        for rank in found:
+            assert rank["dtypes"]["mode"] == mode
+            assert rank["dtypes"]["declared"]["compute"] == ("bf16" if mode == "mixed" else "fp32")
+        said = [text for rank in found for text in rank["lines"]]
+        assert len(said) == (line is not None)
+        assert not line or said[0].startswith(line)
+    for start, then in ((every, none), (none, every)):
+        name = f"from {start[0]}"
+        run("auto", start, name)
+        last = str(tmp_path / name / "checkpoints" / "step-00000002")
+        again = run("auto", then, name, ckpt_path=last, steps=4)[0]
+        assert len(again["losses"]) == 2
+        assert set(again["dtypes"]["realised"]["parameters after resume"]) == {"fp32"}
+
+
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
 def test_fp16_scales_its_loss(workers: Workers, tiny_model: Path, engine: str) -> None:
     found = look(workers, tiny_model, engine=engine, precision="fp16_mixed")

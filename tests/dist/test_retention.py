@@ -82,6 +82,18 @@ def test_every_nth_and_the_newest(workers: Workers, tmp_path: Path) -> None:
     assert (found["error"], found["there"]) == (None, [3, 6, 7])
 
 
+def test_where_all_are_kept_every_best_one_counts(workers: Workers, tmp_path: Path) -> None:
+    """Any validation may be the best so far; refused before the first step, and with room for all none is missing."""
+    job: dict[str, Any] = {"every_steps": 3, "keep_last": -1, "validate": True}
+    size = fit(workers, tmp_path / "one", ENGINES[0], 1, **job)["estimate"] / 2**30
+    refused = fit(workers, tmp_path / "few", ENGINES[0], 4, max_total_gib=3.5 * size, **job)
+    assert "for 4 at a time (keep_last -1, keep_best 1" in refused["error"]
+    assert "lower checkpoint.keep_last, or lower checkpoint.keep_best" in refused["error"]
+    assert (refused["taken"], refused["there"]) == (0, [])
+    done = fit(workers, tmp_path / "all", ENGINES[0], 4, max_total_gib=4.1 * size, **job)
+    assert (done["error"], done["there"]) == (None, [1, 2, 3, 4])
+
+
 def test_a_removal_that_fails_is_an_error_on_all_ranks(workers: Workers, tmp_path: Path) -> None:
     """It names the folder; the new checkpoint stands, and what was killed in a removal is swept by the next job."""
     found = fit(workers, tmp_path, ENGINES[0], 3, every_steps=1, keep_last=1, broken="step-00000001")

@@ -59,7 +59,8 @@ def test_seventy_billion_parameters_in_seconds(no_hub):
     }
 
 
-def test_the_command_prints_tables_or_json(no_hub, capsys):
+def test_the_command_prints_tables_or_json(no_hub, capsys, monkeypatch):
+    monkeypatch.setattr("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: True)
     words = ["audit", "--config", str(SMALL), f"--{_ARGS}.activation_checkpointing", "full"]
     words += ["--ranks", "4", "--nodes", "2", f"--{_ARGS}.sharding", "hybrid_shard"]
     assert main([*words, "--json"]) == 0
@@ -74,6 +75,13 @@ def test_the_command_prints_tables_or_json(no_hub, capsys):
     assert "30 × LlamaDecoderLayer" in text
     assert "fsdp2 hybrid_shard on 4 ranks: 2 copies of the model, each over 2 ranks" in text
     assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
+
+
+def test_auto_is_what_the_device_of_the_run_has(no_hub, monkeypatch):
+    monkeypatch.setattr("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: False)
+    for accelerator, mode in (("cpu", "fp32"), ("gpu", "mixed")):
+        words = ["--config", str(SMALL), "--trainer.accelerator", accelerator, f"--{_ARGS}.precision", "auto"]
+        assert audit_recipe(check_recipe(read_recipe(words).values, "fit"))["precision"]["mode"] == mode
 
 
 def test_what_is_replaced_is_said(no_hub, capsys):

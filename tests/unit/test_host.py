@@ -157,3 +157,21 @@ def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.Monkey
         monkeypatch.setattr(host, "_PORTS_TRIED", 1)
         with pytest.raises(OSError, match=f"from {busy} to {busy} is free"):
             free_port()
+
+
+def test_bf16_is_what_the_cpu_has_and_onednn_may_use(tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(host, "Path", lambda path: cpuinfo)
+    assert not host.cpu_has_bf16()
+    for flags, limit, found in (
+        ("flags : fpu avx2 fma", "", False),
+        ("flags : avx512f avx512_bf16", "", True),
+        ("flags : avx512f avx512_bf16", "avx2", False),
+        ("flags : avx512f avx512_bf16", "AVX512_CORE_BF16", True),
+        ("flags : amx_tile amx_bf16", "AVX512_CORE", False),
+        ("flags : amx_tile amx_bf16", "", True),
+        ("Features : asimd sve bf16", "", True),
+    ):
+        cpuinfo.write_text(f"processor : 0\n{flags}\n")
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert host.cpu_has_bf16() == found, (flags, limit)

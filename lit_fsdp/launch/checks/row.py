@@ -47,7 +47,7 @@ class Wanted:
     extras: tuple[str, ...] = ()
     """Optional groups of our dependencies that the recipe needs."""
     compute_dtype: str | None = None
-    """``bf16``, ``fp16``, ``fp32`` or ``fp8``; ``None``: no recipe."""
+    """``bf16``, ``fp16``, ``fp32``, ``fp8`` or ``auto``; ``None``: no recipe."""
     words: str = ""
     """How doctor was called, without ``--nodes``: what has to be said on all nodes too."""
     signal_lead_seconds: int | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +90,7 @@ def trainer() -> Any:
         estimated_stepping_batches=20,
         log_every_n_steps=2,
         sanity_checking=False,
+        validating=False,
         state=SimpleNamespace(fn="fit"),
         callback_metrics={
             "train_loss": torch.tensor(1.25),
@@ -117,10 +121,51 @@ def test_plain_lines_where_there_is_no_terminal(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
+        "step 1/20  loss 1.2500  12,346 tokens/s  peak 0.50 GiB  1:35 left",
         "step 2/20  loss 1.2500  12,346 tokens/s  peak 0.50 GiB  1:30 left",
         "step 4/20  loss 1.2500  12,346 tokens/s  peak 0.50 GiB  1:20 left",
         "step 4: val_loss 2.0000",
     ]
+
+
+def test_there_is_a_line_at_least_every_20_seconds(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    now, bar = [0.0], RunProgress()
+    trainer.log_every_n_steps = 50
+    monkeypatch.setattr(progress.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
+    spoken = [0.0]
+    for seconds_of_step in (40, 2, 2, 2, 2, 2, 14, 35, 3):  # the first is slow, and one that another process disturbs
+        for _ in range(seconds_of_step):
+            now[0] += 1
+            bar.break_silence(trainer)
+            spoken += [now[0]] if capsys.readouterr().err else []
+        trainer.global_step += 1
+        bar.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
+        spoken += [now[0]] if capsys.readouterr().err else []
+    assert 40.0 in spoken  # after the first step
+    assert max(b - a for a, b in itertools.pairwise(spoken)) <= 20
+    trainer.validating = True
+    now[0] += 16
+    bar.break_silence(trainer)
+    assert capsys.readouterr().err == "step 9/20  validation: 16 s so far  2:04 left\n"
+
+
+def test_it_speaks_by_itself_while_a_step_goes_on_and_not_after_the_end(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(progress, "_SILENCE_SECONDS", 0.0)
+    bar = RunProgress()
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
+    threads = [thread for thread in threading.enumerate() if thread.name == "progress"]
+    while not (err := capsys.readouterr().err):
+        threads[0].join(0.05)
+    assert re.match(r"step 0/20  next step: \d s so far\n", err)
+    bar.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def test_the_time_left_counts_the_steps_of_this_start_only(
@@ -128,7 +173,7 @@ def test_the_time_left_counts_the_steps_of_this_start_only(
 ):
     trainer.global_step = 16
     run(RunProgress(), trainer, monkeypatch, steps=2)
-    assert capsys.readouterr().err.splitlines()[0].endswith("  0:10 left")
+    assert [line[-9:] for line in capsys.readouterr().err.splitlines()[:2]] == ["0:15 left", "0:10 left"]
 
 
 def test_other_ranks_are_silent(trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -93,8 +93,8 @@ def test_more_shards_have_more_overhead_and_the_same_data():
     assert GIB < one < four < GIB + 200_000
 
 
-def peak(steps: int | None, validates: bool = False, **options: Any) -> int | None:
-    return peak_count(CheckpointConfig(**options), Plan(total_steps=steps, validates=validates))
+def peak(steps: int | None, validates: bool = False, at: Any = (), **options: Any) -> int | None:
+    return peak_count(CheckpointConfig(**options), Plan(steps, validates, at))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,10 @@ def peak(steps: int | None, validates: bool = False, **options: Any) -> int | No
         (4, {"steps": 100, "validates": True}),
         (10, {"steps": 100, "every_steps": 10, "keep_last": -1}),
         (11, {"steps": 101, "every_steps": 10, "keep_last": -1}),
+        (15, {"steps": 100, "every_steps": 10, "keep_last": -1, "validates": True, "at": range(4, 101, 20)}),
+        (10, {"steps": 100, "every_steps": 10, "keep_last": -1, "validates": True, "at": range(20, 101, 20)}),
+        (10, {"steps": 100, "every_steps": 10, "keep_last": -1, "validates": True, "at": range(5), "keep_best": 0}),
+        (3, {"steps": 100, "keep_last": -1, "validates": True, "at": (20, 50, 100)}),
         (None, {"steps": None, "every_steps": 10, "keep_last": -1}),
         (None, {"steps": None, "every_steps": 10, "keep_every": 20}),
         (3, {"steps": None, "every_steps": 10}),

@@ -21,11 +21,11 @@ def adapted(devices: int = 2, accelerator: str = "cpu", **args: Any) -> tuple[di
 @pytest.mark.parametrize(
     ("given", "key", "new"),
     [
-        ({"precision": "fp8"}, "precision", "mixed"),
+        ({"precision": "fp8"}, "precision", "auto"),
         (
             {"precision": {"mode": "fp8", "fp8_skip": ["a"], "reduce_dtype": "bf16"}},
             "precision",
-            {"mode": "mixed", "reduce_dtype": "bf16"},
+            {"mode": "auto", "reduce_dtype": "bf16"},
         ),
         ({"engine": "fsdp1", "cpu_offload": True}, "cpu_offload", False),
         ({"process_group_backend": "cpu:gloo,cuda:nccl"}, "process_group_backend", None),
