@@ -40,15 +40,16 @@ def build_on_meta(
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
         raise _refusal(config, attn_implementation, error) from error
-    model.tie_weights()
-    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
-    if left:  # a tensor made from data in __init__; its memory would be copied to every rank
+    left = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
+    if left:  # made from data in __init__, which nothing makes again
         raise ConfigError(
             "model.name",
             f"{config.model_type}, which creates {', '.join(left[:3])} outside the meta device",
             "a model whose constructor follows the default device",
             "use the architecture that transformers itself ships",
         )
+    model.to("meta")  # parameters that __init__ draws on the CPU; a file or _init_weights has their values
+    model.tie_weights()
     return model.train()
 
 

@@ -1,0 +1,42 @@
+"""Many families: what is loaded is what the file holds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.weights import open_weights
+from lit_fsdp.parallel.materialize import Materializer
+from tests.unit.models.families import FAMILIES, FEW, saved
+
+
+@pytest.mark.parametrize("families", [FEW, FAMILIES], ids=["few", "all"])
+def test_initial_values_never_touch_a_loaded_tensor(families: tuple[str, ...], tmp_path: Path) -> None:
+    """Parameters are those of the file and buffers those of plain transformers, bit for bit, once all are filled."""
+    wrong, seen = {}, 0
+    for family in families:
+        folder = tmp_path / family
+        try:
+            expected = saved(family, folder)
+        except Exception:
+            if family in FEW:
+                raise
+            continue
+        source = resolve_model(ModelConfig(name=str(folder)), 1)
+        model = build_on_meta(source.hf_config, "eager")
+        materializer = Materializer(model, open_weights(source, model, 1).read, torch.device("cpu"))
+        for module in model.modules():
+            materializer.fill(module)
+        ours, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, expected))
+        assert ours.keys() == theirs.keys(), family
+        wrong[family] = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        seen += 1
+        shutil.rmtree(folder)
+    assert not {family: names for family, names in wrong.items() if names}
+    assert seen >= (len(FEW) if families is FEW else 140)
