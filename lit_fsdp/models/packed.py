@@ -27,7 +27,7 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
 
     Args:
         batch: Padded, or packed by :func:`lit_fsdp.data.collate.collate_packs`.
-        attn_implementation: ``model.attn_implementation``.
+        attn_implementation: The backend that the model runs with.
 
     Returns:
         The batch's :data:`INPUTS`. Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q``
