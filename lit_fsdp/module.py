@@ -99,7 +99,7 @@ class CausalLMModule(LightningModule):
     def build(self) -> CausalLMModule:
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
-            model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.hub_name)
+            model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             self._loss_plan = plan_loss(model, self.config.loss)

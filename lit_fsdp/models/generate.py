@@ -46,7 +46,7 @@ def chat(
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     conversation = [{"role": "system", "content": system}] if system else []
-    conversation.append({"role": "user", "content": prompt.strip()})
+    conversation.append({"role": "user", "content": prompt})
     torch.manual_seed(seed)
     return answer_batch(model.to(device), tokenizer, [conversation], max_new_tokens, temperature)[0]
 

@@ -69,8 +69,8 @@ def _as_it_is(config: ModelConfig, seed: int) -> ModelSource:
         if path.exists() or _is_path(config.name):
             raise _no_such_path(config.name)
         folder = fetch_model(config.name, config.trust_remote_code)
-        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name)
-    return _from_folder(folder, config)
+        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name, base=config.name)
+    return dataclasses.replace(_from_folder(folder, config), base=str(folder.resolve()))
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
