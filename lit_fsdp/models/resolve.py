@@ -188,12 +188,17 @@ def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not path.is_file():
         raise _no_such_path(name)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except ValueError as error:
         raise ConfigError(
             _FIELD, f"{name}, which is no JSON ({error})", "a Hugging Face config.json", "mend it"
         ) from error
     return values if isinstance(values, dict) else {}, name
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Transformers writes infinity as ``{"__float__": "Infinity"}``, which JSON has no number for."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:
