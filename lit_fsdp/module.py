@@ -7,6 +7,7 @@ token counts together and the gradients are scaled once.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,8 @@ from lit_fsdp.models.weights import Weights, open_weights
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
+_log = logging.getLogger(__name__)
+
 
 class CausalLMModule(LightningModule):
     """Fine-tunes a causal language model; its arguments are the ``model`` section of a recipe.
@@ -54,6 +57,8 @@ class CausalLMModule(LightningModule):
 
     model: nn.Module | None
     """The transformers model; ``None`` until ``configure_model``."""
+    attn_implementation: str
+    """The attention backend that it runs with, once it is built."""
 
     @accepts(ModelConfig)
     def __init__(self, **options: Any) -> None:
@@ -94,10 +99,16 @@ class CausalLMModule(LightningModule):
     def build(self) -> CausalLMModule:
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
-            model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.hub_name)
+            model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             self._loss_plan = plan_loss(model, self.config.loss)
+            self.attn_implementation = str(model.config._attn_implementation)
+            if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
+                _log.info(
+                    "model.attn_implementation: %s, as %s does not work with sdpa",
+                    *(self.attn_implementation, self.source.hf_config.model_type),
+                )
             self.model = model
         return self
 
@@ -232,7 +243,7 @@ class CausalLMModule(LightningModule):
     def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
         """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
         assert self.model is not None
-        inputs = model_inputs(batch, self.config.attn_implementation)
+        inputs = model_inputs(batch, self.attn_implementation)
         sums, tokens = sample_losses(self.model, inputs, self._loss_plan)
         rows = zip(batch["row"].tolist(), sums.tolist(), tokens.tolist(), strict=True)
         return [
@@ -254,12 +265,12 @@ class CausalLMModule(LightningModule):
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
         assert self.model is not None
-        return causal_lm_forward(self.model, model_inputs(batch, self.config.attn_implementation), self._loss_plan)
+        return causal_lm_forward(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
 
     def last_hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated."""
         assert self.model is not None
-        return last_hidden_states(self.model, batch, self.config.attn_implementation)
+        return last_hidden_states(self.model, batch, self.attn_implementation)
 
     # -- what a checkpoint holds beside tensors
 

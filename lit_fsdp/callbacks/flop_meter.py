@@ -39,8 +39,8 @@ class FlopMeter:
             return
         try:
             self._formula = flop_formula(model)
-        except ValueError as error:
-            self._reason = str(error)
+        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
+            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def read_device(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         """Find the device's peak and what the live blocks recompute; returns what cannot be known, as sentences."""

@@ -93,7 +93,7 @@ def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any
     """
     module: Any = trainer.lightning_module
     strategy: Any = trainer.strategy
-    backend, kind = module.config.attn_implementation, module.source.hf_config.model_type
+    backend, kind = module.attn_implementation, module.source.hf_config.model_type
     if not takes_positions(module.model):
         raise _refusal(kind, backend, "its forward takes no position_ids, so nothing tells it where samples begin")
     if batch.get("attention_mask") is not None:

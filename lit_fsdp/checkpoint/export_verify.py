@@ -6,7 +6,6 @@ the code that wrote the export. Both models are in memory at once.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,9 +63,9 @@ def find_export_differences(
 def _config(manifest: Manifest) -> Any:
     from transformers import AutoConfig
 
-    values = json.loads(manifest.file("hf/config.json").read_bytes())
-    values.pop("quantization_config", None)
-    return AutoConfig.for_model(**values)
+    folder = manifest.file("hf/config.json").parent
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "quantization_config": None}
+    return AutoConfig.from_pretrained(folder, **options)
 
 
 def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) -> Any:

@@ -51,7 +51,7 @@ def adapt_to_miniature(values: dict[str, Any], replaced: list[str]) -> list[str]
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
     attention = model.get("attn_implementation")
     if trainer.get("accelerator") == "cpu" and attention in GPU_ATTENTION:
-        replace(model, "model", "attn_implementation", "sdpa", f"{attention} is trained with on GPUs only")
+        replace(model, "model", "attn_implementation", None, f"{attention} is trained with on GPUs only")
     loss = model.get("loss")
     if trainer.get("accelerator") == "cpu" and isinstance(loss, dict) and loss.get("backend") in ("liger", "cce"):
         replace(loss, "model.loss", "backend", "chunked", f"{loss['backend']} needs a GPU")

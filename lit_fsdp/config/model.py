@@ -38,10 +38,11 @@ class ModelConfig:
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     pad_token: str | None = None
     """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
-    attn_implementation: Literal[
-        "sdpa", "eager", "by_sample", "flex_attention", "flash_attention_2", "flash_attention_3"
-    ] = "sdpa"
-    """Attention backend of transformers; by_sample is our own, the fastest one for short samples on CPUs."""
+    attn_implementation: (
+        Literal["sdpa", "eager", "by_sample", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
+    ) = None
+    """Attention backend of transformers, default: sdpa, or eager for models without it; by_sample is our own, the
+    fastest one for short samples on CPUs."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     miniature: bool = False
@@ -64,5 +65,5 @@ class ModelConfig:
 
 def gpu_attention_on_cpu(name: str) -> ConfigError:
     """What is said of an attention backend that only trains on GPUs, on a CPU."""
-    fix = "set attn_implementation: sdpa"
+    fix = "leave attn_implementation out"
     return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager | by_sample without a GPU", fix)

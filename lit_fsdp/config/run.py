@@ -220,7 +220,7 @@ def _flash_attention_has_few_bits(run: RunConfig) -> None:
             "model.attn_implementation",
             f"{run.model.attn_implementation} with {STRATEGY}.precision {run.strategy.precision_config.mode}",
             "bf16 or fp16 compute; it has no other",
-            f"set {STRATEGY}.precision: mixed, or attn_implementation: sdpa",
+            f"set {STRATEGY}.precision: mixed, or leave attn_implementation out",
         )
 
 

@@ -24,28 +24,30 @@ _KINDS_BY_SAMPLE = {"full_attention", "sliding_attention"}
 _NEEDS = {"flash_attention_2": "an NVIDIA Ampere GPU or newer", "flash_attention_3": "an NVIDIA Hopper GPU"}
 
 
-def check_attention(attn_implementation: str, device_type: str) -> None:
+def check_attention(attn_implementation: str | None, device_type: str) -> None:
     """Refuse an attention backend that cannot train on this kind of device, before anything is built.
 
     FlexAttention runs forward on a CPU, but torch (2.13) has no backward pass of it there.
 
     Args:
-        attn_implementation: As in the recipe.
+        attn_implementation: As in the recipe; None, the model's own, runs everywhere.
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError: It needs a GPU, another GPU, or a package that is not installed.
     """
+    if attn_implementation is None:
+        return
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
     check_package(attn_implementation)
     least = _CAPABILITY.get(attn_implementation)
     if device_type == "cuda" and least is not None and torch.cuda.get_device_capability() < least:
         given = f"{attn_implementation} on {torch.cuda.get_device_name()}"
-        raise ConfigError(_FIELD, given, _NEEDS[attn_implementation], "set attn_implementation: sdpa")
+        raise ConfigError(_FIELD, given, _NEEDS[attn_implementation], "leave attn_implementation out")
 
 
-def check_package(attn_implementation: str) -> None:
+def check_package(attn_implementation: str | None) -> None:
     """Refuse an attention backend whose package is missing; transformers would download a kernel in its place.
 
     Raises:
@@ -55,22 +57,28 @@ def check_package(attn_implementation: str) -> None:
         module, install = _PACKAGES[attn_implementation]
         if importlib.util.find_spec(module) is None:
             given = f"{attn_implementation}, but the package {module} is not installed"
-            raise ConfigError(_FIELD, given, "sdpa | eager | flex_attention without it", f"{install}, or write sdpa")
+            raise ConfigError(
+                _FIELD,
+                given,
+                "sdpa | eager | flex_attention without it",
+                f"{install}, or leave attn_implementation out",
+            )
 
 
-def check_architecture(model: PreTrainedModel, attn_implementation: str) -> None:
+def check_architecture(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Refuse FlashAttention for an architecture that has none, where its package need not be there to find out.
 
-    ``by_sample`` is for layers that attend to everything before them, or to a window of it.
+    ``by_sample`` is for layers that attend to everything before them, or to a window of it, as ``sdpa`` would.
 
     Raises:
         ConfigError: transformers has no FlashAttention for this architecture, or it has layers that ``by_sample``
             would compute wrongly.
     """
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _KINDS_BY_SAMPLE
-    if attn_implementation == by_sample.NAME and kinds:
-        given = f"by_sample for {model.config.model_type}, which has layers of {', '.join(sorted(kinds))}"
-        raise ConfigError(_FIELD, given, "full and sliding attention only", "set attn_implementation: sdpa")
+    if attn_implementation == by_sample.NAME and (kinds or not model._supports_sdpa):
+        has = f"has layers of {', '.join(sorted(kinds))}" if kinds else "does not work with sdpa either"
+        given = f"by_sample for {model.config.model_type}, which {has}"
+        raise ConfigError(_FIELD, given, "full and sliding attention only", "leave attn_implementation out")
     if attn_implementation in FLASH_ATTENTION and not model._supports_flash_attn:
         given = f"{attn_implementation} for {model.config.model_type}"
-        raise ConfigError(_FIELD, given, "an attention backend that the model has", "set attn_implementation: sdpa")
+        raise ConfigError(_FIELD, given, "an attention backend that the model has", "leave attn_implementation out")

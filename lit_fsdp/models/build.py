@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import by_sample
-from lit_fsdp.models.attention import check_package
+from lit_fsdp.models.attention import check_architecture, check_package
 
 
 def build_on_meta(
-    hf_config: PretrainedConfig, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+    hf_config: PretrainedConfig, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
 
@@ -24,7 +24,8 @@ def build_on_meta(
     Args:
         hf_config: Not changed; the model gets a copy.
         attn_implementation: ``sdpa``, ``eager``, ``flex_attention``, ...; a model that lacks it is refused, and so is
-            one whose package is missing (see :func:`lit_fsdp.models.attention.check_package`).
+            one whose package is missing (see :func:`lit_fsdp.models.attention.check_package`). None is ``sdpa``, or
+            ``eager`` for models without it.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -40,15 +41,17 @@ def build_on_meta(
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
         raise _refusal(config, attn_implementation, error) from error
-    model.tie_weights()
-    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
-    if left:  # a tensor made from data in __init__; its memory would be copied to every rank
+    left = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
+    if left:  # made from data in __init__, which nothing makes again
         raise ConfigError(
             "model.name",
             f"{config.model_type}, which creates {', '.join(left[:3])} outside the meta device",
             "a model whose constructor follows the default device",
             "use the architecture that transformers itself ships",
         )
+    model.to("meta")  # parameters that __init__ draws on the CPU; a file or _init_weights has their values
+    model.tie_weights()
+    check_architecture(model, attn_implementation)
     return model.train()
 
 
@@ -57,14 +60,14 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _refusal(config: PretrainedConfig, attn_implementation: str, error: Exception) -> ConfigError:
+def _refusal(config: PretrainedConfig, attn_implementation: str | None, error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
     if "attention implementation" in text or "does not support Flash Attention" in text:
         return ConfigError(
             "model.attn_implementation",
             f"{attn_implementation} for {config.model_type}",
             "an attention backend that the model has",
-            f"set attn_implementation: {'eager' if attn_implementation == 'sdpa' else 'sdpa'}",
+            "leave attn_implementation out, or set attn_implementation: eager",
         )
     if "trust_remote_code" in text:
         return ConfigError(

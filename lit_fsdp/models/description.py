@@ -63,7 +63,7 @@ def model_entry(
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
     Args:
-        source: Named as the base; never by a path.
+        source: Named as the base, in model cards: never by a path.
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
         adapter_config: Of the adapters, or None.
         kept_with_adapter: Parameters of the base that belong into the folder of its adapters.

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.quiet import no_progress_bars
-from lit_fsdp.models.tokenizers import pad_id
+from lit_fsdp.models.tokenizers import pad_id, read_tokenizer
 
 
 def chat(
@@ -42,12 +42,12 @@ def chat(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise ConfigError("--prompt", repr(prompt), "some text", "give --prompt TEXT, or text on standard input")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = read_tokenizer(folder, trust_remote_code=False)
     device, dtype = inference_device_and_dtype()
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     conversation = [{"role": "system", "content": system}] if system else []
-    conversation.append({"role": "user", "content": prompt.strip()})
+    conversation.append({"role": "user", "content": prompt})
     torch.manual_seed(seed)
     return answer_batch(model.to(device), tokenizer, [conversation], max_new_tokens, temperature)[0]
 

@@ -3,11 +3,13 @@
 ``_init_weights`` of transformers is called on a real copy of one module while everything else stays on meta. Some
 models initialise a child from its parent (GPT-2 scales the output projections from the attention block), so the
 module's ancestors get their turn too, nearest first, as in ``PreTrainedModel.initialize_weights``; what they write to
-their other children lands on meta.
+their other children lands on meta. All this happens in a copy of the whole tree: nothing of the live model, whose
+tensors may have been loaded meanwhile, can be reached from it.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from lit_fsdp.errors import CheckpointError
 class InitialValues:
     """Initial parameters and buffers of a model on meta, the same for every order, number of ranks and sharding.
 
-    The module tree is noted at construction, so the model may be wrapped and sharded afterwards.
+    The module tree is copied at construction, so the model may be wrapped, sharded and filled afterwards.
 
     Args:
         model: On meta, unwrapped.
@@ -31,12 +33,7 @@ class InitialValues:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._seed = seed
-        self._modules = {name: _bare_copy(module) for name, module in model.named_modules()}
-        for name, module in self._modules.items():
-            module._modules = {
-                child: None if original is None else self._modules[_join(name, child)]
-                for child, original in module._modules.items()
-            }
+        self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def module(self, name: str) -> nn.Module:
@@ -46,7 +43,7 @@ class InitialValues:
     def value(self, module_name: str, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """The initial parameter or buffer ``attribute`` of a module, or its ``rows`` in dim 0, on the CPU.
 
-        Floating-point values are fp32 at least. The tensor owns its memory. The module last asked about is kept, so
+        In the dtype that the model declares. The tensor owns its memory. The module last asked about is kept, so
         that asking for all its attributes, or for one in several slices, runs the initialiser once.
 
         Raises:
@@ -97,10 +94,7 @@ def check_filled(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bare_copy(module: nn.Module) -> nn.Module:
-    """A second object with the same attributes and tensors; sets of tensors and children can be replaced apart.
-
-    Not ``copy.copy``: modules that ``fully_shard`` has been applied to refuse it.
-    """
+    """A second object with the same attributes and tensors; sets of tensors and children can be replaced apart."""
     bare = object.__new__(type(module))
     bare.__dict__ = dict(module.__dict__)
     return bare
@@ -108,10 +102,7 @@ def _bare_copy(module: nn.Module) -> nn.Module:
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor of the same (unsharded) shape, filled with not-a-number so that a gap in the code shows."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    dtype = tensor.dtype if tensor.dtype.itemsize > 4 else torch.float32
-    return torch.full(tensor.shape, float("nan"), dtype=dtype)
+    return torch.full(tensor.shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
 
 @contextmanager
@@ -124,7 +115,3 @@ def seeded(seed: int, name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
-
-
-def _join(parent: str, child: str) -> str:
-    return f"{parent}.{child}" if parent else child

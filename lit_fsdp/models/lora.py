@@ -84,7 +84,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     Args:
         model: On meta, in train mode.
         config: Which layers, how large.
-        base: Hub name of the base model, noted in the adapter's own configuration.
+        base: Hub name or folder of the base model, noted in the adapter's own configuration.
 
     Returns:
         The content of ``adapter_config.json``, from which peft builds the same adapters again.

@@ -27,7 +27,7 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
 
     Args:
         batch: Padded, or packed by :func:`lit_fsdp.data.collate.collate_packs`.
-        attn_implementation: ``model.attn_implementation``.
+        attn_implementation: The backend that the model runs with.
 
     Returns:
         The batch's :data:`INPUTS`. Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q``
@@ -101,4 +101,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _decoder(model: nn.Module) -> nn.Module | None:
     inner: Any = _unwrapped(model)
     found = inner.get_decoder() if hasattr(inner, "get_decoder") else None
-    return None if found is inner or not isinstance(found, nn.Module) else found
+    if found is inner or not isinstance(found, nn.Module):
+        return None
+    # modernbert-decoder calls its head "decoder", which get_decoder() looks for first
+    return inner.base_model if found is inner.get_output_embeddings() else found

@@ -69,8 +69,8 @@ def _as_it_is(config: ModelConfig, seed: int) -> ModelSource:
         if path.exists() or _is_path(config.name):
             raise _no_such_path(config.name)
         folder = fetch_model(config.name, config.trust_remote_code)
-        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name)
-    return _from_folder(folder, config)
+        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name, base=config.name)
+    return dataclasses.replace(_from_folder(folder, config), base=str(folder.resolve()))
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
@@ -188,12 +188,17 @@ def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not path.is_file():
         raise _no_such_path(name)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except ValueError as error:
         raise ConfigError(
             _FIELD, f"{name}, which is no JSON ({error})", "a Hugging Face config.json", "mend it"
         ) from error
     return values if isinstance(values, dict) else {}, name
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Transformers writes infinity as ``{"__float__": "Infinity"}``, which JSON has no number for."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:

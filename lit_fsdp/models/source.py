@@ -33,6 +33,9 @@ class ModelSource:
     label: str
     """Short name for logs and reports."""
     hub_name: str | None = None
-    """Name of the repository on the hub, where it is one: what exports name as their base model."""
+    """Name of the repository on the hub, where it is one: what model cards name as their base model."""
+    base: str | None = None
+    """What ``from_pretrained`` loads the model from: the name on the hub, or a folder (of a GGUF file, its converted
+    one); None with random init. Adapters name it, so that peft finds their base."""
     added_rows: AddedRows | None = None
     """Rows for ``model.add_tokens``; ``hf_config`` has them, ``weights_folder`` has not. None with random init."""

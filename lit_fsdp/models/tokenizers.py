@@ -216,7 +216,12 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         fix = "set model.tokenizer to a folder or hub name that has one"
         raise ConfigError("model.tokenizer", f"{folder}, without tokenizer files", "a folder with tokenizer.json", fix)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except ImportError:  # of Mistral models: mistral-common, if it stands there without its dependencies
+            if not (folder / "tokenizer.json").is_file():
+                raise
+            return PreTrainedTokenizerFast.from_pretrained(folder)
     except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())[:200]
         raise ConfigError(

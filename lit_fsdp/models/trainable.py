@@ -19,7 +19,7 @@ from lit_fsdp.models.lora import apply_lora
 
 
 def build_trainable(
-    hf_config: PretrainedConfig, config: ModelConfig, hub_name: str | None = None
+    hf_config: PretrainedConfig, config: ModelConfig, base: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
     """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
@@ -30,7 +30,7 @@ def build_trainable(
     Args:
         hf_config: The architecture, with rows for added tokens.
         config: The ``model`` section.
-        hub_name: Name of the base model on the hub, noted in the adapters' configuration.
+        base: Name of the base model on the hub, or its folder, noted in the adapters' configuration.
 
     Returns:
         The model, and the content of ``adapter_config.json`` or None.
@@ -40,7 +40,7 @@ def build_trainable(
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
-    adapter_config = None if config.lora is None else apply_lora(model, config.lora, hub_name)
+    adapter_config = None if config.lora is None else apply_lora(model, config.lora, base)
     if adapter_config is not None:
         train_beside_adapters(model, vocabulary)
     freeze_parameters(model, config.freeze, config.train_only)

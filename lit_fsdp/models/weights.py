@@ -48,8 +48,8 @@ class Weights:
             rows: Rows of the unsharded tensor; may be empty. Only these are read from a file.
 
         Returns:
-            A CPU tensor that owns its memory: in the file's dtype if it comes from one, else fp32 (rows of added
-            tokens and what is read together with them too).
+            A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's (rows of
+            added tokens, and what is read together with them, in fp32).
 
         Raises:
             CheckpointError: The file has been cut short since it was checked, or the model's code does not

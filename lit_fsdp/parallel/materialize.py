@@ -113,10 +113,7 @@ def reset_parameters_reader(seed: int) -> Reader:
                 "reset_parameters(); build it on the CPU, or give it reset_parameters()"
             )
         digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=6).digest()
-        real = type(module).__new__(type(module))
-        real.__dict__.update(module.__dict__)
-        real.__dict__["_parameters"] = {k: _empty(v) for k, v in module._parameters.items()}
-        real.__dict__["_buffers"] = {k: _empty(v) for k, v in module._buffers.items()}
+        real = _emptied(module, "cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest, "big"))
             reset(real)
@@ -126,8 +123,18 @@ def reset_parameters_reader(seed: int) -> Reader:
     return read
 
 
-def _empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _emptied(module: nn.Module, device: str) -> nn.Module:
+    """A copy with empty tensors; its children are on meta, as a reset that goes on to them must not reach live ones."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_parameters"] = {k: _empty(v, device) for k, v in module._parameters.items()}
+    copy.__dict__["_buffers"] = {k: _empty(v, device) for k, v in module._buffers.items()}
+    copy.__dict__["_modules"] = {k: None if v is None else _emptied(v, "meta") for k, v in module._modules.items()}
+    return copy
+
+
+def _empty(tensor: torch.Tensor | None, device: str) -> torch.Tensor | None:
     if tensor is None:
         return None
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -13,8 +13,9 @@ from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.weights import open_weights
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
 from tests.dist.loading_jobs import fingerprint
-from tests.dist.reference import TINY
+from tests.dist.reference import TINY, reference_losses
 from tests.dist.workers import Workers
+from tests.unit.models.families import saved
 
 SEED = 11
 UNTIED = {**TINY.to_dict(), "tie_word_embeddings": False}
@@ -46,6 +47,18 @@ def test_files_are_loaded_bit_for_bit(workers: Workers, tiny_model: Path, engine
     wanted = fingerprints(whole)
     assert any(name.endswith("inv_freq") for name in wanted)
     check(workers.run("load_and_fingerprint", ranks, model=str(tiny_model), engine=engine), wanted)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_initialisers_that_write_to_children_leave_loaded_weights_alone(
+    workers: Workers, tmp_path: Path, engine: str
+) -> None:
+    """RecurrentGemma's attention initialises its projections, and computing one of its buffers calls it."""
+    wanted = fingerprints(saved("recurrent_gemma", tmp_path))
+    check(workers.run("load_and_fingerprint", 2, model=str(tmp_path), engine=engine), wanted)
+    strategy = {"engine": engine, "precision": "fp32"}
+    found = workers.run("train", 2, folder=str(tmp_path), strategy=strategy, steps=3)[0]["losses"]
+    assert found == pytest.approx(reference_losses(str(tmp_path), 3), rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -122,8 +122,7 @@ def test_exported_adapters_are_the_live_model(
     missing, unexpected = live.load_state_dict(state, strict=False, assign=True)
     live.tie_weights()
     assert (missing, unexpected) == (["lm_head.weight"], [])
-    base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")  # which names its base
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():

@@ -13,15 +13,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Config
 
 from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.find import step_folder
 from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
+from lit_fsdp.models.resolve import resolve_model
 
 IDS = torch.arange(14).reshape(2, 7)
 SIZES: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -35,6 +37,9 @@ CONFIGS = {
         tie_word_embeddings=False, **SIZES,
     ),
     "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **SIZES),
+    "mamba2": Mamba2Config(
+        hidden_size=16, num_heads=4, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=1, chunk_size=8, **SIZES
+    ),
 }  # fmt: skip
 # peft 0.21 asks transformers 5.23 by the old name of a property
 _PEFTS_OWN = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -95,6 +100,14 @@ def test_a_sound_export_passes(saved, tmp_path, layout, dtype):
     assert (report.is_verified, report.form) == (True, "model")
     assert str(report).endswith("verified: loaded again, keys, tensors and logits are equal")
     assert len([name for name in report.files if name.endswith(".safetensors")]) > 2
+
+
+def test_a_config_with_infinity_in_it(saved, tmp_path):
+    made = saved("mamba2")
+    assert "Infinity" in (made.base / "config.json").read_text()  # a limit of the time step
+    assert export(made.folder, tmp_path / "out", ExportOptions(check=CHECK)).is_verified
+    drawn = resolve_model(ModelConfig(name=str(made.base / "config.json")), 0).hf_config
+    assert list(drawn.time_step_limit) == [0.0, float("inf")]
 
 
 def _tampering(change: Callable[[Path], None]) -> Callable[..., list[str]]:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from lit_fsdp.callbacks.flop_meter import FlopMeter
 from lit_fsdp.config.activation import ActivationConfig
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
+from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
+from tests.unit.models.families import tiny
 
 ROWS, LENGTH = 2, 16
 _LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -143,3 +147,13 @@ def test_no_made_up_numbers() -> None:
     model.config.layer_types, model.config.num_hidden_layers = None, 5
     with pytest.raises(ValueError, match="list of 5 blocks"):
         flop_formula(model)
+
+
+def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
+    """The width of a head of Gemma 4 differs by layer, and its config refuses to name one."""
+    module, meter = CausalLMModule(name=tiny("gemma4_text").to_dict()), FlopMeter()
+    meter.read_shapes(module)
+    (line,) = meter.read_device(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), module)
+    assert line.startswith("MFU –: FLOPs are not counted: 'head_dim' is a per-layer attribute")
+    assert "\n" not in line
+    assert meter.rates({}, 1.0) == {}

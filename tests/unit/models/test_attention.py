@@ -26,7 +26,7 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_refused_on_a_cpu(name):
-    with pytest.raises(ConfigError, match=rf"{name} on a CPU(.|\n)*set attn_implementation: sdpa"):
+    with pytest.raises(ConfigError, match=rf"{name} on a CPU(.|\n)*leave attn_implementation out"):
         check_attention(name, "cpu")
     for other in ("sdpa", "eager"):
         check_attention(other, "cpu")
@@ -101,8 +101,8 @@ def test_the_miniature_replaces_them_on_a_cpu(tiny, accelerator):
     values["model"]["miniature"] = True
     said = adapt_to_miniature(values, [])
     replaced = accelerator == "cpu"
-    assert values["model"]["attn_implementation"] == ("sdpa" if replaced else "flex_attention")
-    assert any(line.startswith("model.attn_implementation: 'flex_attention' → 'sdpa'") for line in said) is replaced
+    assert values["model"]["attn_implementation"] == (None if replaced else "flex_attention")
+    assert any(line.startswith("model.attn_implementation: 'flex_attention' → None") for line in said) is replaced
 
 
 def test_by_sample_is_for_layers_it_knows(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lit_fsdp.config.places import shipped
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.module import CausalLMModule
 
 _MILLIONS = {
     "SmolLM2-135M-Instruct": 134.515008,
@@ -56,9 +58,16 @@ def test_tied_weights_are_one_object(tiny):
     assert num_parameters(untied) - num_parameters(model) == 99 * 64
 
 
-def test_attention_that_the_model_lacks(tiny):
-    with pytest.raises(ConfigError, match="attn_implementation: eager"):
-        build_on_meta(tiny("bloom"), "sdpa")
+def test_attention_that_the_model_lacks(tiny, caplog):
+    for name in ("sdpa", "by_sample"):
+        with pytest.raises(ConfigError, match=f"{name} for bloom(.|\n)*leave attn_implementation out"):
+            build_on_meta(tiny("bloom"), name)
+    with caplog.at_level(logging.INFO):
+        assert CausalLMModule(name=tiny("bloom").to_dict()).build().attn_implementation == "eager"
+        assert CausalLMModule(name=tiny("llama").to_dict()).build().attn_implementation == "sdpa"
+    assert [r.message for r in caplog.records if "attn" in r.message] == [
+        "model.attn_implementation: eager, as bloom does not work with sdpa"
+    ]
 
 
 def test_no_causal_lm():

@@ -71,10 +71,12 @@ def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     system = {"role": "system", "content": "be brief"}
-    (expected,) = answer_batch(model, tokenizer, [[system, *_user("hello")]], 6)
-    assert chat(str(tmp_path), "hello", "be brief", 6) == expected
+    prompts = ("hello", " hello ", "hello\n")  # each as it is: blanks are tokens
+    expected = [answer_batch(model, tokenizer, [[system, *_user(prompt)]], 6)[0] for prompt in prompts]
+    assert len(set(expected)) == 3
+    assert [chat(str(tmp_path), prompt, "be brief", 6) for prompt in prompts] == expected
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert chat(str(tmp_path), None, "be brief", 6) == expected
+    assert chat(str(tmp_path), None, "be brief", 6) == expected[2]
 
 
 def test_chat_with_nothing(tmp_path):

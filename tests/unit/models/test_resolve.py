@@ -108,7 +108,7 @@ def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     source = _resolve("some/model")
-    assert (source.weights_folder, source.label) == (folder, "model")
+    assert (source.weights_folder, source.label, source.base) == (folder, "model", "some/model")
     ((name, patterns),) = asked
     assert name == "some/model"
     assert "*.safetensors" in patterns

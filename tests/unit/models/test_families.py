@@ -1,0 +1,57 @@
+"""Many families: what is loaded is what the file holds, and what the proof of isolation looks at."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.packed import last_hidden_states
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.weights import open_weights
+from lit_fsdp.parallel.materialize import Materializer
+from tests.unit.models.families import FAMILIES, FEW, saved, tiny
+
+
+@pytest.mark.parametrize("families", [FEW, FAMILIES], ids=["few", "all"])
+def test_initial_values_never_touch_a_loaded_tensor(families: tuple[str, ...], tmp_path: Path) -> None:
+    """Parameters are those of the file and buffers those of plain transformers, bit for bit, once all are filled."""
+    wrong, seen = {}, 0
+    for family in families:
+        folder = tmp_path / family
+        try:
+            expected = saved(family, folder)
+        except Exception:
+            if family in FEW:
+                raise
+            continue
+        source = resolve_model(ModelConfig(name=str(folder)), 1)
+        model = build_on_meta(source.hf_config, "eager")
+        materializer = Materializer(model, open_weights(source, model, 1).read, torch.device("cpu"))
+        for module in model.modules():
+            materializer.fill(module)
+        ours, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, expected))
+        assert ours.keys() == theirs.keys(), family
+        wrong[family] = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        seen += 1
+        shutil.rmtree(folder)
+    assert not {family: names for family, names in wrong.items() if names}
+    assert seen >= (len(FEW) if families is FEW else 140)
+
+
+def test_what_the_head_sees_is_found_where_the_head_is_called_decoder() -> None:
+    """Else packed samples would be compared by something else, and ModernBERT's decoder be refused."""
+    model = AutoModelForCausalLM.from_config(tiny("modernbert-decoder")).eval()
+    model.config.use_cache = False  # as in training
+    ids = torch.arange(8)[None]
+    batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    other = {**batch, "input_ids": torch.where(ids < 4, ids + 20, ids)}
+    one, two = (last_hidden_states(model, b, "sdpa") for b in (batch, other))
+    assert one.shape == (1, 8, 64)
+    assert torch.equal(one[:, 4:], two[:, 4:])
+    assert not torch.equal(one[:, :4], two[:, :4])
