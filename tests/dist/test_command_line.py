@@ -126,6 +126,7 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
         assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
         return done[0]["out"]
 
+    before = content(smoke / "run")
     losses = {
         entry.step: entry.metrics["val_loss"] for entry in checkpoints(smoke / "run") if "val_loss" in entry.metrics
     }
@@ -140,6 +141,16 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
     rows = [json.loads(line) for line in (smoke / "run/predictions.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(7))
     assert all(row["supervised_tokens"] > 0 and row["loss_sum"] > 0 for row in rows)
+    run("validate", "last", "--trainer.limit_val_batches", "2")
+    after = content(smoke / "run")
+    assert {path: after[path] for path in before} == before  # the records of the training run
+    added = sorted(path.name for path in after.keys() - before)
+    assert added == ["predictions.jsonl", "test-metrics.csv", "validate-metrics.csv"]
+    with (smoke / "run/validate-metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["val_loss"])) for row in rows] == [
+        (step, pytest.approx(losses[step], rel=1e-6)) for step in (best, 4)
+    ]
 
 
 @pytest.mark.parametrize(
