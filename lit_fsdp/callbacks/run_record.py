@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
+from lit_fsdp.callbacks.resume import resumed_from
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.redaction import redact_values
@@ -33,9 +34,11 @@ class RunRecord(Callback):
         self._before_bytes = peak_host_bytes()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Tell ``metrics.csv`` from which step it goes on."""
+        """Say from which step the run goes on, on the screen and to ``metrics.csv``."""
         for logger in _csv_loggers(trainer):
             logger.loaded_step = checkpoint["global_step"]
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            print(resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The audit: the plan was compared with the live units already, in the strategy's set-up."""

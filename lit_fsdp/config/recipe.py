@@ -144,6 +144,12 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = _copied(value)
 
 
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One line per value, with its full key, that differs between two recipes; a key that is not there is null."""
+    old, new = _leaves(before), _leaves(after)
+    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
 def _refuse_hidden(values: Mapping[str, Any], flags: Sequence[str]) -> None:
     given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
     for key in hidden_keys(values):

@@ -104,10 +104,21 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
     with (smoke / "run/metrics.csv").open(newline="") as file:
         before = list(csv.DictReader(file))
     words = ["--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]
-    words += ["--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
+    few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke)
+    assert few.returncode == 2
+    assert "trainer.max_steps: got 3 with run/checkpoints/step-00000004" in few.stderr
+    words += ["--model.optim.lr", "0.001", "--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
     done = workers.run("command", 2, words=["fit", *SMOKE, *words], cwd=str(smoke))
     assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0]["err"]
+    said = done[0]["err"].split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
+    assert sorted(line for line in said if line.startswith("  ") and " → " in line) == [
+        "  model.optim.lr: 2e-05 → 0.001",
+        "  trainer.max_steps: 4 → 6",
+        "  trainer.strategy.init_args.engine: 'fsdp2' → 'fsdp1'",
+        "  trainer.strategy.init_args.replicate_degree: None → 2",
+        "  trainer.strategy.init_args.sharding: 'full_shard' → 'hybrid_shard'",
+    ]
     with (smoke / "run/metrics.csv").open(newline="") as file:
         after = list(csv.DictReader(file))
     assert after[:4] == before
