@@ -94,7 +94,10 @@ def read_recipe(argv: Sequence[str], also: Sequence[str] = ()) -> Recipe:
             flags.append((name, value))
     for name, value in flags:
         key = name.removeprefix("--")
-        if _is_plain(key):
+        if _is_plain(key) and key.endswith("+"):
+            key = key.removesuffix("+")
+            merge(values, _nested(key, _appended(values, key, _scalar(value, key))))
+        elif _is_plain(key):
             merge(values, _nested(key, _scalar(value, key)))
         else:
             recipe.flags.append(f"{name}={_expanded_flag(value, key)}")
@@ -228,6 +231,14 @@ def _scalar(text: str, key: str) -> Any:
 def _loaded(text: str) -> Any:
     """YAML as data of its own; copied because an alias inside itself would go round for ever later on."""
     return _copied(yaml.safe_load(text))
+
+
+def _appended(there: Any, key: str, item: Any) -> list[Any]:
+    """The list that stands at ``key``, or the value that does, and one item or several more."""
+    for part in key.split("."):
+        there = there.get(part) if isinstance(there, dict) else None
+    before, more = (given if isinstance(given, list) else [given] for given in (there, item))
+    return more if there is None else before + more
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

@@ -41,6 +41,15 @@ def test_later_files_win_and_flags_are_last_wherever_they_stand(write):
     assert recipe.flags == []
 
 
+def test_a_flag_may_add_to_a_list(write):
+    words = ["--config", write("r.yaml", "model: {freeze: [a]}\ndata: {train: x}\n"), "--model.freeze+=b"]
+    words += ["--model.freeze+", "[c, d]", "--data.train+=y", "--model.add_tokens+=t"]
+    assert read_recipe(words).values == {
+        "model": {"freeze": ["a", "b", "c", "d"], "add_tokens": ["t"]},
+        "data": {"train": ["x", "y"]},
+    }
+
+
 def test_trainer_flags_are_seen_here_and_kept_for_lightning():
     recipe = read_recipe(["--trainer.max_steps", "5", "--trainer.callbacks+=x", "--trainer.logger.name", "n"])
     assert recipe.values == {"trainer": {"max_steps": 5}}
