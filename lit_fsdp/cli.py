@@ -208,7 +208,6 @@ class RecipeCLI(LightningCLI):
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
         checkpoint = self._get(self.config_init, "checkpoint")
-        resumed = bool(self._get(self.config_init, "ckpt_path"))
         self.data_record = DataRecord()
         first = (StopOnSignal(self.signals), RunRecord(), self.data_record, IsolationProof())
         callbacks: list[Any] = [*first, LoggerRuns(), Throughput(), PredictionWriter()]
@@ -218,7 +217,7 @@ class RecipeCLI(LightningCLI):
             callbacks.append(Checkpoint(**vars(checkpoint)))
         logger = given.get("logger")
         if logger is not False:
-            own = RunCSVLogger(given["default_root_dir"], resumed=resumed)
+            own = RunCSVLogger(given["default_root_dir"], self.verb)
             others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
             kwargs["logger"] = [own, *others]
         try:

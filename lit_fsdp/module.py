@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
+from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.typed import accepts, build
@@ -75,6 +77,7 @@ class CausalLMModule(LightningModule):
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
+        self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
         self.stop_votes = [0.0, 0.0]
         # over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
@@ -139,8 +142,14 @@ class CausalLMModule(LightningModule):
     # -- training
 
     def on_train_start(self) -> None:
-        """Forget micro-batches of a run that ended inside a global batch."""
+        """Forget micro-batches of a run that ended inside a global batch; what the recipe says holds again."""
         self._window = None
+        if self.trainer.ckpt_path and self._configured is not None:
+            scheduler, configured = self._configured
+            scheduler.base_lrs = [options["initial_lr"] for options in configured]
+            groups = zip(scheduler.optimizer.param_groups, configured, scheduler.lr_lambdas, strict=True)
+            for group, options, factor in groups:
+                group.update({**options, "lr": options["initial_lr"] * factor(scheduler.last_epoch)})
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
@@ -202,7 +211,9 @@ class CausalLMModule(LightningModule):
             fused=True,
         )
         total = self._total_steps(optim)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
+        scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
+        options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+        self._configured = scheduler, options
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _total_steps(self, optim: OptimConfig) -> int:
@@ -278,6 +289,12 @@ class CausalLMModule(LightningModule):
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
         return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other adapters, which their tensors alone do not tell."""
+        folder = getattr(self.trainer.strategy, "loaded_checkpoint", None)
+        if folder is not None and self.config.lora is not None:
+            self.config.lora.check_checkpoint(read_manifest(folder))
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_fsdp.callbacks.background import announce, open_background
 from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
 from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
-from lit_fsdp.callbacks.imported import fill_in_loops, is_imported, set_learning_rates
+from lit_fsdp.callbacks.imported import fill_in_loops, is_imported
 from lit_fsdp.callbacks.resume import make_room
 from lit_fsdp.checkpoint import retention
 from lit_fsdp.checkpoint.find import FOLDER, best, checkpoints, resolve_ckpt_path, survey
@@ -55,7 +55,6 @@ class Checkpoint(ModelCheckpoint):
         self._saved_step = -1
         self._seen_step = 0
         self._best_value: float | None = None
-        self._goes_on_from_import = False
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
@@ -78,8 +77,6 @@ class Checkpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
-        if self._goes_on_from_import:
-            set_learning_rates(trainer)
         if trainer.global_step == 0:
             refuse_used_run_folder(Path(trainer.default_root_dir))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -187,8 +184,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
-        self._goes_on_from_import = is_imported(checkpoint)
-        if self._goes_on_from_import:
+        if is_imported(checkpoint):
             fill_in_loops(trainer, checkpoint)
         loop = checkpoint["loops"]["fit_loop"]
         batches = loop["epoch_loop.batch_progress"]

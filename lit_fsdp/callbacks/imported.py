@@ -1,11 +1,10 @@
-"""A run that goes on from an imported checkpoint: the counters and the learning rate that only the run knows."""
+"""A run that goes on from an imported checkpoint: the counters that only the run knows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch.optim.lr_scheduler import LambdaLR
 
 from lit_fsdp.checkpoint.importing.convert import IMPORTED
 
@@ -33,17 +32,6 @@ def fill_in_loops(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if step:
         _count(loops["fit_loop"], step, trainer.accumulate_grad_batches, position)
     checkpoint["loops"] = loops
-
-
-def set_learning_rates(trainer: Trainer) -> None:
-    """Give the optimizers the learning rate of the step they are at; a restored schedule only does so after a step."""
-    for config in trainer.lr_scheduler_configs:
-        scheduler = config.scheduler
-        if not isinstance(scheduler, LambdaLR):
-            continue
-        groups = scheduler.optimizer.param_groups
-        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def _count(loop: dict[str, Any], step: int, accumulate: int, position: tuple[int, int, int] | None) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.callbacks.csv_log import beside
 from lit_fsdp.callbacks.run_record import write_json
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.isolation import Worst, changed_in, moved, num_rounds, other_ids, sequence_numbers
@@ -77,7 +78,8 @@ class IsolationProof(Callback):
                 return
             record = self.prove(trainer, batch)
             if trainer.is_global_zero:
-                write_json(Path(trainer.default_root_dir) / FILE, record)
+                assert trainer.state.fn is not None
+                write_json(Path(trainer.default_root_dir) / beside(FILE, trainer.state.fn.value), record)
                 print(_sentence(record), file=sys.stderr)
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Room in the run folder for a run that goes on from a checkpoint which is not its newest."""
+"""A run that goes on from a checkpoint: what has changed since, and room in its folder if it is not the newest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import Trainer
 
 from lit_fsdp.checkpoint.aside import move_newer_aside
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.config.recipe import changed_values
 
 _log = logging.getLogger(__name__)
+
+
+def resumed_from(trainer: Trainer, step: int) -> str:
+    """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
+    strategy: Any = trainer.strategy
+    folder, now = strategy.loaded_checkpoint, strategy.checkpoint_files.get("recipe.yaml")
+    lines = [f"resumed from step {step}: {folder}"]
+    before = folder / "recipe.yaml"
+    if now is not None and before.is_file():  # an imported checkpoint has none
+        old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
+        lines += [f"  {line}" for line in changed_values({**old, "ckpt_path": new["ckpt_path"]}, new)]
+    return "\n".join(lines)
 
 
 def make_room(trainer: Trainer) -> None:

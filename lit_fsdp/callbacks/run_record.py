@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.callbacks.csv_log import RunCSVLogger
+from lit_fsdp.callbacks.resume import resumed_from
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.redaction import redact_values
@@ -26,8 +28,17 @@ class RunRecord(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
+        for logger in _csv_loggers(trainer):
+            logger.trainer = trainer
         reset_peak_host_bytes()  # converting a model or tokenising may have needed more
         self._before_bytes = peak_host_bytes()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Say from which step the run goes on, on the screen and to ``metrics.csv``."""
+        for logger in _csv_loggers(trainer):
+            logger.loaded_step = checkpoint["global_step"]
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            print(resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The audit: the plan was compared with the live units already, in the strategy's set-up."""
@@ -58,6 +69,10 @@ class RunRecord(Callback):
             report = strategy.contract.report()
             write_json(Path(trainer.default_root_dir) / "dtypes.json", report)
             print_dtypes(report)
+
+
+def _csv_loggers(trainer: Trainer) -> list[RunCSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, RunCSVLogger)]
 
 
 def print_audit(record: dict[str, Any]) -> None:

@@ -6,13 +6,23 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+from lit_fsdp.config.places import expanded
 from lit_fsdp.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
     """Raises whatever is wrong; ``exit_on_error=False`` alone still exits on a missing or surplus argument."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """With ``~`` and ``${VAR}`` of paths expanded."""
+        options, rest = super().parse_known_args(args, namespace)
+        for name, value in vars(options).items():
+            if isinstance(value, (str, Path)) and name not in ("prompt", "system"):
+                setattr(options, name, type(value)(expanded(str(value), name)))
+        return options, rest
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process, is_requeued
 from lit_fsdp.signals import SignalFlags
+
+if TYPE_CHECKING:
+    from lit_fsdp.checkpoint.manifest import Manifest
 
 
 def run_training_verb(verb: str, argv: list[str]) -> int:
@@ -59,6 +62,7 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
         With ``resume.fallback``: what may take the place of that path, should its hashes show that it is damaged.
     """
     from lit_fsdp.checkpoint.find import FOLDER, choose, survey
+    from lit_fsdp.checkpoint.manifest import read_manifest
     from lit_fsdp.config.checkpoint import CheckpointConfig
     from lit_fsdp.config.resume import ResumeConfig
     from lit_fsdp.config.typed import build
@@ -72,6 +76,7 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
             values["ckpt_path"] = None  # put back into the queue before anything was saved
             return ()
         choice = choose(word, run_folder, checkpoint.monitor, checkpoint.mode, fallback)
+        _check_goes_on(verb, values, read_manifest(choice.path))
         values["ckpt_path"] = str(choice.path)
         for entry in choice.damaged if is_first_process() else ():
             print(f"{entry.path} is damaged: {entry.reason}", file=sys.stderr)
@@ -88,3 +93,18 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
                 "add --ckpt_path last, or name another --trainer.default_root_dir",
             )
     return ()
+
+
+def _check_goes_on(verb: str, values: dict[str, Any], manifest: Manifest) -> None:
+    """Raise ConfigError where a recipe cannot go on from a checkpoint, though its tensors would fit."""
+    from lit_fsdp.config.model import ModelConfig
+    from lit_fsdp.config.typed import build
+
+    lora = build(ModelConfig, values.get("model"), "model").lora
+    if lora is not None:
+        lora.check_checkpoint(manifest)
+    limit, step = values["trainer"].get("max_steps"), manifest.global_step
+    if verb == "fit" and isinstance(limit, int) and 0 < limit < step:
+        allowed = f"more than {step}, from which the run goes on"
+        fix = f"set trainer.max_steps: {2 * step}, or give an earlier checkpoint"
+        raise ConfigError("trainer.max_steps", f"{limit} with {manifest.folder}", allowed, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lit_fsdp.errors import ConfigError
 
@@ -48,3 +48,17 @@ class LoraConfig:
                 "null: the base weights are kept as bf16 or fp32 numbers and sharded over the ranks",
                 "drop it, and set trainer.strategy.init_args.precision: low_precision for a base of 2 bytes per weight",
             )
+
+    def check_checkpoint(self, manifest: Any) -> None:
+        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale.
+
+        Args:
+            manifest: A :class:`lit_fsdp.checkpoint.manifest.Manifest`.
+        """
+        saved = manifest.extra.get("model", {}).get("adapter") or {}
+        for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
+            before = saved.get(key, getattr(self, name))
+            if before != getattr(self, name):
+                allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
+                fix = f"set {name}: {before}, or begin a new run"
+                raise ConfigError(f"model.lora.{name}", getattr(self, name), allowed, fix)

@@ -1,12 +1,28 @@
-"""Where the files that ship with the project lie: beside the package in a checkout, inside of it when installed."""
+"""Paths as a recipe or flag writes them, and where the files that ship with the project lie."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Literal
 
 import lit_fsdp
 from lit_fsdp.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+
+
+def expanded(text: str, field: str) -> str:
+    """A path with each ``${VAR}`` of the environment put in and ``~`` at its beginning, where a shell has not done so.
+
+    Raises:
+        ConfigError: A variable is not set; names it and ``field``.
+    """
+    for name in _VARIABLE.findall(text):
+        if name not in os.environ:
+            raise ConfigError(field, text, f"variables that are set, and {name} is not", f"export {name}=...")
+    return os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1]], text))
 
 
 def shipped(folder: str) -> Path:

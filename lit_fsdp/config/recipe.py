@@ -6,6 +6,7 @@ Only the standard library and PyYAML: the command line reads recipes before anyt
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lit_fsdp.config.places import shipped_name
+from lit_fsdp.config.places import expanded, shipped_name
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.typed import is_text, unknown_key
 from lit_fsdp.errors import ConfigError
@@ -23,6 +24,13 @@ OWN_SECTIONS = ("model", "data", "checkpoint", "resume", "slurm", "seed_everythi
 _CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+", "profiler")
 # The last three: a date that does not exist, an unhashable key, and brackets or aliases without end.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, RecursionError)
+_PATHS: dict[str, tuple[str, ...]] = {
+    "trainer": (),
+    "model": ("name", "tokenizer"),
+    "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
+    "slurm": ("container", "container_mounts", "env_file"),
+}
+"""By section, the keys whose text names files; under ``trainer`` any may."""
 _SWITCHES = ("-h", "--help", "--print_config")
 
 
@@ -45,15 +53,16 @@ class Recipe:
 
 
 def read_recipe(argv: Sequence[str], also: Sequence[str] = ()) -> Recipe:
-    """Files (``--config``, merged in their order) and flags (last, wherever they stand).
+    """Files (``--config``, merged in their order) and flags (last, wherever they stand), with ``~`` and ``${VAR}`` of
+    paths expanded.
 
     Args:
         argv: Words of the command line.
         also: Flags that the verb has taken out already, for the error about one that does not exist.
 
     Raises:
-        ConfigError: A file that is missing or no YAML mapping, a flag without value, a word that is no flag, or a
-            secret that was hidden when the recipe was written.
+        ConfigError: A file that is missing or no YAML mapping, a flag without value, a word that is no flag, a
+            variable that is not set, or a secret that was hidden when the recipe was written.
     """
     values: dict[str, Any] = {}
     recipe = Recipe(values, [])
@@ -61,7 +70,7 @@ def read_recipe(argv: Sequence[str], also: Sequence[str] = ()) -> Recipe:
     for name, value in _tokens(argv):
         remember(value, name)
         if name in ("--config", "-c"):
-            path = Path(value or "")
+            path = Path(expanded(value or "", name))
             content = read_yaml(path)
             remember(content)
             before = _leaves(values)
@@ -85,10 +94,14 @@ def read_recipe(argv: Sequence[str], also: Sequence[str] = ()) -> Recipe:
             flags.append((name, value))
     for name, value in flags:
         key = name.removeprefix("--")
-        if _is_plain(key):
+        if _is_plain(key) and key.endswith("+"):
+            key = key.removesuffix("+")
+            merge(values, _nested(key, _appended(values, key, _scalar(value, key))))
+        elif _is_plain(key):
             merge(values, _nested(key, _scalar(value, key)))
         else:
-            recipe.flags.append(f"{name}={value}")
+            recipe.flags.append(f"{name}={_expanded_flag(value, key)}")
+    _expand_paths(values)
     if not recipe.only_shows:
         _refuse_hidden(values, recipe.flags)
     return recipe
@@ -134,6 +147,12 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = _copied(value)
 
 
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One line per value, with its full key, that differs between two recipes; a key that is not there is null."""
+    old, new = _leaves(before), _leaves(after)
+    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
 def _refuse_hidden(values: Mapping[str, Any], flags: Sequence[str]) -> None:
     given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
     for key in hidden_keys(values):
@@ -144,6 +163,32 @@ def _refuse_hidden(values: Mapping[str, Any], flags: Sequence[str]) -> None:
                 "the value itself",
                 f"give it again: --{key} VALUE, or one more --config file that holds it",
             )
+
+
+def _expand_paths(values: dict[str, Any]) -> None:
+    for section, keys in _PATHS.items():
+        there = values.get(section)
+        if isinstance(there, dict):
+            there.update({key: _expanded(there[key], f"{section}.{key}") for key in keys or there if key in there})
+    if "ckpt_path" in values:
+        values["ckpt_path"] = _expanded(values["ckpt_path"], "ckpt_path")
+
+
+def _expanded(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _expanded(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return expanded(value, key) if isinstance(value, str) else value
+
+
+def _expanded_flag(text: str, key: str) -> str:
+    try:
+        before = _loaded(text)
+    except _NO_YAML:
+        return text  # Lightning's parser says what is wrong
+    after = _expanded(before, key)
+    return text if after == before else after if isinstance(after, str) else json.dumps(after)
 
 
 def _is_plain(key: str) -> bool:
@@ -186,6 +231,14 @@ def _scalar(text: str, key: str) -> Any:
 def _loaded(text: str) -> Any:
     """YAML as data of its own; copied because an alias inside itself would go round for ever later on."""
     return _copied(yaml.safe_load(text))
+
+
+def _appended(there: Any, key: str, item: Any) -> list[Any]:
+    """The list that stands at ``key``, or the value that does, and one item or several more."""
+    for part in key.split("."):
+        there = there.get(part) if isinstance(there, dict) else None
+    before, more = (given if isinstance(given, list) else [given] for given in (there, item))
+    return more if there is None else before + more
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class ShardedCheckpoints:
     """What the next load may take, in this order, where the checkpoint it is given is damaged."""
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})
     """What the last load passed over, with the reason."""
+    loaded_checkpoint: Path | None = None
+    """The one that was loaded last."""
     saves_on_signal = False
     """Whether the save under way has no other reason than a signal; its manifest says so."""
     background: BackgroundSaver | None = None
@@ -192,6 +194,7 @@ class ShardedCheckpoints:
         first, others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
         found = self._storage.sound(Path(first), [Path(path) for path in others], verify)
         self.fallback_checkpoints, self.damaged_checkpoints = (), found.damaged
+        self.loaded_checkpoint = found.path
         if found.damaged and dist.get_rank() == 0:
             _log.error("%s", "\n".join(found.damaged.values()))
             _log.warning("going on from %s instead of %s (resume.fallback)", found.path, first)

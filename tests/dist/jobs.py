@@ -153,6 +153,27 @@ def train_with_checkpoints(
     }
 
 
+class Told(Callback):
+    """Collects what the optimizer is told at each step: groups of everything but parameters."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[dict[str, Any]]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Once per step."""
+        self.steps.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+
+def train_and_tell(
+    folder: str, run: str, strategy: dict[str, Any], optim: dict[str, Any], steps: int, ckpt_path: str | None = None
+) -> list[list[dict[str, Any]]]:
+    """A run that is saved at its end: what the optimizer was told at each step."""
+    told = Told()
+    trainer = trainer_for(strategy, [told, Checkpoint()], max_steps=steps, default_root_dir=run)
+    trainer.fit(CausalLMModule(name=folder, optim=optim), datamodule=TinyData(), ckpt_path=ckpt_path)
+    return told.steps
+
+
 def train(folder: str, strategy: dict[str, Any], steps: int = 10, **options: Any) -> dict[str, Any]:
     """Losses, audit, dtypes and gathered parameters (as sums) of a short run."""
     torch.manual_seed(0)

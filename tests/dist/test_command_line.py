@@ -104,10 +104,21 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
     with (smoke / "run/metrics.csv").open(newline="") as file:
         before = list(csv.DictReader(file))
     words = ["--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]
-    words += ["--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
+    few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke)
+    assert few.returncode == 2
+    assert "trainer.max_steps: got 3 with run/checkpoints/step-00000004" in few.stderr
+    words += ["--model.optim.lr", "0.001", "--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
     done = workers.run("command", 2, words=["fit", *SMOKE, *words], cwd=str(smoke))
     assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0]["err"]
+    said = done[0]["err"].split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
+    assert sorted(line for line in said if line.startswith("  ") and " → " in line) == [
+        "  model.optim.lr: 2e-05 → 0.001",
+        "  trainer.max_steps: 4 → 6",
+        "  trainer.strategy.init_args.engine: 'fsdp2' → 'fsdp1'",
+        "  trainer.strategy.init_args.replicate_degree: None → 2",
+        "  trainer.strategy.init_args.sharding: 'full_shard' → 'hybrid_shard'",
+    ]
     with (smoke / "run/metrics.csv").open(newline="") as file:
         after = list(csv.DictReader(file))
     assert after[:4] == before
@@ -126,6 +137,7 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
         assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
         return done[0]["out"]
 
+    before = content(smoke / "run")
     losses = {
         entry.step: entry.metrics["val_loss"] for entry in checkpoints(smoke / "run") if "val_loss" in entry.metrics
     }
@@ -140,6 +152,16 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
     rows = [json.loads(line) for line in (smoke / "run/predictions.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(7))
     assert all(row["supervised_tokens"] > 0 and row["loss_sum"] > 0 for row in rows)
+    run("validate", "last", "--trainer.limit_val_batches", "2")
+    after = content(smoke / "run")
+    assert {path: after[path] for path in before} == before  # the records of the training run
+    added = sorted(path.name for path in after.keys() - before)
+    assert added == ["predictions.jsonl", "test-metrics.csv", "validate-metrics.csv"]
+    with (smoke / "run/validate-metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["val_loss"])) for row in rows] == [
+        (step, pytest.approx(losses[step], rel=1e-6)) for step in (best, 4)
+    ]
 
 
 @pytest.mark.parametrize(

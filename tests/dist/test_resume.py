@@ -10,6 +10,7 @@ import pytest
 
 from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from tests.dist.workers import RankError, Workers
 
 
@@ -71,6 +72,25 @@ def test_from_the_best_validation(
     (after, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), ckpt_path=str(first), **job)
     assert after["losses"] == whole["losses"][first_step:]
     assert after["digest"] == whole["digest"]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp", "single"])
+def test_what_the_recipe_says_holds_from_the_first_step(
+    workers: Workers, tiny_model: Path, tmp_path: Path, engine: str
+) -> None:
+    before = {"lr": 1e-3, "weight_decay": 0.1}
+    after = {"lr": 2e-3, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6, "schedule": "linear"}
+    job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": engine, "precision": "fp32"}}
+    ranks = 1 if engine == "single" else 2
+    workers.run("train_and_tell", ranks, optim=before, steps=2, **job)  # at its end the learning rate is 0
+    steps = workers.run("train_and_tell", ranks, optim=after, steps=4, ckpt_path="last", **job)[0]
+    optim = OptimConfig(**after)
+    assert [{group["lr"] for group in step} for step in steps] == [
+        {optim.lr * schedule_factor(optim, step, 4)} for step in (2, 3)
+    ]
+    for step in steps:
+        assert [group["weight_decay"] for group in step] == [0.3, 0.0]
+        assert {(*group["betas"], group["eps"], group["fused"]) for group in step} == {(0.8, 0.7, 1e-6, True)}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.recipe import Recipe, merge, read_recipe, read_yaml
 from lit_fsdp.config.run import FACTORY, check_recipe
@@ -40,6 +41,15 @@ def test_later_files_win_and_flags_are_last_wherever_they_stand(write):
     assert recipe.flags == []
 
 
+def test_a_flag_may_add_to_a_list(write):
+    words = ["--config", write("r.yaml", "model: {freeze: [a]}\ndata: {train: x}\n"), "--model.freeze+=b"]
+    words += ["--model.freeze+", "[c, d]", "--data.train+=y", "--model.add_tokens+=t"]
+    assert read_recipe(words).values == {
+        "model": {"freeze": ["a", "b", "c", "d"], "add_tokens": ["t"]},
+        "data": {"train": ["x", "y"]},
+    }
+
+
 def test_trainer_flags_are_seen_here_and_kept_for_lightning():
     recipe = read_recipe(["--trainer.max_steps", "5", "--trainer.callbacks+=x", "--trainer.logger.name", "n"])
     assert recipe.values == {"trainer": {"max_steps": 5}}
@@ -68,6 +78,42 @@ def test_switches_take_no_value_and_only_show(switch: str):
     assert recipe.values == {"model": {"name": "x"}}
     assert recipe.only_shows
     assert not Recipe({}, []).only_shows
+
+
+def test_paths_are_expanded_once_for_every_verb(write, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("ROWS", "/rows")
+    text = """
+trainer: {default_root_dir: ~/run, logger: [{class_path: CSVLogger, init_args: {save_dir: "${ROWS}/log"}}]}
+model: {name: ~/models/x, tokenizer: "${ROWS}/tok", add_tokens: ["~", "${x}"]}
+data: {train: ["${ROWS}/a.jsonl", {source: ~/b.jsonl, weight: 1}], cache_dir: "${ROWS}"}
+slurm: {env_file: ~/env, setup: ["cd ${SLURM_TMPDIR}"]}
+"""
+    words = ["--config", write("r.yaml", text), "--data.val=~/v.jsonl", "--ckpt_path=~/run/checkpoints/step-00000002"]
+    recipe = read_recipe([*words, "--trainer.callbacks+={class_path: X, init_args: {dirpath: ~/best}}"])
+    assert recipe.values == {
+        "trainer": {
+            "default_root_dir": "/home/me/run",
+            "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": "/rows/log"}}],
+        },
+        "model": {"name": "/home/me/models/x", "tokenizer": "/rows/tok", "add_tokens": ["~", "${x}"]},
+        "data": {
+            "train": ["/rows/a.jsonl", {"source": "/home/me/b.jsonl", "weight": 1}],
+            "val": "/home/me/v.jsonl",
+            "cache_dir": "/rows",
+        },
+        "slurm": {"env_file": "/home/me/env", "setup": ["cd ${SLURM_TMPDIR}"]},
+        "ckpt_path": "/home/me/run/checkpoints/step-00000002",
+    }
+    assert recipe.flags == ['--trainer.callbacks+={"class_path": "X", "init_args": {"dirpath": "/home/me/best"}}']
+    monkeypatch.delenv("ROWS")
+    error = refused(*words)
+    assert (error.field, error.fix) == ("trainer.logger[0].init_args.save_dir", "export ROWS=...")
+    parser = verb_parser("export", "")
+    parser.add_argument("--ckpt", type=Path)
+    parser.add_argument("--prompt")
+    options = parse(parser, ["--ckpt=~/run", "--prompt=~ ${ROWS}"])
+    assert (options.ckpt, options.prompt) == (Path("/home/me/run"), "~ ${ROWS}")
 
 
 def test_words_that_cannot_be_meant_are_refused(write):
