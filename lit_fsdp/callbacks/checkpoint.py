@@ -110,11 +110,17 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention."""
+        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention.
+
+        The metrics are those of rank 0: a metric that is not reduced over ranks differs between them.
+        """
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self.config.keep_best and self._is_better(metrics.get(self.config.monitor)):
+        own = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics, is_better = Ranks().first(
+            "looking for the best", lambda: (own, self._is_better(own.get(self.config.monitor)))
+        )
+        if self.config.keep_best and is_better:
             self._best_value = metrics[self.config.monitor]
             self.save(trainer)
         folder = self._folder(trainer.global_step)
@@ -212,7 +218,7 @@ class Checkpoint(ModelCheckpoint):
         return bool(every and trainer.global_step % every == 0) or _is_last_step(trainer)
 
     def _is_better(self, value: float | None) -> bool:
-        """Whether a monitored value, the same on every rank, beats all before."""
+        """Whether a monitored value beats all before."""
         if value is None or value != value:
             return False
         before = self._best_value
