@@ -67,13 +67,18 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
 def remove(folder: Path) -> None:
     """Delete one checkpoint; it is hidden by a rename first, so a kill in between leaves nothing half visible.
 
+    Of a symbolic link only the link goes.
+
     Raises:
         CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
     """
     folder = Path(folder)
-    if folder.is_symlink() or not (folder / MANIFEST).is_file():
-        what = f"{folder}: a symbolic link" if folder.is_symlink() else not_a_checkpoint(folder)
-        raise CheckpointError(f"not removed: {what}")
+    if folder.is_symlink():
+        with naming(folder):
+            folder.unlink()
+        return
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"not removed: {not_a_checkpoint(folder)}")
     hidden = staging.hidden_name(folder, "removed")
     with naming(folder):
         os.rename(folder, hidden)

@@ -43,10 +43,10 @@ def save_checkpoint(
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
 ) -> None:
-    """Write one complete checkpoint at ``folder``, or raise on every rank and leave nothing there; collective.
+    """Write one complete checkpoint at ``folder``, or raise on every rank and leave it as it was; collective.
 
     Args:
-        folder: Where it becomes visible; must not exist. The same on every rank, on a file system all share.
+        folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
         tensors: See :class:`Snapshot`, as for the rest.
         state: Non-tensor state.
         manifest: ``global_step`` and what else the manifest shall say.

@@ -104,7 +104,7 @@ class ShardedCheckpoints:
         return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten.
+        """Write one complete checkpoint folder, in place of an older one of that name, or raise on every rank.
 
         A save that is still going on in the background is finished first.
         """

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
-from tests.dist.foreign import ForeignNet
+from lit_fsdp.checkpoint.manifest import read_manifest
+from tests.dist.foreign import ForeignNet, StepLosses
 from tests.dist.foreign_options import own_part
 from tests.dist.jobs import trainer_for
 
@@ -48,6 +47,20 @@ def train_with_own_metrics(
         "there": sorted(path.name for path in place.iterdir() if path.name.startswith("step")),
         "best": Path(saving.best_model_path).name,
     }
+
+
+def train_and_save_again(
+    strategy: dict[str, Any], run: str, lightnings: dict[str, Any], steps: int = 6, ckpt_path: str | None = None
+) -> dict[str, Any]:
+    """Lightning's callback after every second step; in the end the Trainer saves twice at one path."""
+    losses, saving = StepLosses(), ModelCheckpoint(run, every_n_train_steps=2, **lightnings)
+    options = {"enable_checkpointing": True, "max_steps": steps, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [losses, saving], **options)
+    trainer.fit(ForeignNet(), _loader(range(steps)), ckpt_path=ckpt_path)
+    for _ in range(2):
+        trainer.save_checkpoint(Path(run) / "by-hand.ckpt")
+    there = {path.name: read_manifest(path).global_step for path in Path(run).glob("*.ckpt")}
+    return {"losses": losses.values, "there": there, "hidden": [path.name for path in Path(run).glob(".*")]}
 
 
 def _loader(steps: Any) -> DataLoader[Any]:

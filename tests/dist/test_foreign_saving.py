@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,24 @@ def test_rank_0_decides_what_is_best(workers: Workers, tmp_path: Path, engine: s
     found = workers.run("train_with_own_metrics", 2, lightnings=saving, **job)
     assert [one["there"] for one in found] == [["step=1-val_loss=3.ckpt"]] * 2  # what is better on every rank
     assert found[0]["best"] == "step=1-val_loss=3.ckpt"
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_a_name_is_used_again(workers: Workers, tmp_path: Path, engine: str) -> None:
+    """``save_last``, as a copy or a link, a fixed file name, and the Trainer twice at one path."""
+    cases: list[tuple[dict[str, Any], dict[str, int]]] = [
+        ({"filename": "{step}", "save_last": True}, {"step=6.ckpt": 6, "last.ckpt": 6}),
+        ({"filename": "{step}", "save_last": "link"}, {"step=6.ckpt": 6, "last.ckpt": 6}),
+        ({"filename": "model"}, {"model.ckpt": 6}),
+        ({"filename": "best", "monitor": "step", "mode": "max"}, {"best.ckpt": 6}),
+    ]
+    for index, (saving, there) in enumerate(cases):
+        job = {"strategy": {"engine": engine}, "run": str(tmp_path / str(index)), "lightnings": saving}
+        found = workers.run("train_and_save_again", 2, **job)
+        assert found[0]["there"] == {**there, "by-hand.ckpt": 6}, saving
+        assert found[0]["hidden"] == []
+        if "save_last" in saving:
+            last = str(tmp_path / str(index) / "last.ckpt")
+            again = workers.run("train_and_save_again", 2, steps=8, ckpt_path=last, **job)
+            assert [len(one["losses"]) for one in again] == [2, 2]
+            assert again[0]["there"] == {"step=8.ckpt": 8, "last.ckpt": 8, "by-hand.ckpt": 8}

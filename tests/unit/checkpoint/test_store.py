@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import signal
+import sys
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import disk, store
+from lit_fsdp.checkpoint import disk, staging, store
 from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.sound import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import STATE, TENSORS
 
@@ -103,12 +108,33 @@ def test_names_can_be_skipped(save, blanks, layout):
     assert all(same(wanted[name], TENSORS[name]) for name in wanted)
 
 
-def test_nothing_is_overwritten(save):
-    folder = save()
-    before = content(folder)
-    with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
-        save()
-    assert content(folder) == before
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatch, swaps):
+    """Killed before each change of the file system in turn, also where two names cannot be swapped at once."""
+    if not swaps:
+        monkeypatch.setattr(staging, "_swapped", lambda one, other: False)
+    folder = save(layout="full")
+    found = set()
+    for moment in range(1000):
+        child = os.fork()
+        if child == 0:
+            changes = itertools.count()
+
+            def kill(name: str, args: object, changes: Any = changes, moment: int = moment) -> None:
+                changing = name in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "ctypes.dlopen")
+                if (changing or (name == "open" and args[2] & os.O_WRONLY)) and next(changes) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(kill)
+            save(layout="full", state=moment)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert sound_checkpoint(folder).path == folder
+        found.add(store.load_state(folder) == moment)
+        if status == 0:
+            break
+    assert (moment > 15, found) == (True, {True, False})
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
