@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lit_fsdp.callbacks.background import announce, open_background
 from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
@@ -56,6 +56,7 @@ class Checkpoint(ModelCheckpoint):
         self._seen_step = 0
         self._best_value: float | None = None
         self._goes_on_from_import = False
+        self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
@@ -80,6 +81,8 @@ class Checkpoint(ModelCheckpoint):
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
         if self._goes_on_from_import:
             set_learning_rates(trainer)
+        if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
+            self._schedule.on_train_epoch_start(trainer)
         if trainer.global_step == 0:
             refuse_used_run_folder(Path(trainer.default_root_dir))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -199,7 +202,11 @@ class Checkpoint(ModelCheckpoint):
         loop = checkpoint["loops"]["fit_loop"]
         batches = loop["epoch_loop.batch_progress"]
         close_epoch(loop["epoch_progress"], batches)
+        schedules = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        self._schedule = schedules[0] if schedules else None
         now = trainer.accumulate_grad_batches
+        if self._schedule is not None:
+            now = self._schedule.get_accumulate_grad_batches(max(0, loop["epoch_progress"]["current"]["ready"] - 1))
         before = checkpoint.get(_ACCUMULATION, now)
         begin_window_again(batches, before)
         if before != now:

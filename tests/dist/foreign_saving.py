@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
@@ -61,6 +62,29 @@ def train_and_save_again(
         trainer.save_checkpoint(Path(run) / "by-hand.ckpt")
     there = {path.name: read_manifest(path).global_step for path in Path(run).glob("*.ckpt")}
     return {"losses": losses.values, "there": there, "hidden": [path.name for path in Path(run).glob(".*")]}
+
+
+class Seen(Callback):
+    """Epoch and index of each micro-batch, with the step before it."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, int, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Once per micro-batch."""
+        self.values.append((trainer.global_step, trainer.current_epoch, batch_idx))
+
+
+def train_with_schedule(
+    strategy: dict[str, Any], run: str, schedule: dict[str, int], ckpt_path: str | None = None
+) -> dict[str, Any]:
+    """Three epochs of five micro-batches, of which each epoch accumulates as many as the schedule says."""
+    seen, saving = Seen(), Checkpoint(every_steps=1, keep_last=-1)
+    accumulation = GradientAccumulationScheduler({int(epoch): count for epoch, count in schedule.items()})
+    options = {"max_epochs": 3, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
+    trainer.fit(ForeignNet(), _loader(range(5)), ckpt_path=ckpt_path)
+    return {"seen": seen.values, "steps": trainer.global_step}
 
 
 def _loader(steps: Any) -> DataLoader[Any]:

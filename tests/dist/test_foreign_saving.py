@@ -48,3 +48,15 @@ def test_a_name_is_used_again(workers: Workers, tmp_path: Path, engine: str) -> 
             again = workers.run("train_and_save_again", 2, steps=8, ckpt_path=last, **job)
             assert [len(one["losses"]) for one in again] == [2, 2]
             assert again[0]["there"] == {"step=8.ckpt": 8, "last.ckpt": 8, "by-hand.ckpt": 8}
+
+
+def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(workers: Workers, tmp_path: Path) -> None:
+    """At the end of an epoch, in the middle, and after its last window, which is a short one."""
+    job = {"strategy": {"engine": "fsdp2"}, "schedule": {"1": 2, "2": 3}}
+    whole = workers.run("train_with_schedule", 2, run=str(tmp_path / "whole"), **job)[0]
+    assert whole["steps"] == 5 + 3 + 2
+    for step in (5, 6, 8, 9):
+        saved = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
+        again = workers.run("train_with_schedule", 2, run=str(tmp_path / str(step)), ckpt_path=str(saved), **job)[0]
+        assert again["seen"] == [one for one in whole["seen"] if one[0] >= step], step
+        assert again["steps"] == whole["steps"]
