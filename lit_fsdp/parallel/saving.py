@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.precision import DtypeContract
 from lit_fsdp.parallel.rng import restore_rng, rng_state
 
@@ -45,6 +46,7 @@ class Storage(Protocol):
     load_rank_state: Callable[..., dict[str, Any] | None]
     tensor_names: Callable[[Path], set[str]]
     remove: Callable[[Path], None]
+    refused: Callable[[Any], str | None]
 
 
 class ShardedCheckpoints:
@@ -172,6 +174,23 @@ class ShardedCheckpoints:
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
 
+    def check_hyperparameters(self, trainer: Any) -> None:
+        """Compare what ``save_hyperparameters`` has kept with what a checkpoint can hold, before the first step.
+
+        Raises:
+            ConfigError: There is something else, such as a class or an object; names its key.
+        """
+        for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
+            found = dict(getattr(owner, "hparams", {}))
+            refused = {key: why for key in found if (why := self._storage.refused({key: found[key]}))}
+            if refused:
+                raise ConfigError(
+                    f"{type(owner).__name__}.hparams",
+                    "; ".join(refused.values()),
+                    "plain Python data, NumPy data and tensors: a checkpoint holds no pickle",
+                    f"write save_hyperparameters(ignore={list(refused)})",
+                )
+
     def _data_position(self, step: int | None) -> dict[str, Any]:
         """Of a data module that knows it; the order of any other is its own business."""
         trainer = self.lightning_module.trainer
@@ -196,7 +215,7 @@ class ShardedCheckpoints:
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named}, "after resume")
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint folder, on rank 0."""
+        """Remove a checkpoint folder, on rank 0; a warning if that fails."""
         if dist.get_rank() == 0:
             self._storage.remove(Path(filepath))
 

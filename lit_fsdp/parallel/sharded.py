@@ -105,6 +105,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         fitting = trainer.state.fn == "fit"
+        if fitting:
+            self.check_hyperparameters(trainer)
         if self._owner is not self.lightning_module:
             self._setup_module(self.lightning_module)
         self.model = self._root

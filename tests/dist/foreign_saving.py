@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.errors import ConfigError
 from tests.dist.foreign import ForeignNet, StepLosses
 from tests.dist.foreign_options import own_part
 from tests.dist.jobs import trainer_for
@@ -85,6 +91,53 @@ def train_with_schedule(
     trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
     trainer.fit(ForeignNet(), _loader(range(5)), ckpt_path=ckpt_path)
     return {"seen": seen.values, "steps": trainer.global_step}
+
+
+class Described(ForeignNet):
+    """Keeps its arguments, one of which no checkpoint can hold."""
+
+    def __init__(self, width: int, layer: Any, options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> tuple[str, int]:
+    """What the start of a training says, and how many steps it takes."""
+    module = Described(3, torch.nn.Linear, {"lr": 0.1, "make": functools.partial(print)})
+    options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
+    try:
+        trainer.fit(module, _loader([0]))
+    except ConfigError as error:
+        return str(error), trainer.global_step
+    return "", trainer.global_step
+
+
+def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, lightnings: bool) -> dict[str, Any]:
+    """Old checkpoints that the file system does not let go; what is logged and what is there at the end."""
+    saving: Any = Checkpoint(every_steps=1, keep_last=1)
+    if lightnings:
+        saving = ModelCheckpoint(f"{run}/checkpoints", filename="step-0000000{step}", every_n_train_steps=1,
+                                 auto_insert_metric_name=False)  # fmt: skip
+    trainer = trainer_for(
+        {"precision": "fp32", **strategy}, [saving], enable_checkpointing=True, max_steps=3, default_root_dir=run
+    )
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lit_fsdp").addHandler(handler)
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", "nfs0001")
+
+    try:
+        with mock.patch("shutil.rmtree", busy):
+            trainer.fit(ForeignNet(), _loader(range(3)))
+    finally:
+        logging.getLogger("lit_fsdp").removeHandler(handler)
+    there = sorted(path.name for path in Path(run, "checkpoints").iterdir() if path.name.startswith("step"))
+    return {"messages": messages, "there": there}
 
 
 def _loader(steps: Any) -> DataLoader[Any]:

@@ -60,3 +60,24 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(worke
         again = workers.run("train_with_schedule", 2, run=str(tmp_path / str(step)), ckpt_path=str(saved), **job)[0]
         assert again["seen"] == [one for one in whole["seen"] if one[0] >= step], step
         assert again["steps"] == whole["steps"]
+
+
+def test_hyperparameters_that_no_checkpoint_can_hold(workers: Workers, tmp_path: Path) -> None:
+    """Said before the first step, with every key; without a checkpoint callback nobody minds them."""
+    for engine in (*ENGINES, "ddp"):
+        job = {"strategy": {"engine": engine}, "run": str(tmp_path / engine)}
+        for text, steps in workers.run("refused_hyperparameters", 2, saves=True, **job):
+            assert steps == 0
+            assert "Described.hparams: got layer: cannot save a builtins.type; options.make: cannot save" in text
+            assert "write save_hyperparameters(ignore=['layer', 'options'])" in text
+        assert workers.run("refused_hyperparameters", 2, saves=False, **job) == [["", 1]] * 2
+
+
+@pytest.mark.parametrize("lightnings", [False, True])
+def test_a_removal_that_fails_is_a_warning(workers: Workers, tmp_path: Path, lightnings: bool) -> None:
+    job = {"strategy": {"engine": "fsdp2"}, "run": str(tmp_path), "lightnings": lightnings}
+    found = workers.run("train_where_nothing_can_be_removed", 2, **job)
+    assert [Path(name).stem for name in found[0]["there"]] == ["step-00000003"]
+    said = [text for text in found[0]["messages"] if "cannot be deleted: nfs0001: Device or resource busy" in text]
+    assert len(said) == 2
+    assert found[1]["messages"] == []
