@@ -160,7 +160,13 @@ class ShardedCheckpoints:
             found = self.optimizer_state(optimizer) if has_state else {"state": {}, "param_groups": []}
             optimizers.append((optimizer, found))
             templates.update(_flat_optimizer(found, index))
-        skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
+        skip = set() if self.optimizers else {name for name in saved if not name.startswith("model/")}
+        if not self.lightning_module.strict_loading:
+            for name in templates.keys() - saved:
+                tensor = templates.pop(name)
+                if not name.startswith("model/"):
+                    tensor.zero_()  # a state is made by a step with a learning rate of 0, which it counts
+            skip |= saved - templates.keys()
         self._storage.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.dist.foreign import ForeignNet, StepLosses
 from tests.dist.foreign_options import own_part
 from tests.dist.jobs import trainer_for
@@ -138,6 +138,57 @@ def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, light
         logging.getLogger("lit_fsdp").removeHandler(handler)
     there = sorted(path.name for path in Path(run, "checkpoints").iterdir() if path.name.startswith("step"))
     return {"messages": messages, "there": there}
+
+
+class Changed(ForeignNet):
+    """Has a parameter that older checkpoints lack, and lacks one that they have."""
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        self.gate = torch.nn.Parameter(torch.full((4,), 0.5))
+        del self.scale
+        self.scale = torch.ones(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return super().forward(x) * self.gate.sum() / 2
+
+
+class Start(Callback):
+    """Sums of all parameters and, by parameter, the optimizer's steps, when training starts."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.steps: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the load."""
+        strategy: Any = trainer.strategy
+        self.sums = {name: float(_whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
+        if trainer.global_step == 0:  # to ask would make a state
+            return
+        state = strategy.optimizer_state(trainer.optimizers[0])["state"]
+        self.steps = {name: float(entry["step"]) for name, entry in state.items()}
+
+
+def train_changed(strategy: dict[str, Any], run: str, ckpt_path: str | None = None, strict: bool = True) -> Any:
+    """Two steps of a module, or from its checkpoint on two of one that is not the same; how they started and ended."""
+    start, saving = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
+    options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [start, saving], **options)
+    module = Changed(strict) if ckpt_path else ForeignNet()
+    try:
+        trainer.fit(module, _loader(range(4)), ckpt_path=ckpt_path)
+    except CheckpointError as error:
+        return str(error)
+    live: Any = trainer.strategy
+    end = {name: float(_whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
+    return {"start": start.sums, "steps": start.steps, "end": end}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _loader(steps: Any) -> DataLoader[Any]:

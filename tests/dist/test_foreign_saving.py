@@ -81,3 +81,19 @@ def test_a_removal_that_fails_is_a_warning(workers: Workers, tmp_path: Path, lig
     said = [text for text in found[0]["messages"] if "cannot be deleted: nfs0001: Device or resource busy" in text]
     assert len(said) == 2
     assert found[1]["messages"] == []
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_strict_loading_off(workers: Workers, tmp_path: Path, engine: str) -> None:
+    """What the checkpoint lacks keeps its values and has a fresh optimizer state; what only it has is left out."""
+    job = {"strategy": {"engine": engine}, "run": str(tmp_path / "run")}
+    first = workers.run("train_changed", 2, **job)[0]["end"]
+    job |= {"run": str(tmp_path / "again"), "ckpt_path": str(tmp_path / "run" / "step=2.ckpt")}
+    refused = workers.run("train_changed", 2, **job)[0]
+    assert "missing in the checkpoint: model/gate" in refused
+    assert "only in the checkpoint: model/scale" in refused
+    found = workers.run("train_changed", 2, strict=False, **job)[0]
+    assert found["start"] == {**{name: value for name, value in first.items() if name != "scale"}, "gate": 2.0}
+    assert found["steps"] == {name: 0.0 if name == "gate" else 2.0 for name in found["start"]}
+    assert found["end"].keys() == found["start"].keys()
+    assert found["end"]["gate"] != 2.0

@@ -14,7 +14,7 @@ from lit_fsdp.checkpoint import retention
 from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.typed import build
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import ConfigError
 from tests.unit.checkpoint.conftest import make
 
 
