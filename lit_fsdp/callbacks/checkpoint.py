@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lit_fsdp.callbacks.background import announce, open_background
-from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of
 from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
 from lit_fsdp.callbacks.imported import fill_in_loops, is_imported, set_learning_rates
 from lit_fsdp.callbacks.resume import make_room
@@ -199,18 +199,8 @@ class Checkpoint(ModelCheckpoint):
         self._goes_on_from_import = is_imported(checkpoint)
         if self._goes_on_from_import:
             fill_in_loops(trainer, checkpoint)
-        loop = checkpoint["loops"]["fit_loop"]
-        batches = loop["epoch_loop.batch_progress"]
-        close_epoch(loop["epoch_progress"], batches)
-        schedules = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-        self._schedule = schedules[0] if schedules else None
-        now = trainer.accumulate_grad_batches
-        if self._schedule is not None:
-            now = self._schedule.get_accumulate_grad_batches(max(0, loop["epoch_progress"]["current"]["ready"] - 1))
-        before = checkpoint.get(_ACCUMULATION, now)
-        begin_window_again(batches, before)
-        if before != now:
-            rescale_progress(batches, before, now)
+        saved = checkpoint.get(_ACCUMULATION)
+        self._schedule = count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lit_fsdp import load_weights
+from tests.dist.foreign import ForeignNet
+from tests.dist.foreign_saving import Changed
 from tests.dist.workers import Workers
 
 ENGINES = ("fsdp2", "fsdp1")
@@ -97,3 +101,18 @@ def test_strict_loading_off(workers: Workers, tmp_path: Path, engine: str) -> No
     assert found["steps"] == {name: 0.0 if name == "gate" else 2.0 for name in found["start"]}
     assert found["end"].keys() == found["start"].keys()
     assert found["end"]["gate"] != 2.0
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_weights_are_loaded_into_a_plain_module(workers: Workers, tmp_path: Path, engine: str) -> None:
+    """In this process, without a Trainer; also on a module that the checkpoint is not quite of."""
+    for layout in ("sharded", "full"):
+        job = {"strategy": {"engine": engine, "state_dict": layout}, "run": str(tmp_path / layout)}
+        end = workers.run("train_changed", 2, **job)[0]["end"]
+        path = tmp_path / layout / "step=2.ckpt"
+        net = load_weights(ForeignNet(), path)
+        assert {name: float(tensor.sum()) for name, tensor in net.state_dict().items()} == end
+        assert load_weights(ForeignNet().bfloat16(), str(path)).head.weight.dtype == torch.bfloat16
+        assert load_weights(Changed(strict=False), path).gate.sum() == 2
+        with pytest.raises(RuntimeError, match=r'Missing key.*"gate"(.|\n)*Unexpected key.*"scale"'):
+            load_weights(Changed(strict=True), path)

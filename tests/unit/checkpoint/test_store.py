@@ -101,6 +101,29 @@ def test_names_shapes_and_dtypes_must_fit(save, blanks, layout):
     assert torch.equal(blanks["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
 
 
+class BuiltLate(torch.nn.Module):
+    """Two names for one weight, made on meta, and only when a Trainer or a load asks for it."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.first = torch.nn.Linear(3, 5, bias=False)
+        self.again = self.first
+
+
+def test_weights_of_a_module_that_is_built_late(save):
+    weight = torch.rand(5, 3)
+    folder = save(
+        tensors={"model/first.weight": weight}, manifest={"global_step": 1, "tied": {"again.weight": "first.weight"}}
+    )
+    module = store.load_weights(BuiltLate(), folder)
+    assert same(module.first.weight.detach(), weight)
+    assert module.again is module.first
+    with next((folder / "tensors").glob("*.distcp")).open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="sha256 differs"):
+        store.load_weights(BuiltLate(), folder)
+
+
 @LAYOUTS
 def test_names_can_be_skipped(save, blanks, layout):
     wanted = {name: tensor for name, tensor in blanks.items() if name.startswith("model/")}
