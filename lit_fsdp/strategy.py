@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import background, retention, sound, state_json, store
+from lit_fsdp.checkpoint.importing import lightning_source
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
 from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
@@ -96,6 +97,7 @@ def fsdp_strategy(
         save=store.save_checkpoint,
         background=background.BackgroundSaver,
         sound=sound.sound_checkpoint,
+        load_file=lightning_source.read_lightning_file,
         load_tensors=store.load_tensors,
         load_state=store.load_state,
         load_rank_state=store.load_rank_state,

@@ -41,6 +41,7 @@ class Storage(Protocol):
     save: Callable[..., None]
     background: Callable[[torch.device, float], BackgroundSaver]
     sound: Callable[..., Any]
+    load_file: Callable[[Path], Mapping[str, Any]]
     load_tensors: Callable[..., None]
     load_state: Callable[..., dict[str, Any]]
     load_rank_state: Callable[..., dict[str, Any] | None]
@@ -146,9 +147,12 @@ class ShardedCheckpoints:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
 
-        Nothing is unpickled, whatever ``weights_only`` says.
+        Nothing but tensors and plain data is unpickled, whatever ``weights_only`` says.
         """
-        path = self._sound(checkpoint_path)
+        given = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
+            return self._load_file(given)
+        path = self._sound(given)
         state = self._storage.load_state(path)
         saved = self._storage.tensor_names(path)
         owner = self._state_owner()
@@ -179,6 +183,29 @@ class ShardedCheckpoints:
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
+        content = dict(self._storage.load_file(path))
+        owner, strict = self._state_owner(), self.lightning_module.strict_loading
+        whole = dcp_state.StateDictOptions(full_state_dict=True, strict=strict)
+        dcp_state.set_model_state_dict(owner, dict(content.pop("state_dict")), options=whole)
+        for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
+            inner = getattr(optimizer, "_optimizer", optimizer)
+            params = [param for group in saved["param_groups"] for param in group["params"]]
+            here = [name for group in self.optimizer_state(inner)["param_groups"] for name in group["params"]]
+            names = dict(zip(params, here, strict=True))  # numbered, in the order of the optimizer
+            names.update({param: param for param in params if isinstance(param, str)})
+            state = {
+                "state": {names[param]: entry for param, entry in saved["state"].items()},
+                "param_groups": [
+                    {**group, "params": [names[param] for param in group["params"]]} for group in saved["param_groups"]
+                ],
+            }
+            lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
+            dcp_state.set_optimizer_state_dict(owner, inner, state, options=lenient)
+        self._check_after_load()
+        return content
 
     def check_hyperparameters(self, trainer: Any) -> None:
         """Compare what ``save_hyperparameters`` has kept with what a checkpoint can hold, before the first step.

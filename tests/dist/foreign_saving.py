@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.parallel.sharded import ShardedStrategy
 from tests.dist.foreign import ForeignNet, StepLosses
 from tests.dist.foreign_options import own_part
-from tests.dist.jobs import trainer_for
+from tests.dist.jobs import lightnings_trainer, trainer_for
 
 
 class OwnMetric(ForeignNet):
@@ -166,25 +167,35 @@ class Start(Callback):
         """After the load."""
         strategy: Any = trainer.strategy
         self.sums = {name: float(_whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
-        if trainer.global_step == 0:  # to ask would make a state
+        if trainer.global_step == 0 or not isinstance(strategy, ShardedStrategy):  # to ask would make a state
             return
         state = strategy.optimizer_state(trainer.optimizers[0])["state"]
         self.steps = {name: float(entry["step"]) for name, entry in state.items()}
 
 
-def train_changed(strategy: dict[str, Any], run: str, ckpt_path: str | None = None, strict: bool = True) -> Any:
-    """Two steps of a module, or from its checkpoint on two of one that is not the same; how they started and ended."""
-    start, saving = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
+def train_changed(
+    strategy: dict[str, Any] | None, run: str, ckpt_path: str | None = None, strict: bool = True, changed: bool = True
+) -> Any:
+    """Two steps of a module, or from its checkpoint on two of one that is not the same; how they started and ended.
+
+    Without a strategy it is Lightning's own, DDP.
+    """
+    start, saving, losses = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2), StepLosses()
     options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
-    trainer = trainer_for({"precision": "fp32", **strategy}, [start, saving], **options)
-    module = Changed(strict) if ckpt_path else ForeignNet()
+    callbacks = [start, saving, losses]
+    if strategy is None:
+        trainer = lightnings_trainer(callbacks, **options)
+    else:
+        trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, **options)
+    torch.manual_seed(13)
+    module = Changed(strict) if ckpt_path and changed else ForeignNet()
     try:
         trainer.fit(module, _loader(range(4)), ckpt_path=ckpt_path)
     except CheckpointError as error:
         return str(error)
     live: Any = trainer.strategy
     end = {name: float(_whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
-    return {"start": start.sums, "steps": start.steps, "end": end}
+    return {"start": start.sums, "steps": start.steps, "end": end, "losses": losses.values}
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -116,3 +116,19 @@ def test_weights_are_loaded_into_a_plain_module(workers: Workers, tmp_path: Path
         assert load_weights(Changed(strict=False), path).gate.sum() == 2
         with pytest.raises(RuntimeError, match=r'Missing key.*"gate"(.|\n)*Unexpected key.*"scale"'):
             load_weights(Changed(strict=True), path)
+
+
+def test_a_file_of_lightnings_own_goes_on(workers: Workers, tmp_path: Path) -> None:
+    """Weights, optimizer, step and counters; the steps after it are those of Lightning's own strategy."""
+    job = {"strategy": None, "run": str(tmp_path / "run")}
+    first = workers.run("train_changed", 2, **job)[0]
+    saved = tmp_path / "run" / "step=2.ckpt"
+    assert saved.is_file()
+    job = {"run": str(tmp_path / "again"), "ckpt_path": str(saved), "changed": False}
+    wanted = workers.run("train_changed", 2, strategy=None, **job)[0]
+    for engine in (*ENGINES, "ddp"):
+        found = workers.run("train_changed", 2, strategy={"engine": engine}, **job)[0]
+        assert found["start"] == pytest.approx(first["end"], rel=1e-6)
+        assert set(found["steps"].values()) == {2.0}
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert found["end"] == pytest.approx(wanted["end"], rel=1e-5)
