@@ -196,7 +196,7 @@ class ShardedCheckpoints:
             here = [name for group in self.optimizer_state(inner)["param_groups"] for name in group["params"]]
             names = dict(zip(params, here, strict=True))  # numbered, in the order of the optimizer
             names.update({param: param for param in params if isinstance(param, str)})
-            state = {
+            state: Any = {
                 "state": {names[param]: entry for param, entry in saved["state"].items()},
                 "param_groups": [
                     {**group, "params": [names[param] for param in group["params"]]} for group in saved["param_groups"]
