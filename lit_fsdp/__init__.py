@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_fsdp.callbacks.checkpoint import Checkpoint
     from lit_fsdp.callbacks.data_record import DataRecord
     from lit_fsdp.callbacks.isolation import IsolationProof
+    from lit_fsdp.checkpoint.store import load_weights
     from lit_fsdp.datamodule import CausalLMDataModule
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
     from lit_fsdp.module import CausalLMModule
@@ -30,6 +31,7 @@ _HOMES = {
     "DataRecord": "callbacks.data_record",
     "IsolationProof": "callbacks.isolation",
     "fsdp_strategy": "strategy",
+    "load_weights": "checkpoint.store",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "DataRecord",
     "IsolationProof",
     "fsdp_strategy",
+    "load_weights",
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.optim import OptimConfig, schedule_factor
 from lit_fsdp.config.typed import accepts, build
@@ -119,17 +120,18 @@ class CausalLMModule(LightningModule):
         """Build the model on meta; the strategy fills it, or this does where there is nothing to shard."""
         if self._weights is not None:
             return
-        check_attention(self.config.attn_implementation, self.trainer.strategy.root_device.type)
+        strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
+        check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
-        if self.trainer.training:
-            refuse_cpu(self.config.loss.backend, self.trainer.strategy.root_device.type)
-        seed = self.trainer.strategy.broadcast(torch.initial_seed())
+        if strategy and self.trainer.training:
+            refuse_cpu(self.config.loss.backend, strategy.root_device.type)
+        seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)
         else:
             bare = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed)
-        if not isinstance(self.trainer.strategy, ShardedStrategy):
+        if not isinstance(strategy, ShardedStrategy):
             materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
             for module in self.modules():
                 materializer.fill(module)
@@ -283,7 +285,12 @@ class CausalLMModule(LightningModule):
         assert self.model is not None
         return last_hidden_states(self.model, batch, self.attn_implementation)
 
-    # -- what a checkpoint holds beside tensors
+    # -- checkpoints
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:  # type: ignore[override]
+        """:func:`lit_fsdp.load_weights` for a new module; the ``model`` section of the run's recipe is its options."""
+        return load_weights(cls(**options), checkpoint_path)
 
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""

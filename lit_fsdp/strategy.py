@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 from lightning.pytorch.strategies import Strategy
 
-from lit_fsdp.checkpoint import background, retention, sound, store
+from lit_fsdp.checkpoint import background, retention, sound, state_json, store
+from lit_fsdp.checkpoint.importing import lightning_source
 from lit_fsdp.config.activation import ActivationConfig, ActivationMode
 from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
@@ -100,11 +101,13 @@ def fsdp_strategy(
         save=store.save_checkpoint,
         background=background.BackgroundSaver,
         sound=sound.sound_checkpoint,
+        load_file=lightning_source.read_lightning_file,
         load_tensors=store.load_tensors,
         load_state=store.load_state,
         load_rank_state=store.load_rank_state,
         tensor_names=store.tensor_names,
-        remove=retention.remove,
+        remove=retention.try_to_remove,
+        refused=state_json.refused,
     )
     engines: dict[str, Callable[..., Strategy]] = {"fsdp2": FSDP2Strategy, "fsdp1": FSDP1Strategy}
     return engines.get(config.engine, ReplicatedStrategy)(config, storage)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lit_fsdp.callbacks.background import announce, open_background
-from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of
 from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
 from lit_fsdp.callbacks.imported import fill_in_loops, is_imported
 from lit_fsdp.callbacks.resume import make_room
@@ -55,6 +55,7 @@ class Checkpoint(ModelCheckpoint):
         self._saved_step = -1
         self._seen_step = 0
         self._best_value: float | None = None
+        self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
@@ -77,6 +78,8 @@ class Checkpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
+        if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
+            self._schedule.on_train_epoch_start(trainer)
         if trainer.global_step == 0:
             refuse_used_run_folder(Path(trainer.default_root_dir))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -107,11 +110,17 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention."""
+        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention.
+
+        The metrics are those of rank 0: a metric that is not reduced over ranks differs between them.
+        """
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self.config.keep_best and self._is_better(metrics.get(self.config.monitor)):
+        own = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics, is_better = Ranks().first(
+            "looking for the best", lambda: (own, self._is_better(own.get(self.config.monitor)))
+        )
+        if self.config.keep_best and is_better:
             self._best_value = metrics[self.config.monitor]
             self.save(trainer)
         folder = self._folder(trainer.global_step)
@@ -186,14 +195,8 @@ class Checkpoint(ModelCheckpoint):
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
         if is_imported(checkpoint):
             fill_in_loops(trainer, checkpoint)
-        loop = checkpoint["loops"]["fit_loop"]
-        batches = loop["epoch_loop.batch_progress"]
-        close_epoch(loop["epoch_progress"], batches)
-        now = trainer.accumulate_grad_batches
-        before = checkpoint.get(_ACCUMULATION, now)
-        begin_window_again(batches, before)
-        if before != now:
-            rescale_progress(batches, before, now)
+        saved = checkpoint.get(_ACCUMULATION)
+        self._schedule = count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""
@@ -208,7 +211,7 @@ class Checkpoint(ModelCheckpoint):
         return bool(every and trainer.global_step % every == 0) or _is_last_step(trainer)
 
     def _is_better(self, value: float | None) -> bool:
-        """Whether a monitored value, the same on every rank, beats all before."""
+        """Whether a monitored value beats all before."""
         if value is None or value != value:
             return False
         before = self._best_value

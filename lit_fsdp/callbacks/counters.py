@@ -4,6 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+
+def count_in_micro_batches_of(
+    trainer: Trainer, loop: dict[str, Any], saved: int | None
+) -> GradientAccumulationScheduler | None:
+    """The counters of a fit loop, made right for the run of ``trainer``, in place.
+
+    Args:
+        trainer: About to go on.
+        loop: The saved state of its fit loop.
+        saved: Micro-batches per optimizer step when it was saved, if anybody noted that.
+
+    Returns:
+        What sets the accumulation of each epoch, if there is such a callback. Lightning calls it when an epoch
+        starts, so not for one that is resumed in the middle.
+    """
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    close_epoch(epochs, batches)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedule = next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    now = trainer.accumulate_grad_batches
+    if schedule is not None:
+        now = schedule.get_accumulate_grad_batches(max(0, epochs["current"]["ready"] - 1))
+    before = now if saved is None else saved
+    begin_window_again(batches, before)
+    if before != now:
+        rescale_progress(batches, before, now)
+    return schedule
+
 
 def close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
     """Counters saved after the end of an epoch, so that the next one starts at its first micro-batch, in place.

@@ -180,7 +180,10 @@ def not_a_checkpoint(path: Path) -> str:
         return f"{path}: no such checkpoint folder"
     if not path.is_dir():
         kind = "a Lightning or torch file" if path.suffix in (".ckpt", ".pt", ".pth", ".bin") else "a file"
-        return f"{path}: {kind}, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050"
+        return (
+            f"{path}: {kind}, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050, "
+            "or make one of it with lit-fsdp ckpt import"
+        )
     inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted(p.name for p in inner.iterdir() if (p / MANIFEST).is_file() and not p.name.startswith("."))
     if steps:
@@ -194,7 +197,7 @@ def not_a_checkpoint(path: Path) -> str:
         return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
     if (path / ".metadata").is_file():
         kind = "Lightning's sharded checkpoint" if (path / "meta.pt").is_file() else "a plain torch DCP folder"
-        return f"{path}: {kind}, without the manifest of a lit_fsdp checkpoint"
+        return f"{path}: {kind}, without the manifest of a lit_fsdp checkpoint; lit-fsdp ckpt import makes one of it"
     return f"{path}: not a checkpoint: it has no {MANIFEST}"
 
 

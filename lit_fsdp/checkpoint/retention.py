@@ -52,28 +52,38 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
 
     Returns:
         The best checkpoint that is there, if any has a value of the metric.
-
-    Raises:
-        CheckpointError: One cannot be removed; names it.
     """
     found = checkpoints(run_folder)
     gone = to_remove(found, config, current)
     for old in gone:
-        remove(old.path)
+        try_to_remove(old.path)
     left = [entry for entry in found if entry not in gone]
     return next((entry.path for entry in ranked(left, config.monitor, config.mode)), None)
+
+
+def try_to_remove(folder: Path) -> None:
+    """:func:`remove`; one that cannot go is a warning, since training does not need its end."""
+    try:
+        remove(folder)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s", error)
 
 
 def remove(folder: Path) -> None:
     """Delete one checkpoint; it is hidden by a rename first, so a kill in between leaves nothing half visible.
 
+    Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
+
     Raises:
         CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
     """
     folder = Path(folder)
-    if folder.is_symlink() or not (folder / MANIFEST).is_file():
-        what = f"{folder}: a symbolic link" if folder.is_symlink() else not_a_checkpoint(folder)
-        raise CheckpointError(f"not removed: {what}")
+    if folder.is_symlink() or folder.is_file():
+        with naming(folder):
+            folder.unlink()
+        return
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"not removed: {not_a_checkpoint(folder)}")
     hidden = staging.hidden_name(folder, "removed")
     with naming(folder):
         os.rename(folder, hidden)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.verify import Difference, describe, file_differences
@@ -39,6 +40,7 @@ def sound_checkpoint(folder: Path, others: Sequence[Path] = (), verify: bool = T
         CheckpointError: On every rank; all are damaged, and each file that differs is named.
     """
     ranks = Ranks()
+    ranks.first(f"looking for {folder}", lambda: staging.restore(Path(folder)))
     damaged: dict[Path, str] = {}
     for path in (Path(folder), *others):
         found = differences_on_all(path, ranks, verify)

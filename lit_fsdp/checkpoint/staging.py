@@ -1,12 +1,15 @@
 """Folders that appear complete or not at all.
 
 A folder in the making has a hidden name beside its final one, so on the same file system, and is renamed once at
-the end. While its maker lives it is locked, so that the next save can tell what dead ones have left behind.
+the end; an older one of that name gives its place up in the same moment. While its maker lives it is locked, so that
+the next save can tell what dead ones have left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -14,12 +17,14 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from lit_fsdp.checkpoint.disk import naming, sync_folder, sync_tree
+from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.errors import CheckpointError
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|removed)-[0-9a-f]{16}")
+Kind = Literal["tmp", "removed", "replaced"]
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|removed|replaced)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,14 @@ class Unfinished:
 
     path: Path
     """Its folder."""
-    kind: Literal["tmp", "removed"]
-    """Being written (``tmp``) or being deleted (``removed``)."""
+    kind: Kind
+    """Being written (``tmp``), deleted (``removed``), or giving its place to a new one (``replaced``)."""
     is_live: bool
     """Whether the process that makes it lives, as far as its lock tells; removals are not locked."""
 
 
-def hidden_name(folder: Path, kind: Literal["tmp", "removed"]) -> Path:
-    """A fresh hidden sibling of ``folder``: being written (``tmp``) or being deleted (``removed``)."""
+def hidden_name(folder: Path, kind: Kind) -> Path:
+    """A fresh hidden sibling of ``folder``; for the kinds see :class:`Unfinished`."""
     return folder.with_name(f".{folder.name}.{kind}-{secrets.token_hex(8)}")
 
 
@@ -43,9 +48,9 @@ def stage(folder: Path, held: contextlib.ExitStack) -> Path:
     """A new empty hidden sibling of ``folder``, locked until ``held`` closes; dead ones beside it are removed.
 
     Raises:
-        CheckpointError: ``folder`` exists, or its parent cannot be written.
+        CheckpointError: ``folder`` is something that no checkpoint may replace, or its parent cannot be written.
     """
-    refuse_existing(folder)
+    _refuse_other(folder)
     with naming(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent)
@@ -60,12 +65,38 @@ def stage(folder: Path, held: contextlib.ExitStack) -> Path:
 
 
 def publish(staging: Path, folder: Path) -> None:
-    """Make ``staging`` durable and visible as ``folder`` in one step."""
+    """Make ``staging`` durable and visible as ``folder`` in one step; an older one of that name is deleted afterwards.
+
+    Where the file system cannot swap two names, the older one is moved aside first. After a kill in between it gets
+    its name back when it is asked for, or at the next save there.
+    """
     sync_tree(staging)
-    refuse_existing(folder)
+    _refuse_other(folder)
+    old: Path | None = None
     with naming(folder):
-        os.rename(staging, folder)
+        if not os.path.lexists(folder):
+            os.rename(staging, folder)
+        elif _swapped(staging, folder):
+            old = staging
+        else:
+            old = hidden_name(folder, "replaced")
+            os.rename(folder, old)
+            try:
+                os.rename(staging, folder)
+            except BaseException:
+                os.rename(old, folder)
+                raise
     sync_folder(folder.parent)
+    if old is not None:
+        discard(old)
+
+
+def restore(folder: Path) -> None:
+    """Give ``folder`` its name back if a kill came while it was being replaced."""
+    for path in folder.parent.iterdir() if folder.parent.is_dir() and not os.path.lexists(folder) else []:
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match["kind"] == "replaced" and match["name"] == folder.name:
+            os.rename(path, folder)
 
 
 def refuse_existing(folder: Path) -> None:
@@ -74,10 +105,13 @@ def refuse_existing(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already and is never overwritten; remove it or choose another place")
 
 
-def discard(folder: Path) -> None:
-    """Delete a hidden folder as far as that is possible; what stays is swept by the next save."""
-    assert _HIDDEN.fullmatch(folder.name), folder
-    shutil.rmtree(folder, ignore_errors=True)
+def discard(hidden: Path) -> None:
+    """Delete what is hidden as far as that is possible; what stays of a folder is swept by the next save."""
+    assert _HIDDEN.fullmatch(hidden.name), hidden
+    if hidden.is_dir() and not hidden.is_symlink():
+        shutil.rmtree(hidden, ignore_errors=True)
+    else:
+        hidden.unlink(missing_ok=True)
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -87,7 +121,10 @@ def sweep(parent: Path) -> list[Path]:
     """
     removed = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        if _HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and not _is_held(path):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match["kind"] == "replaced":
+            restore(parent / match["name"])
+        if match and path.is_dir() and not path.is_symlink() and not _is_held(path):
             discard(path)
             removed.append(path)
     return removed
@@ -99,8 +136,29 @@ def unfinished(parent: Path) -> list[Unfinished]:
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         match = _HIDDEN.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
-            found.append(Unfinished(path, "tmp" if match["kind"] == "tmp" else "removed", _is_held(path)))
+            found.append(Unfinished(path, cast(Kind, match["kind"]), _is_held(path)))
     return found
+
+
+def _refuse_other(folder: Path) -> None:
+    """Raise CheckpointError if ``folder`` holds anything but a checkpoint; files and links may be replaced."""
+    if folder.is_dir() and not folder.is_symlink() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: not replaced, because it is no checkpoint; remove it or choose another place")
+
+
+def _swapped(one: Path, other: Path) -> bool:
+    """Swap two names in one moment; False if this system, or this file system, cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    at_working_folder, exchange = -100, 2
+    if rename(at_working_folder, os.fsencode(one), at_working_folder, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # NFS, Lustre and others
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def _is_held(folder: Path) -> bool:

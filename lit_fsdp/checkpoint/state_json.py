@@ -48,6 +48,15 @@ def encode(state: Any) -> tuple[str, dict[str, torch.Tensor]]:
     return json.dumps(encoder.encode(state, ()), indent=1, allow_nan=False), encoder.tensors
 
 
+def refused(state: Any) -> str | None:
+    """What in ``state`` :func:`encode` refuses, and where; None if it takes everything."""
+    try:
+        encode(state)
+    except CheckpointError as error:
+        return str(error).rpartition(": ")[0]
+    return None
+
+
 def decode(text: str | bytes, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The state that :func:`encode` turned into ``text`` and ``tensors``.
 

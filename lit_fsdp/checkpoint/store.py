@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from lit_fsdp.checkpoint import dcp_files, disk, state_json
 from lit_fsdp.checkpoint.manifest import Layout, Manifest, read_manifest, record_metrics
@@ -18,7 +19,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.safetensors_file import fill, opened, read_tensors, spec_of
 from lit_fsdp.checkpoint.snapshot import FULL_FILE, STATE, Snapshot
 from lit_fsdp.checkpoint.sound import differences_on_all, shared_differences
-from lit_fsdp.checkpoint.verify import Difference, describe
+from lit_fsdp.checkpoint.verify import Difference, describe, file_differences
 from lit_fsdp.checkpoint.write import write_snapshot
 from lit_fsdp.errors import CheckpointError
 
@@ -26,12 +27,15 @@ __all__ = [
     "load_rank_state",
     "load_state",
     "load_tensors",
+    "load_weights",
     "read_manifest",
     "record_metrics",
     "save_checkpoint",
     "tensor_names",
     "verify_files",
 ]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def save_checkpoint(
@@ -43,10 +47,10 @@ def save_checkpoint(
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
 ) -> None:
-    """Write one complete checkpoint at ``folder``, or raise on every rank and leave nothing there; collective.
+    """Write one complete checkpoint at ``folder``, or raise on every rank and leave it as it was; collective.
 
     Args:
-        folder: Where it becomes visible; must not exist. The same on every rank, on a file system all share.
+        folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
         tensors: See :class:`Snapshot`, as for the rest.
         state: Non-tensor state.
         manifest: ``global_step`` and what else the manifest shall say.
@@ -94,8 +98,7 @@ def load_tensors(
     ranks.run(f"reading {folder}", lambda: prepared.append(prepare()))
     manifest, source = prepared[0]
     if verify:
-        names = [name for name in manifest.files if name == FULL_FILE or name.startswith(f"{dcp_files.FOLDER}/")]
-        _refuse(folder, shared_differences(manifest, names, ranks))
+        _refuse(folder, shared_differences(manifest, _tensor_files(manifest), ranks))
 
     def read() -> None:
         if manifest.layout == "sharded":
@@ -106,6 +109,43 @@ def load_tensors(
                 fill(file, name, tensor)
 
     ranks.run(f"reading {folder}", read)
+
+
+def load_weights(module: Module, path: Path | str) -> Module:
+    """Load the model of a checkpoint into a module of this process alone, whatever engine, ranks and layout wrote it.
+
+    It is what ``load_from_checkpoint`` is for Lightning's own files: no Trainer and no process group are needed, and
+    none is used. Values are cast to the module's dtypes. A module that builds its layers in ``configure_model`` builds
+    them now; with ``strict_loading = False`` what the checkpoint lacks stays as it is.
+
+    Args:
+        module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
+        path: A checkpoint, e.g. ``RUN/checkpoints/step-00000050``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        CheckpointError: No checkpoint, or a damaged one.
+        RuntimeError: Names or shapes differ; all are listed.
+    """
+    manifest = read_manifest(path)
+    _refuse(manifest.folder, file_differences(manifest, _tensor_files(manifest)))
+    names = [name for name in manifest.tensors if name.startswith("model/")]
+    if manifest.layout == "sharded":
+        description = dcp_files.read_description(manifest)
+        found = {name: dcp_files.read_tensor(manifest, description, name) for name in names}
+    else:
+        with opened(manifest.file(FULL_FILE)) as file:
+            found = {name: file.get_tensor(name) for name in names}
+    state = {name.removeprefix("model/"): tensor for name, tensor in found.items()}
+    state |= {again: state[first] for again, first in manifest.extra.get("tied", {}).items()}
+    configure: Any = getattr(module, "configure_model", None)
+    if configure is not None and state.keys() - module.state_dict().keys():
+        configure()
+    on_meta = any(param.is_meta for param in module.parameters())
+    module.load_state_dict(state, strict=getattr(module, "strict_loading", True), assign=on_meta)
+    return module
 
 
 def load_state(folder: Path) -> Any:
@@ -147,6 +187,10 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
             lines.append(f"{name}: on the meta device here, so there is nothing to load into")
     if lines:
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _tensor_files(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.files if name == FULL_FILE or name.startswith(f"{dcp_files.FOLDER}/")]
 
 
 def _refuse(folder: Path, differences: Sequence[Difference]) -> None:

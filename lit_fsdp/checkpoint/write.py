@@ -1,6 +1,7 @@
 """How one checkpoint is written: everything into a hidden folder, the manifest last, then one rename.
 
-Whatever goes wrong before the rename leaves nothing visible and the older checkpoints untouched.
+Whatever goes wrong before the rename leaves nothing visible and the older checkpoints untouched, also the one of the
+same name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> None:
     """Write what all ranks have agreed on; collective.
 
     Raises:
-        CheckpointError: On every rank; nothing is left at ``folder``.
+        CheckpointError: On every rank; ``folder`` is as it was.
     """
     draft = _Draft(folder, part, ranks)
     place: Path | None = None

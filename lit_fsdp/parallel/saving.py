@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.precision import DtypeContract
 from lit_fsdp.parallel.rng import restore_rng, rng_state
 
@@ -40,11 +41,13 @@ class Storage(Protocol):
     save: Callable[..., None]
     background: Callable[[torch.device, float], BackgroundSaver]
     sound: Callable[..., Any]
+    load_file: Callable[[Path], Mapping[str, Any]]
     load_tensors: Callable[..., None]
     load_state: Callable[..., dict[str, Any]]
     load_rank_state: Callable[..., dict[str, Any] | None]
     tensor_names: Callable[[Path], set[str]]
     remove: Callable[[Path], None]
+    refused: Callable[[Any], str | None]
 
 
 class ShardedCheckpoints:
@@ -107,7 +110,7 @@ class ShardedCheckpoints:
         return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one complete checkpoint folder, or raise on every rank; nothing is overwritten.
+        """Write one complete checkpoint folder, in place of an older one of that name, or raise on every rank.
 
         A save that is still going on in the background is finished first.
         """
@@ -148,9 +151,12 @@ class ShardedCheckpoints:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
 
-        Nothing is unpickled, whatever ``weights_only`` says.
+        Nothing but tensors and plain data is unpickled, whatever ``weights_only`` says.
         """
-        path = self._sound(checkpoint_path)
+        given = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
+            return self._load_file(given)
+        path = self._sound(given)
         state = self._storage.load_state(path)
         saved = self._storage.tensor_names(path)
         owner = self._state_owner()
@@ -164,7 +170,10 @@ class ShardedCheckpoints:
             found["state"] = {n: entry for n, entry in found["state"].items() if f"{_optim_prefix(index)}{n}" in names}
             optimizers.append((optimizer, found))
             templates.update(_flat_optimizer(found, index))
-        skip = () if self.optimizers else tuple(n for n in saved if not n.startswith("model/"))
+        skip = set() if self.optimizers else {name for name in saved if not name.startswith("model/")}
+        if not self.lightning_module.strict_loading:
+            templates = {name: tensor for name, tensor in templates.items() if name in saved}
+            skip |= saved - templates.keys()
         self._storage.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
@@ -181,6 +190,46 @@ class ShardedCheckpoints:
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
+        content = dict(self._storage.load_file(path))
+        owner, strict = self._state_owner(), self.lightning_module.strict_loading
+        whole = dcp_state.StateDictOptions(full_state_dict=True, strict=strict)
+        dcp_state.set_model_state_dict(owner, dict(content.pop("state_dict")), options=whole)
+        for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
+            inner = getattr(optimizer, "_optimizer", optimizer)
+            params = [param for group in saved["param_groups"] for param in group["params"]]
+            here = [name for group in self.optimizer_state(inner)["param_groups"] for name in group["params"]]
+            names = dict(zip(params, here, strict=True))  # numbered, in the order of the optimizer
+            names.update({param: param for param in params if isinstance(param, str)})
+            state: Any = {
+                "state": {names[param]: entry for param, entry in saved["state"].items()},
+                "param_groups": [
+                    {**group, "params": [names[param] for param in group["params"]]} for group in saved["param_groups"]
+                ],
+            }
+            lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
+            dcp_state.set_optimizer_state_dict(owner, inner, state, options=lenient)
+        self._check_after_load()
+        return content
+
+    def check_hyperparameters(self, trainer: Any) -> None:
+        """Compare what ``save_hyperparameters`` has kept with what a checkpoint can hold, before the first step.
+
+        Raises:
+            ConfigError: There is something else, such as a class or an object; names its key.
+        """
+        for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
+            found = dict(getattr(owner, "hparams", {}))
+            refused = {key: why for key in found if (why := self._storage.refused({key: found[key]}))}
+            if refused:
+                raise ConfigError(
+                    f"{type(owner).__name__}.hparams",
+                    "; ".join(refused.values()),
+                    "plain Python data, NumPy data and tensors: a checkpoint holds no pickle",
+                    f"write save_hyperparameters(ignore={list(refused)})",
+                )
 
     def _data_position(self, step: int | None) -> dict[str, Any]:
         """Of a data module that knows it; the order of any other is its own business."""
@@ -207,7 +256,7 @@ class ShardedCheckpoints:
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named}, "after resume")
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint folder, on rank 0."""
+        """Remove a checkpoint folder, on rank 0; a warning if that fails."""
         if dist.get_rank() == 0:
             self._storage.remove(Path(filepath))
 

@@ -138,6 +138,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         fitting = trainer.state.fn == "fit"
+        if fitting:
+            self.check_hyperparameters(trainer)
         if self._owner is not self.lightning_module:
             before = _SHARDED.get(self.lightning_module)
             with spoken_to(self.in_recipe, dist.get_rank()):

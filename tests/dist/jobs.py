@@ -88,19 +88,27 @@ class Losses(Callback):
 
 def trainer_for(strategy: dict[str, Any], callbacks: list[Callback], **options: Any) -> Trainer:
     """A quiet Trainer on as many CPU ranks as this job has."""
+    saves = any(isinstance(c, Checkpoint) for c in callbacks)
+    return lightnings_trainer(
+        callbacks, **{"strategy": fsdp_strategy(**strategy), "enable_checkpointing": saves, **options}
+    )
+
+
+def lightnings_trainer(callbacks: list[Callback], **options: Any) -> Trainer:
+    """The same with a strategy of Lightning's own, DDP by default."""
     import os
 
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ["WORLD_SIZE"]),
+        "strategy": "ddp",
         "logger": False,
-        "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "max_epochs": -1,
     }
-    return Trainer(strategy=fsdp_strategy(**strategy), callbacks=callbacks, **{**defaults, **options})
+    return Trainer(callbacks=callbacks, **{**defaults, **options})
 
 
 def module_for(folder: str, **optim: Any) -> CausalLMModule:

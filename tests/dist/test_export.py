@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.reference import TINY
@@ -56,6 +57,9 @@ def test_logits_of_the_live_model(
         live.load_state_dict({name: tensor.to(kept) for name, tensor in state.items()}, strict=not tied)
         with torch.no_grad():
             assert torch.equal(loaded(IDS).logits, live(IDS).logits)
+    module = CausalLMModule.load_from_checkpoint(checkpoint, name=str(folder)).model
+    assert all(torch.equal(module.state_dict()[name], tensor.float()) for name, tensor in state.items())
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out-fp32")
     question = [{"role": "user", "content": "2 + 2?"}]
     assert tokenizer.apply_chat_template(question, tokenize=False) == miniature_tokenizer().apply_chat_template(

@@ -30,6 +30,7 @@ _JOBS = (
     "foreign_options",
     "grown_jobs",
     "foreign",
+    "foreign_saving",
     "jobs",
     "units_jobs",
     "convert_jobs",

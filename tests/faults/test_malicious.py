@@ -216,8 +216,7 @@ def test_links_out_of_the_folder(victim: Path, tmp_path: Path, ledger: Ledger) -
         assert kept.exists()
     with ledger.trial(ROW):
         (victim.parent / "step-00000009").symlink_to(outside)
-        with pytest.raises(CheckpointError):
-            retention.remove(victim.parent / "step-00000009")
+        retention.remove(victim.parent / "step-00000009")
         (victim.parent / ".step-00000009.tmp-0123456789abcdef").symlink_to(outside)
         staging.sweep(victim.parent)
         assert kept.exists()

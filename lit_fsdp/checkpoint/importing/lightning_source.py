@@ -15,6 +15,7 @@ from lit_fsdp.checkpoint.importing.source import Moments, Source, SourceTensor, 
 from lit_fsdp.errors import CheckpointError
 
 META = "meta.pt"
+_IMPORT = "lit-fsdp ckpt import reads what other tools have saved"
 _MODEL_HEADS = ("model", "state_dict")  # FSDPStrategy, ModelParallelStrategy
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
@@ -22,6 +23,18 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 def is_lightning(content: Any) -> bool:
     """Whether what a torch file held is a Lightning checkpoint."""
     return isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping)
+
+
+def read_lightning_file(path: Path) -> Mapping[str, Any]:
+    """A ``.ckpt`` of any strategy that saves one file; its tensors stay there until they are used.
+
+    Raises:
+        CheckpointError: It is something else, damaged, or holds more than tensors and plain data.
+    """
+    content = read_torch(path)
+    if not is_lightning(content):
+        raise CheckpointError(f"{path}: no Lightning checkpoint: it has no state_dict; {_IMPORT}")
+    return content
 
 
 def open_lightning_file(path: Path, content: Any) -> Source:

@@ -116,13 +116,19 @@ def test_the_lock_ends_with_its_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_place_is_refused(tmp_path):
+def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine").touch()
+    with pytest.raises(CheckpointError, match="not replaced, because it is no checkpoint"), contextlib.ExitStack() as h:
+        staging.stage(tmp_path / "notes", h)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "dangling").symlink_to("nowhere")
-    for name in ("empty", "dangling"):
-        with (
-            pytest.raises(CheckpointError, match="exists already and is never overwritten"),
-            contextlib.ExitStack() as h,
-        ):
-            staging.stage(tmp_path / name, h)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty"]
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("notes")
+    for name in ("empty", "file", "link"):
+        with contextlib.ExitStack() as held:
+            place = staging.stage(tmp_path / name, held)
+            (place / "new").touch()
+            staging.publish(place, tmp_path / name)
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "link", "notes"]
+    assert (tmp_path / "notes" / "mine").exists()

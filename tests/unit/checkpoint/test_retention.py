@@ -14,7 +14,7 @@ from lit_fsdp.checkpoint import retention
 from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
 from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.typed import build
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import ConfigError
 from tests.unit.checkpoint.conftest import make
 
 
@@ -111,7 +111,7 @@ def test_retention_removes_and_names_the_best(tmp_path):
     assert retention.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
 
 
-def test_a_removal_that_fails_names_the_folder(tmp_path, monkeypatch):
+def test_a_removal_that_fails_is_a_warning_that_names_the_folder(tmp_path, monkeypatch, caplog):
     folder = make(tmp_path, 1)
     make(tmp_path, 2)
 
@@ -119,13 +119,12 @@ def test_a_removal_that_fails_names_the_folder(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path / "data"))
 
     monkeypatch.setattr("shutil.rmtree", refused)
-    with pytest.raises(CheckpointError, match=r"the old checkpoint cannot be deleted: .*/data: Permission") as error:
-        retention.retain(tmp_path, CheckpointConfig(keep_last=1))
-    assert str(error.value).startswith(f"{folder}: ")
+    retention.retain(tmp_path, CheckpointConfig(keep_last=1))
     monkeypatch.undo()
     assert [entry.step for entry in checkpoints(tmp_path)] == [2]
     (hidden,) = [path for path in folder.parent.iterdir() if path.name.startswith(".")]
-    assert str(hidden) in str(error.value)
+    (said,) = caplog.messages
+    assert said.startswith(f"{folder}: the old checkpoint cannot be deleted: {hidden}/data: Permission denied")
 
 
 def test_what_a_killed_removal_left_is_swept_and_named(tmp_path, caplog, monkeypatch):

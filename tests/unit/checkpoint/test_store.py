@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import signal
+import sys
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import disk, store
+from lit_fsdp.checkpoint import disk, staging, store
 from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.sound import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import STATE, TENSORS
 
@@ -96,6 +101,29 @@ def test_names_shapes_and_dtypes_must_fit(save, blanks, layout):
     assert torch.equal(blanks["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
 
 
+class BuiltLate(torch.nn.Module):
+    """Two names for one weight, made on meta, and only when a Trainer or a load asks for it."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.first = torch.nn.Linear(3, 5, bias=False)
+        self.again = self.first
+
+
+def test_weights_of_a_module_that_is_built_late(save):
+    weight = torch.rand(5, 3)
+    folder = save(
+        tensors={"model/first.weight": weight}, manifest={"global_step": 1, "tied": {"again.weight": "first.weight"}}
+    )
+    module = store.load_weights(BuiltLate(), folder)
+    assert same(module.first.weight.detach(), weight)
+    assert module.again is module.first
+    with next((folder / "tensors").glob("*.distcp")).open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="sha256 differs"):
+        store.load_weights(BuiltLate(), folder)
+
+
 @LAYOUTS
 def test_names_can_be_skipped(save, blanks, layout):
     wanted = {name: tensor for name, tensor in blanks.items() if name.startswith("model/")}
@@ -103,12 +131,33 @@ def test_names_can_be_skipped(save, blanks, layout):
     assert all(same(wanted[name], TENSORS[name]) for name in wanted)
 
 
-def test_nothing_is_overwritten(save):
-    folder = save()
-    before = content(folder)
-    with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
-        save()
-    assert content(folder) == before
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatch, swaps):
+    """Killed before each change of the file system in turn, also where two names cannot be swapped at once."""
+    if not swaps:
+        monkeypatch.setattr(staging, "_swapped", lambda one, other: False)
+    folder = save(layout="full")
+    found = set()
+    for moment in range(1000):
+        child = os.fork()
+        if child == 0:
+            changes = itertools.count()
+
+            def kill(name: str, args: object, changes: Any = changes, moment: int = moment) -> None:
+                changing = name in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "ctypes.dlopen")
+                if (changing or (name == "open" and args[2] & os.O_WRONLY)) and next(changes) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(kill)
+            save(layout="full", state=moment)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert sound_checkpoint(folder).path == folder
+        found.add(store.load_state(folder) == moment)
+        if status == 0:
+            break
+    assert (moment > 15, found) == (True, {True, False})
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 

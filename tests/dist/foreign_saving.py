@@ -1,0 +1,206 @@
+"""Somebody else's module and what saves and loads its checkpoints, as jobs for the workers."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lit_fsdp import Checkpoint
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.parallel.sharded import ShardedStrategy
+from tests.dist.foreign import ForeignNet, StepLosses
+from tests.dist.foreign_options import own_part
+from tests.dist.jobs import lightnings_trainer, trainer_for
+
+
+class OwnMetric(ForeignNet):
+    """Logs what each rank has been told at each validation, and nothing for ``None``; nobody averages it."""
+
+    def __init__(self, told: list[float | None]) -> None:
+        super().__init__()
+        self.told = told
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """The next value."""
+        value = self.told[self.trainer.global_step - 1]
+        if value is not None:
+            self.log("val_loss", value)
+
+
+def train_with_own_metrics(
+    strategy: dict[str, Any], run: str, told: list[list[float | None]], lightnings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A step per value, each with a validation; what is there at the end, and which one is the best."""
+    rank = int(os.environ["RANK"])
+    steps = len(told[rank])
+    saving = ModelCheckpoint(run, monitor="val_loss", **lightnings) if lightnings else Checkpoint(keep_last=1)
+    trainer = trainer_for(
+        {"timeout_seconds": 20, "precision": "fp32", **strategy}, [saving], enable_checkpointing=True,
+        max_steps=steps, val_check_interval=1, num_sanity_val_steps=0, default_root_dir=run,
+    )  # fmt: skip
+    trainer.fit(OwnMetric(told[rank]), _loader(range(steps)), _loader([0]))
+    place = Path(run) if lightnings else Path(run) / "checkpoints"
+    return {
+        "there": sorted(path.name for path in place.iterdir() if path.name.startswith("step")),
+        "best": Path(saving.best_model_path).name,
+    }
+
+
+def train_and_save_again(
+    strategy: dict[str, Any], run: str, lightnings: dict[str, Any], steps: int = 6, ckpt_path: str | None = None
+) -> dict[str, Any]:
+    """Lightning's callback after every second step; in the end the Trainer saves twice at one path."""
+    losses, saving = StepLosses(), ModelCheckpoint(run, every_n_train_steps=2, **lightnings)
+    options = {"enable_checkpointing": True, "max_steps": steps, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [losses, saving], **options)
+    trainer.fit(ForeignNet(), _loader(range(steps)), ckpt_path=ckpt_path)
+    for _ in range(2):
+        trainer.save_checkpoint(Path(run) / "by-hand.ckpt")
+    there = {path.name: read_manifest(path).global_step for path in Path(run).glob("*.ckpt")}
+    return {"losses": losses.values, "there": there, "hidden": [path.name for path in Path(run).glob(".*")]}
+
+
+class Seen(Callback):
+    """Epoch and index of each micro-batch, with the step before it."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, int, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Once per micro-batch."""
+        self.values.append((trainer.global_step, trainer.current_epoch, batch_idx))
+
+
+def train_with_schedule(
+    strategy: dict[str, Any], run: str, schedule: dict[str, int], ckpt_path: str | None = None
+) -> dict[str, Any]:
+    """Three epochs of five micro-batches, of which each epoch accumulates as many as the schedule says."""
+    seen, saving = Seen(), Checkpoint(every_steps=1, keep_last=-1)
+    accumulation = GradientAccumulationScheduler({int(epoch): count for epoch, count in schedule.items()})
+    options = {"max_epochs": 3, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
+    trainer.fit(ForeignNet(), _loader(range(5)), ckpt_path=ckpt_path)
+    return {"seen": seen.values, "steps": trainer.global_step}
+
+
+class Described(ForeignNet):
+    """Keeps its arguments, one of which no checkpoint can hold."""
+
+    def __init__(self, width: int, layer: Any, options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> tuple[str, int]:
+    """What the start of a training says, and how many steps it takes."""
+    module = Described(3, torch.nn.Linear, {"lr": 0.1, "make": functools.partial(print)})
+    options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
+    try:
+        trainer.fit(module, _loader([0]))
+    except ConfigError as error:
+        return str(error), trainer.global_step
+    return "", trainer.global_step
+
+
+def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, lightnings: bool) -> dict[str, Any]:
+    """Old checkpoints that the file system does not let go; what is logged and what is there at the end."""
+    saving: Any = Checkpoint(every_steps=1, keep_last=1)
+    if lightnings:
+        saving = ModelCheckpoint(f"{run}/checkpoints", filename="step-0000000{step}", every_n_train_steps=1,
+                                 auto_insert_metric_name=False)  # fmt: skip
+    trainer = trainer_for(
+        {"precision": "fp32", **strategy}, [saving], enable_checkpointing=True, max_steps=3, default_root_dir=run
+    )
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lit_fsdp").addHandler(handler)
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", "nfs0001")
+
+    try:
+        with mock.patch("shutil.rmtree", busy):
+            trainer.fit(ForeignNet(), _loader(range(3)))
+    finally:
+        logging.getLogger("lit_fsdp").removeHandler(handler)
+    there = sorted(path.name for path in Path(run, "checkpoints").iterdir() if path.name.startswith("step"))
+    return {"messages": messages, "there": there}
+
+
+class Changed(ForeignNet):
+    """Has a parameter that older checkpoints lack, and lacks one that they have."""
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        self.gate = torch.nn.Parameter(torch.full((4,), 0.5))
+        del self.scale
+        self.scale = torch.ones(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return super().forward(x) * self.gate.sum() / 2
+
+
+class Start(Callback):
+    """Sums of all parameters and, by parameter, the optimizer's steps, when training starts."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.steps: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the load."""
+        strategy: Any = trainer.strategy
+        self.sums = {name: float(_whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
+        if trainer.global_step == 0 or not isinstance(strategy, ShardedStrategy):  # to ask would make a state
+            return
+        state = strategy.optimizer_state(trainer.optimizers[0])["state"]
+        self.steps = {name: float(entry["step"]) for name, entry in state.items()}
+
+
+def train_changed(
+    strategy: dict[str, Any] | None, run: str, ckpt_path: str | None = None, strict: bool = True, changed: bool = True
+) -> Any:
+    """Two steps of a module, or from its checkpoint on two of one that is not the same; how they started and ended.
+
+    Without a strategy it is Lightning's own, DDP.
+    """
+    start, saving, losses = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2), StepLosses()
+    options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
+    callbacks = [start, saving, losses]
+    if strategy is None:
+        trainer = lightnings_trainer(callbacks, **options)
+    else:
+        trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, **options)
+    torch.manual_seed(13)
+    module = Changed(strict) if ckpt_path and changed else ForeignNet()
+    try:
+        trainer.fit(module, _loader(range(4)), ckpt_path=ckpt_path)
+    except CheckpointError as error:
+        return str(error)
+    live: Any = trainer.strategy
+    end = {name: float(_whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
+    return {"start": start.sums, "steps": start.steps, "end": end, "losses": losses.values}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _loader(steps: Any) -> DataLoader[Any]:
+    return DataLoader([own_part(step) for step in steps], batch_size=None)
