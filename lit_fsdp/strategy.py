@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import background, retention, sound, state_json, store
@@ -111,3 +115,18 @@ def fsdp_strategy(
     )
     engines: dict[str, Callable[..., Strategy]] = {"fsdp2": FSDP2Strategy, "fsdp1": FSDP1Strategy}
     return engines.get(config.engine, ReplicatedStrategy)(config, storage)
+
+
+def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's reader behind ``MyModule.load_from_checkpoint``, which knows files alone, for checkpoints of ours."""
+
+    @functools.wraps(read)
+    def read_either(path: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(path, (str, Path)) or not Path(path).is_dir():
+            return read(path, *args, **options)
+        return {**store.load_state(Path(path)), "state_dict": store.whole_model(path)}
+
+    return read_either
+
+
+saving.pl_load = _read_folders_too(saving.pl_load)

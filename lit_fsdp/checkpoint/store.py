@@ -129,6 +129,21 @@ def load_weights(module: Module, path: Path | str) -> Module:
         CheckpointError: No checkpoint, or a damaged one.
         RuntimeError: Names or shapes differ; all are listed.
     """
+    state = whole_model(path)
+    configure: Any = getattr(module, "configure_model", None)
+    if configure is not None and state.keys() - module.state_dict().keys():
+        configure()
+    on_meta = any(param.is_meta for param in module.parameters())
+    module.load_state_dict(state, strict=getattr(module, "strict_loading", True), assign=on_meta)
+    return module
+
+
+def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
+    """The verified model tensors of a checkpoint under the module's own names, tied ones under each of theirs.
+
+    Raises:
+        CheckpointError: No checkpoint, or a damaged one.
+    """
     manifest = read_manifest(path)
     _refuse(manifest.folder, file_differences(manifest, _tensor_files(manifest)))
     names = [name for name in manifest.tensors if name.startswith("model/")]
@@ -139,13 +154,7 @@ def load_weights(module: Module, path: Path | str) -> Module:
         with opened(manifest.file(FULL_FILE)) as file:
             found = {name: file.get_tensor(name) for name in names}
     state = {name.removeprefix("model/"): tensor for name, tensor in found.items()}
-    state |= {again: state[first] for again, first in manifest.extra.get("tied", {}).items()}
-    configure: Any = getattr(module, "configure_model", None)
-    if configure is not None and state.keys() - module.state_dict().keys():
-        configure()
-    on_meta = any(param.is_meta for param in module.parameters())
-    module.load_state_dict(state, strict=getattr(module, "strict_loading", True), assign=on_meta)
-    return module
+    return state | {again: state[first] for again, first in manifest.extra.get("tied", {}).items()}
 
 
 def load_state(folder: Path) -> Any:
