@@ -24,9 +24,7 @@ def has_bf16(device_type: str) -> bool:
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def settle_precision(
-    config: StrategyConfig, device_type: str, path: str, on_all: Callable[[bool], bool]
-) -> StrategyConfig:
+def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[[bool], bool]) -> StrategyConfig:
     """Decide what ``precision: auto`` is, alike on all ranks, whose machines may differ, and say so on rank 0.
 
     Any other mode stays, with a warning where a CPU has to emulate its bf16.
@@ -34,7 +32,6 @@ def settle_precision(
     Args:
         config: The factory's arguments.
         device_type: ``cpu`` or ``cuda``.
-        path: Where the strategy's arguments stand in the recipe.
         on_all: Whether something holds on all ranks; collective.
     """
     given, own = config.precision_config, has_bf16(device_type)
@@ -49,8 +46,8 @@ def settle_precision(
         _log.info("precision auto: %s, as %s %s %s", settled.precision_config.mode, place, found, what)
     elif on_cpu and not everywhere and given.row.compute == "bf16":
         _log.warning(
-            "precision %s computes in bf16, about eight times slower than fp32, as %s has no %s; set %s.precision: "
-            "auto, or fp32", given.mode, place, what, path
+            "precision %s computes in bf16, about eight times slower than fp32, as %s has no %s; set the strategy's "
+            "precision to auto, or fp32", given.mode, place, what
         )  # fmt: skip
     return settled
 

@@ -130,7 +130,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             super().setup_environment()  # type: ignore[misc]
         if self.plan is None:
             on_all: Callable[[bool], bool] = self.reduce_boolean_decision  # type: ignore[attr-defined]
-            self.config = settle_precision(self.config, self.root_device.type, _PATH, on_all)
+            self.config = settle_precision(self.config, self.root_device.type, on_all)
             self.contract = contract_for(self.config)
         self._build_mesh()
 
