@@ -144,4 +144,6 @@ def _by_lists(model: nn.Module) -> Choice | None:
     if not blocks:
         return None
     names = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    return Choice(blocks, embeddings_and_heads(model), f"the model's module lists ({names})")
+    inside = {inner for block in blocks for inner in block.modules()}
+    large = [m for m in modules_of_size(model, _UNIT_SIZE) if m not in inside and inside.isdisjoint(m.modules())]
+    return Choice(blocks, [*large, *embeddings_and_heads(model)], f"the model's module lists ({names})")

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
 from lit_fsdp.config.sharding import Sharding
-from lit_fsdp.parallel.activation import is_checkpointed
 from lit_fsdp.parallel.casting import cast_inputs
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
@@ -111,13 +111,10 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         return root
 
     def _cast_inputs_in_recomputation(self, plan: UnitPlan, norms: set[nn.Module]) -> None:
-        """For units inside recomputed blocks: FSDP1 casts no inputs once a unit's backward has begun."""
-        recomputed = [block for block in plan.blocks if is_checkpointed(block)]
-        inside = {inner for block in recomputed for inner in block.modules() if inner is not block}
+        """For units that are recomputed, by ours or by somebody's own: FSDP1 casts nothing once backward has begun."""
         row = self.config.precision_config.row
         for module in plan.modules.values() if row.compute != row.param else ():
-            if module in inside:
-                cast_inputs(module, TORCH_DTYPES["fp32" if module in norms else row.compute])
+            cast_inputs(module, TORCH_DTYPES["fp32" if module in norms else row.compute])
 
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
@@ -172,6 +169,15 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
 
     _flat_mesh: Any = None
 
+    def _reshard(self) -> None:
+        root: Any = self._root
+        for unit in (
+            FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()
+        ):  # None before the first forward
+            handle: Any = unit._handle
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                _reshard(unit, handle, free_unsharded_flat_param=True)
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As for the other engines, also where parameters that were never used have no state, which torch refuses."""
         own = getattr(optimizer, "_optimizer", optimizer)
@@ -179,11 +185,11 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         has_state = torch.tensor([p in own.state for p in params], dtype=torch.uint8, device=self.root_device)
         dist.all_reduce(has_state, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
         unused = [p for p, has in zip(params, has_state.tolist(), strict=True) if not has] if has_state.any() else []
-        like: dict[str, Any] = next((own.state[p] for p in params if p in own.state), {})
+        model = next((p for p in params if p in own.state and p.dim()), None)
         for param in unused:
             own.state[param] = {
                 key: torch.zeros_like(param) if torch.is_tensor(value) and value.dim() else value
-                for key, value in like.items()
+                for key, value in (own.state[model] if model is not None else {}).items()
             }
         try:
             found = super().optimizer_state(optimizer)

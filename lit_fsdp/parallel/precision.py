@@ -6,6 +6,7 @@ Nothing here sets a dtype: the engines are given the row, and then asked what th
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from lit_fsdp.config.precision import DtypeName, DtypeRow
 from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.errors import ContractError
 
+_log = logging.getLogger(__name__)
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Newer torch reduces through reduce_scatter_single, older through reduce_scatter_tensor.
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
@@ -88,27 +90,6 @@ class DtypeContract:
             if torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0
         }
         self._compare(f"optimizer state {when}", found, self.row.param)
-
-    def sample_groups(self, optimizer: Any) -> list[list[tuple[Any, torch.Tensor]]]:
-        """Parameters of each group with a copy of the first elements that this rank holds, for :meth:`check_moved`."""
-        return [[(p, _first(p).clone()) for p in group["params"]] for group in optimizer.param_groups]
-
-    def check_moved(self, samples: list[list[tuple[Any, torch.Tensor]]], optimizer: Any) -> None:
-        """Compare every group with its samples from before the step.
-
-        Raises:
-            ContractError: A group whose gradients would move it visibly stands where it was.
-        """
-        for index, (group, before) in enumerate(zip(optimizer.param_groups, samples, strict=True)):
-            pairs = [(_first(p), old, _first(p.grad)) for p, old in before if p.grad is not None]
-            rounding = torch.finfo(TORCH_DTYPES[self.row.param]).eps
-            should = any(bool((group["lr"] * grad.abs() > 4 * rounding * old.abs()).any()) for _, old, grad in pairs)
-            if should and all(torch.equal(new, old) for new, old, _ in pairs):
-                raise ContractError(
-                    f"parameter group {index} of {type(optimizer).__name__} has gradients, but the first step did not "
-                    "move it\n"
-                    "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
-                )
 
     def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units.
@@ -224,3 +205,21 @@ def contract_for(config: StrategyConfig) -> DtypeContract:
     precision = config.precision_config
     row = precision.row  # autocast leaves parameters as they are
     return DtypeContract(row, precision.mode, row.compute if config.is_sharded else row.param)
+
+
+def sample_groups(optimizer: Any) -> list[list[tuple[Any, torch.Tensor]]]:
+    """Parameters of each group with a copy of the first elements that this rank holds."""
+    return [[(p, _first(p).clone()) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def warn_of_standstill(optimizer: Any, samples: list[list[tuple[Any, torch.Tensor]]]) -> None:
+    """Warn of each group that its gradients should have moved visibly and that stands where its samples say."""
+    for index, (group, before) in enumerate(zip(optimizer.param_groups, samples, strict=True)):
+        pairs = [(_first(p), old, _first(p.grad)) for p, old in before if p.grad is not None]
+        rate = group.get("lr") or 0.0
+        should = any(
+            bool((rate * grad.abs() > 4 * torch.finfo(old.dtype).eps * old.abs()).any()) for _, old, grad in pairs
+        )
+        if should and all(torch.equal(new, old) for new, old, _ in pairs):
+            kind = type(optimizer).__name__
+            _log.warning("parameter group %d of %s has gradients, but the first step did not move it", index, kind)

@@ -21,7 +21,9 @@ def in_python(error: ConfigError) -> ConfigError:
     """``trainer.strategy.init_args.wrap`` and ``set wrap: auto`` as ``fsdp_strategy(wrap=...)`` and ``wrap='auto'``."""
     field = error.field.removeprefix("trainer.").removeprefix("strategy.init_args.")
     name, _, inner = field.partition(".")
-    owner = "fsdp_strategy" if name in strategy_fields() and error.field != "trainer.precision" else "Trainer"
+    owner = "fsdp_strategy" if name in strategy_fields() else "Trainer"
+    if owner == "Trainer" and not error.field.startswith("trainer."):
+        return error
     value = f"{{{inner!r}: ...}}" if inner else "..."
     names = "|".join((*strategy_fields(), *_TRAINER))
 
@@ -29,22 +31,25 @@ def in_python(error: ConfigError) -> ConfigError:
         return f"{found[1]}={yaml.safe_load(found[2])!r}"
 
     fix = re.sub(rf"(?:trainer\.)?(?:strategy\.init_args\.)?\b({names}): {_VALUE}", argument, error.fix)
-    return ConfigError(f"{owner}({name}={value})", error.given, error.allowed, fix)
+    fix, allowed = (text.replace("trainer.strategy.init_args.", "") for text in (fix, error.allowed))
+    return ConfigError(f"{owner}({name}={value})", error.given, allowed, fix)
 
 
 @contextmanager
-def spoken_to(in_recipe: bool, rank: int = 0) -> Iterator[None]:
-    """Raise a ConfigError as its reader knows things; on ranks other than 0 it is not printed if nobody catches it."""
+def spoken_to(in_recipe: bool) -> Iterator[None]:
+    """Raise a ConfigError as its reader knows things."""
     try:
         yield
     except ConfigError as error:
-        said = error if in_recipe or error.field.endswith(")") else in_python(error)
-        if rank:
-            shown = sys.excepthook
+        raise (error if in_recipe else in_python(error)) from None
 
-            def hook(kind: type[BaseException], raised: BaseException, trace: Any) -> None:
-                if raised is not said:
-                    shown(kind, raised, trace)
 
-            sys.excepthook = hook
-        raise said from None
+def mute(error: BaseException) -> None:
+    """Do not print an exception that nobody catches; another rank prints its own."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: Any) -> None:
+        if raised is not error:
+            shown(kind, raised, trace)
+
+    sys.excepthook = hook

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -23,10 +25,13 @@ class Redirection(_ForwardRedirection):
             self.is_inside = before
 
 
-def redirect_forward(redirection: Redirection, root: nn.Module, module: Any) -> None:
+def redirect_forward(
+    redirection: Redirection, root: nn.Module | None, module: Any, context: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Let ``module(...)`` outside of every step, as in ``on_train_epoch_end`` or after ``fit``, run through ``root``.
 
-    All ranks have to call it: they gather weights together.
+    All ranks have to call it: they gather weights together. Without a root nothing is gathered. ``context`` is what
+    steps run in.
     """
     forward = module.forward
 
@@ -36,7 +41,8 @@ def redirect_forward(redirection: Redirection, root: nn.Module, module: Any) -> 
             return forward(*args, **kwargs)
         redirection.is_inside = True
         try:
-            return root(*args, **kwargs)
+            with context():
+                return (forward if root is None else root)(*args, **kwargs)
         finally:
             redirection.is_inside = False
 

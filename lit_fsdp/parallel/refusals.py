@@ -40,13 +40,40 @@ def refuse_callbacks(callbacks: Iterable[Any], engine: str) -> None:
 def refuse_manual_optimization(module: Any, engine: str, path: str) -> None:
     """Refuse fsdp1 under a module that optimizes manually: its root counts on one backward pass, after the step.
 
+    Args:
+        module: The LightningModule, about to be fitted.
+        engine: ``fsdp1`` or ``fsdp2``.
+        path: Where the strategy's arguments stand in the recipe.
+
     Raises:
         ConfigError: ``automatic_optimization`` is false; with more passes torch would train wrong weights.
     """
-    if engine == "fsdp1" and not module.automatic_optimization and module.trainer.state.fn == "fit":
+    if engine == "fsdp1" and not module.automatic_optimization:
         raise ConfigError(
             f"{path}.engine",
             f"fsdp1 with manual optimization ({type(module).__name__}.automatic_optimization is False)",
             "fsdp2 | ddp | single",
             "set engine: fsdp2",
         )
+
+
+def refuse_root_parameters(owners: Iterable[tuple[str, Any]], name: str) -> None:
+    """Refuse weights in fsdp2's root under manual optimization: it is gathered once per step, not once per pass.
+
+    Args:
+        owners: The modules, by name, whose own parameters the root gathers.
+        name: Of the LightningModule's class.
+
+    Raises:
+        ConfigError: One of them is trained and has dimensions; after the first pass it would be missing.
+    """
+    for owner, module in owners:
+        for attribute, param in module._parameters.items():
+            if param is not None and param.requires_grad and param.dim():
+                raise ConfigError(
+                    f"{name}.automatic_optimization",
+                    f"False with the parameter {owner and owner + '.'}{attribute}, which is in no child module that is "
+                    "called",
+                    "parameters in child modules, each with a forward of its own",
+                    f"put {attribute} into a child module, or use engine ddp or single",
+                )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,16 +27,7 @@ from lit_fsdp.parallel.units import UnitPlan
 
 
 class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
-    """Autocast where the compute dtype is not the parameters'; guards and clips."""
-
-    autocast: tuple[str, torch.dtype] | None = None
-
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Around every step of the LightningModule."""
-        context = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
-        with context:
-            yield
+    """Guards and clips."""
 
 
 class ReplicatedStrategy(ShardedStrategy, DDPStrategy):

@@ -185,8 +185,7 @@ class ShardedCheckpoints:
                 partial = dcp_state.StateDictOptions(strict=False)
                 dcp_state.set_optimizer_state_dict(owner, optimizer, found, options=partial)
             else:  # SGD without momentum has no tensors, but a learning rate
-                for group, before in zip(optimizer.param_groups, groups["param_groups"], strict=False):
-                    group.update({key: value for key, value in before.items() if key != "params"})
+                _restore_groups(optimizer, groups["param_groups"])
         self._check_after_load()
         self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
         return state
@@ -201,6 +200,14 @@ class ShardedCheckpoints:
             inner = getattr(optimizer, "_optimizer", optimizer)
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(inner)["param_groups"] for name in group["params"]]
+            if len(params) != len(here):
+                _log.warning(
+                    "%s: its optimizer has %d parameters, %d are here: not loaded", path, len(params), len(here)
+                )
+                continue
+            if not saved["state"]:
+                _restore_groups(inner, saved["param_groups"])
+                continue
             names = dict(zip(params, here, strict=True))  # numbered, in the order of the optimizer
             names.update({param: param for param in params if isinstance(param, str)})
             state: Any = {
@@ -274,6 +281,11 @@ class ShardedCheckpoints:
     def _state_owner(self) -> nn.Module:
         assert self._root is not None
         return self._root if self.config.engine == "fsdp1" else self.lightning_module
+
+
+def _restore_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    for group, before in zip(optimizer.param_groups, saved, strict=False):
+        group.update({key: value for key, value in before.items() if key != "params"})
 
 
 def _optim_prefix(index: int) -> str:

@@ -24,20 +24,20 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.errors import ConfigError, ContractError
-from lit_fsdp.parallel.casting import cast_buffers, cast_inputs
+from lit_fsdp.errors import CheckpointError, ConfigError, ContractError
+from lit_fsdp.parallel.casting import cast_buffers, cast_inputs, without_autocast
 from lit_fsdp.parallel.contact import ContactWithRanks
 from lit_fsdp.parallel.devices import check_device, settle_precision
 from lit_fsdp.parallel.kept_memory import KeptMemory
 from lit_fsdp.parallel.live_units import engines_already_there, read_live_units, units_already_wrapped
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.mesh import SHARD, build_mesh
-from lit_fsdp.parallel.precision import TORCH_DTYPES, contract_for
+from lit_fsdp.parallel.precision import TORCH_DTYPES, contract_for, sample_groups, warn_of_standstill
 from lit_fsdp.parallel.prepare import plan_for, prepare, recompute_by_unit
-from lit_fsdp.parallel.python_words import spoken_to
+from lit_fsdp.parallel.python_words import mute, spoken_to
 from lit_fsdp.parallel.rank_log import RankLog, whole_shapes
 from lit_fsdp.parallel.redirection import Redirection, redirect_forward
-from lit_fsdp.parallel.refusals import refuse_callbacks, refuse_manual_optimization
+from lit_fsdp.parallel.refusals import refuse_callbacks, refuse_manual_optimization, refuse_root_parameters
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
 from lit_fsdp.parallel.units import UnitPlan, audit, owners_by_unit, tied_names
@@ -75,7 +75,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         self.config, self._storage = config, storage
         self._plugin = self.precision_class()
         self._plugin.guard = build_guard(config)
-        self._plugin.after_backward = self.after_backward
+        self._plugin.after_backward, self._plugin.before_step = self.after_backward, self._reshard
+        self._plugin.around_backward = self._averaging_alone
         self._root: nn.Module | None = None
         self._kept_memory = KeptMemory()
         self._owner: Any = None
@@ -117,10 +118,10 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and plugin.precision != "32-true":
             raise ConfigError(
-                "trainer.precision",
+                "Trainer(precision=...)",
                 plugin.precision,
                 "nothing: precision is the strategy's (mixed, low_precision, fp32)",
-                "drop trainer.precision and write precision: mixed in the strategy (fsdp_strategy(precision=...))",
+                "drop it and write fsdp_strategy(precision='mixed')",
             )
 
     def setup_environment(self) -> None:
@@ -142,7 +143,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             self.check_hyperparameters(trainer)
         if self._owner is not self.lightning_module:
             before = _SHARDED.get(self.lightning_module)
-            with spoken_to(self.in_recipe, dist.get_rank()):
+            with spoken_to(self.in_recipe):
                 self._setup_module(self.lightning_module) if before is None else self._take_over(before)
         self._reshard()
         self.model = self._root
@@ -168,6 +169,8 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         if others:
             raise ConfigError("wrap", f"manual with units of {', '.join(others)}", self.config.engine, "change engine")
         plan = prepare(module, self.config, _PATH)
+        if self.config.engine == "fsdp2" and not module.automatic_optimization:
+            refuse_root_parameters(owners_by_unit(module, plan).get(module, []), type(module).__name__)
         self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
         self._ties = tied_names(module)
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(torch.initial_seed())
@@ -183,11 +186,13 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             params = module.parameters()
             self.replicated = [p for p in params if (not p.dim() if self.config.is_sharded else not p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
+        gathering = self._root if self.config.is_sharded else None
+        redirect_forward(self._forward_redirection, gathering, module, self._plugin.forward_context)
         if self.config.is_sharded:
-            self._cast_inputs_of_root(module, plan)
-            redirect_forward(self._forward_redirection, self._root, module)
             for unit, owners in owners_by_unit(module, plan).items():
                 self._note_use(unit, owners)
+        if not hasattr(module, "read_tensor"):  # ours is given token ids
+            self._cast_for_layers(module, plan)
         _SHARDED[module] = self
         self._broadcast_done.clear()
         self._to_device(module)
@@ -243,17 +248,24 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
                         dist.broadcast(tensor.data, src=0)
                         self._broadcast_done[(id(tensor), name)] = tensor
 
-    def _cast_inputs_of_root(self, module: nn.Module, plan: UnitPlan) -> None:
-        """Cast what is given to each module whose weights stay in the root, as the engines do for units.
+    def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
+        """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
 
-        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts.
+        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts. What
+        it computes with weights of its own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
         """
-        row = self.config.precision_config.row
-        inside = {inner for unit in plan.modules.values() for inner in unit.modules()}
-        for child in module.modules() if row.compute != row.param else ():
+        row, units = self.config.precision_config.row, plan.modules.values()
+        if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
+            return
+        inside = {inner for unit in units for inner in unit.modules()} if row.compute != row.param else set()
+        for child in module.modules():
             own = any(p is not None and p.dim() for p in child._parameters.values())
             if child is not module and child not in inside and (own or is_parametrized(child)):
                 cast_inputs(child, TORCH_DTYPES[row.compute])
+        if row.compute != row.param:
+            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
+            for unit in units:
+                without_autocast(unit, self.root_device.type)
 
     def _take_over(self, before: ShardedStrategy) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.
@@ -279,7 +291,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         _SHARDED[self._owner] = self
 
     def _reshard(self) -> None:
-        """Free what a call before this one has left gathered: optimizers are to be given shards."""
+        """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
 
     def _check_optimized(self) -> None:
         """Compare the tensors that the optimizers move with the parameters of the sharded model.
@@ -318,25 +330,42 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
 
     def after_backward(self, optimizer: Any) -> None:
-        """Drop the zeros that engines put where no rank has a gradient, and average what they do not; collective.
+        """Drop the zeros that engines put where no rank has a gradient; collective.
 
         Plain training has no gradient there, and its optimizer passes such a parameter over instead of decaying it.
         """
-        alone = {id(p) for p in self.replicated} if self.world_size > 1 else set()
+        if not self.config.is_sharded:
+            return
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        params = [p for p in params if self.config.is_sharded or id(p) in alone]
         names = [self._names.get(id(p), "") for p in params]
         has_grad = [n in self._used or _is_nonzero(p.grad) for n, p in zip(names, params, strict=True)]
-        used = torch.tensor(has_grad, dtype=torch.uint8, device=self.root_device)
-        if self.world_size > 1 and params:
-            dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        for param, name, is_used in zip(params, names, used.tolist(), strict=True):
-            self._used.discard(name)
+        for param, is_used in zip(params, self._on_any_rank(has_grad), strict=True):
             if not is_used:
                 param.grad = None
-            elif id(param) in alone:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                dist.all_reduce(param.grad.div_(self.world_size))
+        self._used.difference_update(names)
+
+    def _on_any_rank(self, flags: list[bool]) -> list[bool]:
+        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.bool().tolist()
+
+    @contextmanager
+    def _averaging_alone(self) -> Iterator[None]:
+        """Around a backward pass: average the gradients that no engine reduces; collective."""
+        alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
+        before = [p.grad for p in alone]
+        for param in alone:
+            param.grad = None
+        yield
+        has_grad = self._on_any_rank([p.grad is not None for p in alone]) if alone else []
+        for param, old, has in zip(alone, before, has_grad, strict=True):
+            if has:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(grad.div_(self.world_size))
+                param.grad = grad if old is None else old + grad
+            else:
+                param.grad = old
 
     def _sync_buffers(self) -> None:
         """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
@@ -391,11 +420,13 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         launcher.launch = launch_checked
 
     def _check_environment(self, trainer: Any = None) -> None:
-        with spoken_to(self.in_recipe, self.global_rank):
+        with spoken_to(self.in_recipe):
             mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, _PATH)
             check_device(self.config, self.root_device.type, _PATH)
+            trainer = trainer or self.lightning_module.trainer
             if self.config.is_sharded:
-                refuse_callbacks((trainer or self.lightning_module.trainer).callbacks, self.config.engine)
+                refuse_callbacks(trainer.callbacks, self.config.engine)
+            if self.config.is_sharded and trainer.state.fn == "fit":
                 refuse_manual_optimization(self.lightning_module, self.config.engine, _PATH)
 
     num_processes: int
@@ -432,7 +463,9 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that ended the run, unless somebody asked for the end."""
-        if isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
+        if isinstance(exception, (ConfigError, CheckpointError)) and dist.is_initialized() and dist.get_rank():
+            mute(exception)  # every rank raises it
+        elif isinstance(exception, Exception) and not hasattr(exception, "exit_code"):
             if self.rank_log is not None:
                 self.rank_log.failed(exception)
             self.explain(exception)
@@ -447,7 +480,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
-        samples = self.contract.sample_groups(optimizer) if self.contract.watching else []
+        samples = sample_groups(optimizer) if self.contract.watching else []
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
         if self.root_device.type == "cpu":
@@ -458,7 +491,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             self.contract.check_gradients(named)
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
             if self._plugin.stepped:
-                self.contract.check_moved(samples, optimizer)
+                warn_of_standstill(optimizer, samples)
             self.contract.finish_first_step()
         if self.rank_log is not None:
             self.rank_log.step(self.lightning_module.trainer.global_step + 1, self.lightning_module)

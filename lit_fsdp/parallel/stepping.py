@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,9 +133,23 @@ class GuardedSteps:
     has_copies: bool = False
     comm_device: torch.device = torch.device("cpu")
     last_grad_norm: torch.Tensor | None = None
+    autocast: tuple[str, torch.dtype] | None = None
+    """Device type and dtype, where the LightningModule's steps run under autocast."""
     stepped = False
     """Whether the last step was taken."""
     _own_loss: torch.Tensor | float = 0.0
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Around every step of the LightningModule."""
+        context = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+        with context:
+            yield
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """The backward pass, before ``on_after_backward`` looks at gradients."""
+        with self.around_backward():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """The loss that is differentiated: times the loss scale of fp16."""
@@ -165,11 +180,19 @@ class GuardedSteps:
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
+        self.before_step()
         optimizer.step(**kwargs)
         return result
 
+    def around_backward(self) -> AbstractContextManager[None]:
+        """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
+        return nullcontext()
+
     def after_backward(self, optimizer: Any) -> None:
-        """What the strategy has to do with gradients before anybody looks at them; it puts its own in place."""
+        """Once all gradients of an optimizer step are there."""
+
+    def before_step(self) -> None:
+        """The last thing before parameters change."""
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Scale all gradients so that their common 2-norm is at most ``clip_val``."""

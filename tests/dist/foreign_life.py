@@ -49,6 +49,14 @@ class Unused(ForeignNetWithValidation):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
 
 
+class Own(ForeignNetWithValidation):
+    """Manual optimization of a parameter that is in no child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 class Gan(LightningModule):
     """Two optimizers, toggled, two backward passes per step; nothing in it repeats."""
 
@@ -119,6 +127,27 @@ class Bare(Conv):
         """A prediction per row."""
         return self.head(x) * self.temperature
 
+    def on_after_backward(self) -> None:
+        """The gradient is that of all ranks already."""
+        self.temperature.grad.clamp_(-1e-2, 1e-2)
+
+
+class Looks(ForeignNetWithValidation):
+    """Calls itself between the backward pass and the step, and multiplies by a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return super().forward(x @ self.matrix)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """What the next step is to see must not be what this has gathered."""
+        with torch.no_grad():
+            self(foreign_rows(0)[0])
+
 
 class Thawed(Conv):
     """A layer that is frozen at first, as fine-tuning callbacks do it, and one that stands in two places."""
@@ -182,7 +211,7 @@ class CallsItself(Callback):
             self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
 
 
-_ALL = (ForeignNetWithValidation, Sgd, Unused, Gan, Conv, Lstm, Bare, Thawed, Norm, Predicts, Exact)
+_ALL = (ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
 MODULES = {one.__name__: one for one in _ALL}
 
 
@@ -299,21 +328,7 @@ class Detached(ForeignNetWithValidation):
         return self.early
 
 
-class Stuck(ForeignNetWithValidation):
-    """An optimizer that forgets one of its groups."""
-
-    def configure_optimizers(self) -> Any:
-        """The second group is never moved."""
-
-        class Forgets(torch.optim.SGD):
-            def step(self, closure: Any = None) -> None:
-                for param in self.param_groups[0]["params"]:
-                    param.data.add_(param.grad, alpha=-0.1)
-
-        return Forgets([{"params": self.head.parameters()}, {"params": self.layers.parameters()}], lr=0.1)
-
-
-MODULES |= {"Detached": Detached, "Stuck": Stuck}
+MODULES["Detached"] = Detached
 
 
 def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None) -> str:

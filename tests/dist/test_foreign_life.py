@@ -21,6 +21,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "layers without gradients": {"module": "Unused"},
     "accumulation": {"module": "Unused", "accumulate_grad_batches": 2},
     "clipping": {"module": "Bare", "gradient_clip_val": 0.05},
+    "a call between backward and step": {"module": "Looks"},
     "convolutions": {"module": "Conv"},
     "an LSTM": {"module": "Lstm"},
     "a shared layer, and one frozen at first": {"module": "Thawed"},
@@ -84,13 +85,24 @@ def test_batch_norm_validates_as_its_checkpoint(
         assert live == saved
 
 
-def test_what_trains_nothing_is_refused(workers: Workers) -> None:
-    """An optimizer of tensors from before the sharding, and one that leaves a group where it is."""
+def test_what_would_train_nothing_is_refused(workers: Workers) -> None:
+    """An optimizer of tensors from before the sharding; parameters that a second backward pass would not find."""
     early = workers.run("refused", 2, module="Detached", strategy={"engine": "fsdp2"})
     assert all("ContractError: optimizer 0 moves a tensor of shape (1, 12) that is no parameter" in text for text in early)
+    for text in workers.run("refused", 2, module="Own", strategy={"engine": "fsdp2"}):
+        assert text.startswith("ConfigError: Own.automatic_optimization: got False with the parameter scale")
+
+
+@pytest.mark.parametrize("precision", ["mixed", "low_precision"])
+def test_layers_and_matrices_in_the_root_take_rows_as_they_come(workers: Workers, precision: str) -> None:
+    wanted = workers.run("live", 1, module="Looks", strategy=None)[0]["weights"]
+    for engine in ENGINES if precision == "mixed" else ():
+        for found in workers.run("live", 2, module="Looks", strategy={"engine": engine, "precision": precision}):
+            assert largest_difference(found["weights"], wanted) < 0.05, engine
+    wanted = workers.run("live", 1, module="Conv", strategy=None)[0]["weights"]
     for engine in ENGINES:
-        stuck = workers.run("refused", 2, module="Stuck", strategy={"engine": engine, "precision": "fp32"})
-        assert any("ContractError: parameter group 1 of Forgets has gradients" in text for text in stuck), engine
+        for found in workers.run("live", 2, module="Conv", strategy={"engine": engine, "precision": precision}):
+            assert largest_difference(found["weights"], wanted) < 0.05, engine
 
 
 def test_a_second_trainer_with_other_arguments_is_refused(workers: Workers) -> None:

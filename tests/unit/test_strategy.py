@@ -80,9 +80,9 @@ def test_errors_speak_python_to_a_python_caller():
 def test_precision_is_the_strategys_alone(engine: Any, precision: Any):
     with pytest.raises(ConfigError) as caught:
         Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=precision, logger=False)
-    assert caught.value.field == "trainer.precision"
+    assert caught.value.field == "Trainer(precision=...)"
     assert caught.value.given == precision
-    assert "fsdp_strategy(precision=...)" in caught.value.fix
+    assert "fsdp_strategy(precision='mixed')" in caught.value.fix
 
 
 @pytest.mark.filterwarnings("ignore:.*GPU available but not used")

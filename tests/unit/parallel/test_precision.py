@@ -10,7 +10,7 @@ from torch import nn
 from lit_fsdp.config.precision import DtypeRow, PrecisionConfig
 from lit_fsdp.errors import ContractError
 from lit_fsdp.parallel.casting import cast_parameters
-from lit_fsdp.parallel.precision import DtypeContract, dtype_name
+from lit_fsdp.parallel.precision import DtypeContract, dtype_name, sample_groups, warn_of_standstill
 
 MIXED = PrecisionConfig(mode="mixed").row
 
@@ -125,3 +125,19 @@ def test_names_of_dtypes():
 
 def test_a_row_is_a_value():
     assert DtypeRow(param="fp32", compute="bf16", reduce="fp32") == MIXED
+
+
+def test_a_group_that_stands_still_is_said(caplog: pytest.LogCaptureFixture):
+    """Not one whose learning rate is 0, unknown, or too small for its weights."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+    rates = [0.1, 0.1, 0.0, 1e-9]
+    optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)])
+    samples = sample_groups(optimizer)
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    weights[0].data -= 0.1
+    warn_of_standstill(optimizer, samples)
+    assert [record.getMessage()[:25] for record in caplog.records] == ["parameter group 1 of SGD "]
+    del optimizer.param_groups[1]["lr"]
+    warn_of_standstill(optimizer, samples)
+    assert len(caplog.records) == 1
