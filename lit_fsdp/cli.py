@@ -24,7 +24,7 @@ from lit_fsdp.callbacks.isolation import IsolationProof
 from lit_fsdp.callbacks.logger_runs import LoggerRuns, go_on_logging
 from lit_fsdp.callbacks.predictions import PredictionWriter
 from lit_fsdp.callbacks.progress import RunProgress
-from lit_fsdp.callbacks.run_record import RunRecord
+from lit_fsdp.callbacks.run_record import PENDING_RECIPE, RunRecord
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.disk import naming
@@ -241,7 +241,8 @@ class RecipeCLI(LightningCLI):
             RunLock(folder)  # until this process ends
             if choose_again is not None:  # a job that has just ended there may have saved, and removed, in the meantime
                 ckpt_path, others = choose_again()
-            self._write_recipe(folder / "recipe.yaml")
+            # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
+            self._write_recipe(folder / (PENDING_RECIPE if ckpt_path else "recipe.yaml"))
         self.data_record.show(self.datamodule, self.verb, folder, self.trainer.is_global_zero)
         strategy: Any = self.trainer.strategy
         strategy.in_recipe = True

@@ -18,6 +18,9 @@ from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
 
+PENDING_RECIPE = ".recipe.yaml"
+"""The recipe of a run that resumes, until its checkpoint is loaded."""
+
 
 class RunRecord(Callback):
     """Prints the FSDP units before step 1 and writes ``audit.json`` and ``dtypes.json``."""
@@ -38,6 +41,9 @@ class RunRecord(Callback):
         for logger in _csv_loggers(trainer):
             logger.loaded_step = checkpoint["global_step"]
         if trainer.state.fn == "fit" and trainer.is_global_zero:
+            pending = Path(trainer.default_root_dir) / PENDING_RECIPE
+            if pending.is_file():
+                pending.replace(pending.with_name("recipe.yaml"))
             print(resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -196,8 +196,14 @@ def not_a_checkpoint(path: Path) -> str:
     if (path / "config.json").is_file():
         return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
     if (path / ".metadata").is_file():
-        kind = "Lightning's sharded checkpoint" if (path / "meta.pt").is_file() else "a plain torch DCP folder"
-        return f"{path}: {kind}, without the manifest of a lit_fsdp checkpoint; lit-fsdp ckpt import makes one of it"
+        text = "a plain torch DCP folder, without the manifest of a lit_fsdp checkpoint"
+        if (path / "meta.pt").is_file():
+            text = (
+                "Lightning's sharded checkpoint, without the manifest of a lit_fsdp checkpoint; "
+                f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path} makes a file of it that is a "
+                "ckpt_path in a Trainer of your own"
+            )
+        return f"{path}: {text}; lit-fsdp ckpt import makes one of it for a Hugging Face model"
     return f"{path}: not a checkpoint: it has no {MANIFEST}"
 
 

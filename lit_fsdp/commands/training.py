@@ -105,6 +105,6 @@ def _check_goes_on(verb: str, values: dict[str, Any], manifest: Manifest) -> Non
         lora.check_checkpoint(manifest)
     limit, step = values["trainer"].get("max_steps"), manifest.global_step
     if verb == "fit" and isinstance(limit, int) and 0 < limit < step:
-        allowed = f"more than {step}, from which the run goes on"
+        allowed = f"at least {step}, from which the run goes on"
         fix = f"set trainer.max_steps: {2 * step}, or give an earlier checkpoint"
         raise ConfigError("trainer.max_steps", f"{limit} with {manifest.folder}", allowed, fix)

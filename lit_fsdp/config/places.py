@@ -10,19 +10,19 @@ from typing import Literal
 import lit_fsdp
 from lit_fsdp.errors import ConfigError
 
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+_VARIABLE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
 
 def expanded(text: str, field: str) -> str:
-    """A path with each ``${VAR}`` of the environment put in and ``~`` at its beginning, where a shell has not done so.
+    """A path with each ``$VAR`` or ``${VAR}`` of the environment put in, and ``~``, where a shell has not done so.
 
     Raises:
         ConfigError: A variable is not set; names it and ``field``.
     """
-    for name in _VARIABLE.findall(text):
+    for _, name in _VARIABLE.findall(text):
         if name not in os.environ:
             raise ConfigError(field, text, f"variables that are set, and {name} is not", f"export {name}=...")
-    return os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1]], text))
+    return os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[2]], text))
 
 
 def shipped(folder: str) -> Path:
