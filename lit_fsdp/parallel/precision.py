@@ -110,7 +110,8 @@ class DtypeContract:
         """Compare, in the next forward passes, what linear layers return under autocast with the compute dtype."""
 
         def hook(module: Any, args: Any, output: torch.Tensor) -> None:
-            if output.shape[-1] == module.out_features:  # a head may return the loss of its rows instead
+            is_step = torch.is_autocast_enabled(output.device.type)  # a call outside of any step is not
+            if is_step and output.shape[-1] == module.out_features:  # a head may return the loss of its rows instead
                 self._compare("linear layers under autocast", {type(module).__name__: output.dtype}, self.row.compute)
 
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -25,15 +23,17 @@ class Redirection(_ForwardRedirection):
             self.is_inside = before
 
 
-def redirect_forward(
-    redirection: Redirection, root: nn.Module | None, module: Any, context: Callable[[], AbstractContextManager[None]]
-) -> None:
+def sharded_by(module: Any) -> Any:
+    """The strategy that has sharded a LightningModule, of whichever Trainer; ``None`` for none."""
+    return getattr(module.forward, "strategy", None)
+
+
+def redirect_forward(strategy: Any, root: nn.Module, module: Any) -> None:
     """Let ``module(...)`` outside of every step, as in ``on_train_epoch_end`` or after ``fit``, run through ``root``.
 
-    All ranks have to call it: they gather weights together. Without a root nothing is gathered. ``context`` is what
-    steps run in.
+    All ranks have to call it: they gather weights together.
     """
-    forward = module.forward
+    forward, redirection = module.forward, strategy._forward_redirection
 
     @functools.wraps(forward)
     def through_the_root(*args: Any, **kwargs: Any) -> Any:
@@ -41,9 +41,10 @@ def redirect_forward(
             return forward(*args, **kwargs)
         redirection.is_inside = True
         try:
-            with context():
-                return (forward if root is None else root)(*args, **kwargs)
+            with strategy.precision_plugin.forward_context():
+                return root(*args, **kwargs)
         finally:
             redirection.is_inside = False
 
+    through_the_root.strategy = strategy  # type: ignore[attr-defined]
     module.forward = through_the_root

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -36,7 +35,7 @@ from lit_fsdp.parallel.precision import TORCH_DTYPES, contract_for, sample_group
 from lit_fsdp.parallel.prepare import plan_for, prepare, recompute_by_unit
 from lit_fsdp.parallel.python_words import mute, spoken_to
 from lit_fsdp.parallel.rank_log import RankLog, whole_shapes
-from lit_fsdp.parallel.redirection import Redirection, redirect_forward
+from lit_fsdp.parallel.redirection import Redirection, redirect_forward, sharded_by
 from lit_fsdp.parallel.refusals import refuse_callbacks, refuse_manual_optimization, refuse_root_parameters
 from lit_fsdp.parallel.saving import ShardedCheckpoints, Storage
 from lit_fsdp.parallel.stepping import StepGuard, build_guard
@@ -44,8 +43,6 @@ from lit_fsdp.parallel.units import UnitPlan, audit, owners_by_unit, tied_names
 
 _PATH = "trainer.strategy.init_args"
 _log = logging.getLogger(__name__)
-_SHARDED: weakref.WeakKeyDictionary[Any, ShardedStrategy] = weakref.WeakKeyDictionary()
-"""The strategy that has sharded a LightningModule, for the next Trainer that is given the module."""
 _FREE_CHOICES = (
     *("process_group_backend", "timeout_seconds", "state_dict", "verbose"),
     *("nonfinite_gradients", "max_skipped_steps"),
@@ -142,7 +139,7 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         if fitting:
             self.check_hyperparameters(trainer)
         if self._owner is not self.lightning_module:
-            before = _SHARDED.get(self.lightning_module)
+            before = sharded_by(self.lightning_module)
             with spoken_to(self.in_recipe):
                 self._setup_module(self.lightning_module) if before is None else self._take_over(before)
         self._reshard()
@@ -186,14 +183,12 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             params = module.parameters()
             self.replicated = [p for p in params if (not p.dim() if self.config.is_sharded else not p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
-        gathering = self._root if self.config.is_sharded else None
-        redirect_forward(self._forward_redirection, gathering, module, self._plugin.forward_context)
         if self.config.is_sharded:
+            redirect_forward(self, self._root, module)
             for unit, owners in owners_by_unit(module, plan).items():
                 self._note_use(unit, owners)
         if not hasattr(module, "read_tensor"):  # ours is given token ids
             self._cast_for_layers(module, plan)
-        _SHARDED[module] = self
         self._broadcast_done.clear()
         self._to_device(module)
         if self.config.precision_config.buffer_dtype is not None:
@@ -288,7 +283,6 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
             setattr(self, name, getattr(before, name))
         self._plugin.autocast = getattr(before._plugin, "autocast", None)
         self._owner = self.lightning_module
-        _SHARDED[self._owner] = self
 
     def _reshard(self) -> None:
         """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
@@ -411,9 +405,10 @@ class ShardedStrategy(ShardedCheckpoints, ContactWithRanks):
         @functools.wraps(launch)
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._check_environment(trainer)
-            if any(True for _ in self.lightning_module.parameters()) and self.lightning_module not in _SHARDED:
+            module = self.lightning_module
+            if any(True for _ in module.parameters()) and sharded_by(module) is None:
                 with spoken_to(self.in_recipe):
-                    plan_for(self.lightning_module, self.config, _PATH)
+                    plan_for(module, self.config, _PATH)
             self.choose_port()
             return launch(function, *args, trainer=trainer, **kwargs)
 

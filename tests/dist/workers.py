@@ -7,6 +7,7 @@ pool starts with the first test that asks for it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -157,6 +158,7 @@ def _serve() -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # process groups of jobs before keep their threads, which never quite sleep
             os.environ.clear()  # a recipe's seed stays in PL_GLOBAL_SEED, and Lightning seeds the next job with it
             os.environ.update(before)
         print(_MARK + json.dumps(answer), flush=True)
