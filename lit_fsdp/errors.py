@@ -15,15 +15,22 @@ class ConfigError(ValueError):
         field: Full path of the setting, as in the recipe (``trainer.strategy.init_args.sharding``).
         given: The value found there.
         allowed: What would be accepted, with live numbers where there are any.
-        fix: What to write instead.
+        fix: What to write instead, where ``allowed`` does not say it.
     """
 
-    def __init__(self, field: str, given: Any, allowed: str, fix: str) -> None:
+    def __init__(self, field: str, given: Any, allowed: str, fix: str = "") -> None:
         self.field, self.given, self.allowed, self.fix = field, given, allowed, fix
         super().__init__(field, given, allowed, fix)
 
     def __str__(self) -> str:
-        return f"{self.field}: got {self.given}\n  allowed: {self.allowed}\n  fix:     {self.fix}"
+        fix = f"\n  fix:     {self.fix}" if self.fix else ""
+        return f"{self.field}: got {self.given}\n  allowed: {self.allowed}{fix}"
+
+
+def require(ok: Any, field: str, given: Any, allowed: str, fix: str = "") -> None:
+    """Raise :class:`ConfigError` unless ``ok``."""
+    if not ok:
+        raise ConfigError(field, given, allowed, fix)
 
 
 class CheckpointError(RuntimeError):
