@@ -9,10 +9,9 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.models.attention import check_architecture
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.models.trainable import build_trainable

@@ -1,21 +1,24 @@
-"""LightningCLI around a recipe that has been read and checked already."""
+"""LightningCLI for recipes: our sections, callbacks, run folder and checks around anybody's module and data module."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jsonargparse
+import lightning
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
@@ -28,18 +31,22 @@ from lit_fsdp.callbacks.run_record import PENDING_RECIPE, RunRecord
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.disk import naming
+from lit_fsdp.checkpoint.find import Resume, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
-from lit_fsdp.config.checkpoint import CheckpointConfig
-from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.mesh import mesh_shape
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.redacted import printed_without_secrets, without_secrets
-from lit_fsdp.config.resume import ResumeConfig
-from lit_fsdp.config.run import FACTORY, STRATEGY
-from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.typed import field_docs
+from lit_fsdp.config.parser import (
+    OWN_CLASSES,
+    SECTIONS,
+    TRUSTED,
+    complete,
+    parse,
+    read_command_line,
+    typed,
+    use_loader,
+)
+from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, RunConfig
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
@@ -47,239 +54,295 @@ from lit_fsdp.parallel.devices import check_device
 from lit_fsdp.parallel.prepare import plan_for
 from lit_fsdp.parallel.selective import resolve_ops
 from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.signals import SignalFlags
+from lit_fsdp.redaction import redact_values
+from lit_fsdp.signals import FLAGS
 from lit_fsdp.speak import speak
-from lit_fsdp.trainer_keys import TRAINER_ERRORS, check_trainer_keys, refused_by_trainer
 
-# Packages whose classes a recipe may name. A rejected class path is not imported.
-TRUSTED = ["lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"]
-_TRAINER_DEFAULTS = {
-    "strategy": {"class_path": FACTORY},
-    "enable_model_summary": False,  # the audit of FSDP units says more
-    "use_distributed_sampler": False,  # the data module orders samples itself
-    "num_sanity_val_steps": 0,
-}
-# Arguments of Trainer.fit, .validate, ... that are not for a recipe; what is left is ckpt_path.
-_FIXED_ARGUMENTS = {
-    *("model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"),
-    *("weights_only", "verbose", "return_predictions"),
-}
-_SECTIONS = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "resume": ResumeConfig,
-    "slurm": SlurmConfig,
-}
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
-
-
-def run_verb(
-    verb: str,
-    values: dict[str, Any],
-    flags: list[str],
-    others: Sequence[Path] = (),
-    signals: SignalFlags | None = None,
-    choose_again: Callable[[], tuple[str, Sequence[Path]]] | None = None,
-) -> int:
-    """Run ``fit``, ``validate``, ``test`` or ``predict`` and return the exit code.
-
-    Args:
-        verb: Which of them.
-        values: The merged and checked recipe.
-        flags: Further flags for Lightning's parser.
-        others: Checkpoints that may take the place of ``ckpt_path`` if it turns out to be damaged, in this order.
-        signals: Set by this process's signal handlers; default: none are installed.
-        choose_again: Finds ``ckpt_path`` and ``others`` once more, when no other job can write into the run folder.
-
-    Raises:
-        ConfigError: A key or value that only Lightning knows to be wrong.
-    """
-    check_trainer_keys(values, flags)
-    signals = signals or SignalFlags()
-    speak()
-    shows_help = "-h" in flags or "--help" in flags  # only then are docstrings worth the time it takes to parse them
-    jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=shows_help, import_path_denylist=["*"], import_path_allowlist=TRUSTED
-    )
-    cli: RecipeCLI | None = None
-    try:
-        cli = RecipeCLI(verb, [verb, "--config", yaml.safe_dump(values, sort_keys=False), *flags], signals)
-        signals.before_exit = lambda: cli.end_children(grace_seconds=0) if cli is not None else None
-        cli.run_trainer(others, choose_again)
-    except argparse.ArgumentError as error:
-        raise unreadable(error) from None
-    except StopRequested as stop:
-        assert cli is not None
-        if cli.trainer.is_global_zero:
-            print(stop, file=sys.stderr)
-        # Lightning's launcher takes any other exit code of a child for a failure and kills the rest; so does srun,
-        # which is told so by the first rank alone.
-        return 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
-    except BaseException:
-        if cli is not None:
-            cli.end_children()
-        raise
-    return 0
-
-
-def unreadable(error: argparse.ArgumentError) -> ConfigError:
-    """The error of Lightning's parser in the house form."""
-    return ConfigError("recipe", str(error), "see lit-fsdp fit --help", "mend the key named above")
+_REFUSALS = (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError)
+"""What Lightning raises for a value that it does not take."""
 
 
 class RecipeCLI(LightningCLI):
-    """One verb of LightningCLI with our module, data module, callbacks and run folder.
+    """LightningCLI with recipes, run folder, checkpoints, resume and signals; its arguments are LightningCLI's.
 
-    Args:
-        verb: The only subcommand.
-        args: For the parser.
-        signals: Set by this process's signal handlers.
+    Without classes, ``model`` and ``data`` of a recipe may name any LightningModule and LightningDataModule by
+    ``class_path``, and are our own without one. ``RecipeCLI(MyModule, MyDataModule)`` in a script gives the same verbs
+    to classes of one's own. Subclasses may override ``add_arguments_to_parser`` and link arguments.
+
+    Raises:
+        ConfigError: A key or value that cannot work. When ``args`` is not given, the process ends instead: with 2 after
+            such an error, with 75 or 130 after a signal.
     """
 
-    def __init__(self, verb: str, args: list[str], signals: SignalFlags) -> None:
-        self.verb, self.signals = verb, signals
-        strict = {"allow_abbrev": False, "exit_on_error": False}
-        super().__init__(
-            CausalLMModule,
-            CausalLMDataModule,
-            save_config_callback=None,
-            seed_everything_default=0,
-            parser_kwargs={**strict, "prog": "lit-fsdp", verb: dict(strict)},
-            args=args,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
+    def __init__(self, model_class: Any = None, datamodule_class: Any = None, *positional: Any, **kwargs: Any) -> None:
+        args = kwargs.get("args")
+        words = list(sys.argv[1:] if args is None else args) if not isinstance(args, (dict, Namespace)) else []
+        self.verb = words.pop(0) if words and words[0] in _STAGES else None
+        self.exit_code = 0
+        speak()
+        strict = {"allow_abbrev": False, "exit_on_error": False, "prog": "lit-fsdp"}
+        if kwargs.get("run", True):
+            strict |= {verb: {"allow_abbrev": False, "exit_on_error": False} for verb in self.subcommands()}
+        kwargs["parser_kwargs"] = strict | (kwargs.get("parser_kwargs") or {})
+        own = {"seed_everything_default": 0, "load_from_checkpoint_support": False, "save_config_callback": None}
+        if positional:
+            del own["save_config_callback"]
+        try:
+            self.line = read_command_line(words)
+            self._allow_imports(model_class, datamodule_class)
+            super().__init__(model_class, datamodule_class, *positional, **own | kwargs)
+        except ConfigError as error:
+            if args is not None:
+                raise
+            traceback.print_exc() if self.line.debug else print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        if args is None and self.exit_code:
+            sys.exit(self.exit_code)
+
+    def _allow_imports(self, *classes: Any) -> None:
+        """Let a recipe name classes of trusted and allowed packages, and of those that Python code has named."""
+        own_model = isinstance(classes[0], type) and issubclass(classes[0], CausalLMModule)
+        use_loader(own_model or (classes[0] is None and "model" not in self.line.foreign))
+        named = [one.__module__.partition(".")[0] for one in (*classes, type(self)) if one is not None]
+        shows_help = any(word in ("-h", "--help") or word.endswith(".help") for word in self.line.words)
+        jsonargparse.set_parsing_settings(
+            docstring_parse_attribute_docstrings=shows_help,  # parsing docstrings takes a second
+            import_path_denylist=["*"],
+            import_path_allowlist=[*TRUSTED, *named, *self.line.allow_imports],
         )
+
+    # -- the parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the verb that runs: building the other parsers would cost as much again."""
-        return {self.verb: _FIXED_ARGUMENTS}
+        """The verb that runs, or all: each parser takes as long to build as the others."""
+        every = super().subcommands()
+        chosen = {self.verb: every[self.verb]} if self.verb else every
+        return {verb: skipped | {"weights_only", "verbose", "return_predictions"} for verb, skipped in chosen.items()}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Model, data and Lightning's Trainer without what the batch sizes and the ranks decide."""
-        skip: set[str | int] = {"accumulate_grad_batches"}
+        """The Trainer with our strategy and two keys of ours, the module, the data module."""
+        skip: set[str | int] = {"accumulate_grad_batches", "precision"}  # which may stand for keys of ours
         parser.add_class_arguments(
-            Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skip
+            self.trainer_class, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skip
         )
-        parser.set_defaults({f"trainer.{name}": value for name, value in _TRAINER_DEFAULTS.items()})
-        parser.add_lightning_class_args(CausalLMModule, "model")
-        parser.add_lightning_class_args(CausalLMDataModule, "data")
+        parser.add_argument("--trainer.accumulate_grad_batches", type=int | None, default=None)
+        parser.add_argument("--trainer.precision", type=str | int | None, default=None)
+        defaults = {"strategy": {"class_path": FACTORY}} | self.trainer_defaults
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
+        for name, base, in_mode, given in (
+            ("model", self._model_class, self.subclass_mode_model, self.model_class),
+            ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
+        ):
+            if in_mode or given is None:
+                parser.add_subclass_arguments(base, name, required=False)
+                if given is None:
+                    parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
+            else:
+                parser.add_lightning_class_args(base, name)
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The ``checkpoint``, ``resume`` and ``slurm`` sections, and the sentence of each field as its help."""
-        parser.add_class_arguments(CheckpointConfig, "checkpoint")
-        parser.add_class_arguments(ResumeConfig, "resume")
-        parser.add_class_arguments(SlurmConfig, "slurm")
-        for action in parser._actions:
-            section, _, field = action.dest.partition(".")
-            if section in _SECTIONS and field in field_docs(_SECTIONS[section]):
-                action.help = field_docs(_SECTIONS[section])[field]
-
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        for action in parser._actions:
-            if action.dest == "ckpt_path":
-                action.help = "last or best checkpoint of the run folder, or the path of one"
-        return parser
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        for name, cls in SECTIONS.items():
+            parser.add_class_arguments(cls, name)
+        super()._add_arguments(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse what :func:`run_verb` made of the command line."""
-        with printed_without_secrets(args):
-            self.config = parser.parse_args(args)
+        """Parse files and flags, and fill in what follows from them; ``--print_config`` ends here."""
+        if isinstance(args, (dict, Namespace)):
+            super().parse_arguments(parser, args)
+        else:
+            words = [*([self.verb] if self.verb else []), *self.line.words]
+            known = parser._subcommands_action._name_parser_map[self.verb] if self.verb else parser
+            self.config = parse(parser, words, known=[action.dest for action in known._actions])
+        self.verb = self.config.get("subcommand")
+        parsed = self._section()
+        complete(parsed, self.line, *self._own_sections(parsed))
+        if self.line.print_config:
+            print(self._recipe_text(), end="")
+            sys.exit(0)
 
-    def _parse_ckpt_path(self) -> None:
-        """Nothing: hyper-parameters come from the recipe, never out of a checkpoint."""
+    def _section(self) -> Namespace:
+        return self.config[self.verb] if self.verb else self.config
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing yet: :meth:`run_trainer` runs it."""
+    def _own_sections(self, parsed: Namespace) -> tuple[Namespace | None, Namespace | None, Namespace | None]:
+        """The arguments of module, data module and strategy, each None where it is somebody else's."""
+        found: list[Namespace | None] = []
+        for name, given, own in (
+            ("model", self.model_class, CausalLMModule),
+            ("data", self.datamodule_class, CausalLMDataModule),
+        ):
+            section: Any = parsed.get(name)
+            if isinstance(section, Namespace) and "class_path" in section:
+                path, section = section.class_path, section.get("init_args")
+                given = jsonargparse.import_object(path) if hasattr(jsonargparse, "import_object") else _imported(path)
+            found.append(section if isinstance(given, type) and issubclass(given, own) else None)
+        strategy: Any = parsed.trainer.strategy
+        if strategy == FACTORY:
+            strategy = parsed.trainer.strategy = Namespace(class_path=FACTORY, init_args=Namespace(precision=None))
+        is_ours = isinstance(strategy, Namespace) and strategy.class_path.startswith("lit_fsdp.")
+        return found[0], found[1], strategy.init_args if is_ours else None
+
+    # -- what is built
 
     def instantiate_classes(self) -> None:
         """Build everything; other loggers go on in the runs they had, without that becoming part of the recipe."""
-        asked = self.config
-        ckpt_path = self._get(asked, "ckpt_path")
-        if self.verb == "fit" and (ckpt_path or is_requeued()):
+        if not self.verb:
+            return super().instantiate_classes()
+        if self.verb == "fit":
+            FLAGS.can_save = True
+        FLAGS.install()
+        FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
+        asked, parsed = self.config, self._section()
+        self.resume = self._find_resume()
+        if self.verb == "fit" and (self.resume.path or is_requeued()):
             self.config = asked.clone()
-            trainer = self.config[self.verb]["trainer"]
-            go_on_logging(trainer, Path(trainer["default_root_dir"]), ckpt_path)
+            go_on_logging(self._section().trainer, Path(parsed.trainer.default_root_dir), self.resume.path)
         super().instantiate_classes()
         self.config = asked
+        return None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
-        checkpoint = self._get(self.config_init, "checkpoint")
         self.data_record = DataRecord()
-        first = (StopOnSignal(self.signals), RunRecord(), self.data_record, IsolationProof())
-        callbacks: list[Any] = [*first, LoggerRuns(), Throughput(), PredictionWriter()]
+        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), self.data_record, IsolationProof(), LoggerRuns()]
+        callbacks += [Throughput(), PredictionWriter()]
         if given.get("enable_progress_bar") is not False:
             callbacks.append(RunProgress())
         if given.get("enable_checkpointing") is not False:
-            callbacks.append(Checkpoint(**vars(checkpoint)))
+            callbacks.append(self._checkpoint_callback(given))
         logger = given.get("logger")
         if logger is not False:
-            own = RunCSVLogger(given["default_root_dir"], self.verb)
+            own = RunCSVLogger(given["default_root_dir"], self.verb or "fit")
             others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
             kwargs["logger"] = [own, *others]
+        if isinstance(self.model, CausalLMModule):
+            for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
+                kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units says more
+        if isinstance(self.datamodule, CausalLMDataModule):
+            kwargs["use_distributed_sampler"] = False  # the data module orders samples itself
+        kwargs["accumulate_grad_batches"] = given.get("accumulate_grad_batches") or 1
         try:
             return self._instantiate_trainer({**given, **kwargs}, callbacks)
         except ConfigError:
             raise
-        except TRAINER_ERRORS as error:
-            raise refused_by_trainer(error) from error
+        except _REFUSALS as error:
+            raise RefusedByLightning(error) from error
 
-    def run_trainer(
-        self, others: Sequence[Path] = (), choose_again: Callable[[], tuple[str, Sequence[Path]]] | None = None
-    ) -> None:
-        """Prepare the data before any process group exists, then run the verb."""
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
-        self._check_ranks_and_units()
-        longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
-        self.datamodule.attach(self.model.tokenizer, self._get(self.config, "seed_everything"), longest)
-        self.datamodule.prepare(_STAGES[self.verb])
-        if self.trainer.is_global_zero and self.verb == "fit":
-            RunLock(folder)  # until this process ends
-            if choose_again is not None:  # a job that has just ended there may have saved, and removed, in the meantime
-                ckpt_path, others = choose_again()
-            # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
-            self._write_recipe(folder / (PENDING_RECIPE if ckpt_path else "recipe.yaml"))
-        self.data_record.show(self.datamodule, self.verb, folder, self.trainer.is_global_zero)
-        strategy: Any = self.trainer.strategy
-        strategy.in_recipe = True
-        strategy.verify_on_load = self._get(self.config_init, "resume").verify
-        strategy.fallback_checkpoints = tuple(others)
-        self.signals.has_peers = self.signals.has_peers or self.trainer.world_size > 1
-        if self.verb == "fit":
-            strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
-            self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
-        elif self.verb == "predict":
-            self.trainer.predict(self.model, self.datamodule, return_predictions=False, ckpt_path=ckpt_path)
-        else:
-            getattr(self.trainer, self.verb)(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+    def _checkpoint_callback(self, trainer: Any) -> Any:
+        config = self._get(self.config_init, "checkpoint")
+        if isinstance(trainer["strategy"], ShardedStrategy):
+            return Checkpoint(**vars(config))
+        folder = Path(trainer["default_root_dir"]) / "checkpoints"  # somebody else's strategy writes Lightning's files
+        return ModelCheckpoint(folder, every_n_train_steps=config.every_steps, save_top_k=-1, save_last=True)
 
-    def _check_ranks_and_units(self) -> None:
+    # -- what runs
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            self._check_run()
+            self._prepare()
+            self._run(subcommand)
+        except StopRequested as stop:
+            if self.trainer.is_global_zero:
+                print(stop, file=sys.stderr)
+            # Lightning's launcher takes any other exit code of a child for a failure and kills the rest; so does
+            # srun, which is told so by the first rank alone
+            self.exit_code = 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
+        except BaseException as error:
+            self.end_children()
+            if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
+                raise RefusedByLightning(error) from error
+            raise
+
+    def _find_resume(self) -> Resume:
+        """The checkpoint that ``ckpt_path`` stands for; a used run folder is refused without one."""
+        parsed, config = self._section(), typed(SECTIONS["checkpoint"], self._section().checkpoint, "checkpoint")
+        strategy: Any = parsed.trainer.strategy
+        if isinstance(strategy, str) or not strategy.class_path.startswith("lit_fsdp."):
+            return Resume(parsed.ckpt_path)  # Lightning knows its own files and words
+        run_folder = Path(parsed.trainer.default_root_dir)
+        return find_resume(str(self.verb), parsed.ckpt_path, run_folder, config, parsed.resume.fallback)
+
+    def _check_run(self) -> None:
         """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
-        trainer, strategy = self.trainer, cast("ShardedStrategy", self.trainer.strategy)
+        trainer, strategy, parsed = self.trainer, self.trainer.strategy, self._section()
         ranks = trainer.num_devices * trainer.num_nodes
-        mesh_shape(strategy.config, trainer.num_nodes, ranks, STRATEGY)
-        check_device(strategy.config, strategy.root_device.type, STRATEGY)
-        check_attention(self.model.config.attn_implementation, strategy.root_device.type)
-        plan_for(self.model.build(), strategy.config, STRATEGY)
-        resolve_ops(strategy.config.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
-        if self.verb == "fit":
-            accumulation_steps(self.datamodule.config.global_batch_size, self.datamodule.config.micro_batch_size, ranks)
+        run = RunConfig(
+            strategy=strategy.config if isinstance(strategy, ShardedStrategy) else None,
+            model=self.model.config if isinstance(self.model, CausalLMModule) else None,
+            data=self.datamodule.config if isinstance(self.datamodule, CausalLMDataModule) else None,
+            **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+            trainer=vars(parsed.trainer) | {"devices": trainer.num_devices, "num_nodes": trainer.num_nodes},
+            verb=str(self.verb),
+        )
+        for rule in RULES:
+            rule(run)
+        if run.data is not None and self.verb == "fit":
+            self.datamodule.fix_batches(ranks, parsed.trainer.accumulate_grad_batches)
+        if run.strategy is not None:
+            mesh_shape(run.strategy, trainer.num_nodes, ranks, STRATEGY)
+            check_device(run.strategy, strategy.root_device.type, STRATEGY)
+            resolve_ops(run.strategy.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
+        if run.model is not None:
+            check_attention(run.model.attn_implementation, strategy.root_device.type)
+            self.resume.check(run)
+            if run.strategy is not None:
+                plan_for(self.model.build(), run.strategy, STRATEGY)
 
-    def _write_recipe(self, path: Path) -> None:
-        """The resolved recipe, every default spelled out, secrets as ``***``."""
-        parser = self._parser(self.subcommand)
-        config = self.config[self.verb].clone()
-        text = without_secrets(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
-        with naming(path):
-            path.write_text(text)
+    def _prepare(self) -> None:
+        """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
+        parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
+        folder = Path(parsed.trainer.default_root_dir)
+        if isinstance(self.datamodule, CausalLMDataModule) and isinstance(self.model, CausalLMModule):
+            longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
+            self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, longest)
+            self.datamodule.prepare(_STAGES[verb])
+        if trainer.is_global_zero and verb == "fit":
+            folder.mkdir(parents=True, exist_ok=True)
+            RunLock(folder)  # until this process ends
+            if parsed.ckpt_path:  # a job that has just ended there may have saved, and removed, in the meantime
+                self.resume = self._find_resume()
+            # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
+            path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
+            with naming(path):
+                path.write_text(self._recipe_text(), encoding="utf-8")
+        if isinstance(self.datamodule, CausalLMDataModule):
+            self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            strategy.in_recipe = True
+            strategy.verify_on_load = parsed.resume.verify
+            strategy.fallback_checkpoints = tuple(self.resume.others)
+            if verb == "fit":
+                strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
+        FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
+
+    def _run(self, verb: str) -> None:
+        options = {"return_predictions": False} if verb == "predict" else {}
+        function = getattr(self.trainer, verb)
+        function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
+
+    def _recipe_text(self) -> str:
+        """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
+        parser = self._parser(self.verb) if self.verb else self.parser
+        parsed = self._section().clone()
+        for name in ("config", "accumulate_grad_batches", "precision"):
+            where = parsed if name == "config" else parsed.trainer
+            if where.get(name) is None or name == "config":
+                where.pop(name, None)
+        text = parser.dump(parsed, skip_unset=False, skip_validation=True, format="yaml")
+        values = redact_values(yaml.safe_load(text))
+        for name, path in OWN_CLASSES.items():
+            section = values.get(name)
+            if isinstance(section, dict) and section.get("class_path") == path:
+                values[name] = section.get("init_args") or {}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def end_children(self, grace_seconds: float = 5.0) -> None:
         """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
-        launcher = getattr(self, "trainer", None) and self.trainer.strategy.launcher
+        trainer = getattr(self, "trainer", None)
+        launcher = trainer and trainer.strategy.launcher
         if not isinstance(launcher, _SubprocessScriptLauncher):
             return
         children = list(launcher.procs)
@@ -291,3 +354,16 @@ class RecipeCLI(LightningCLI):
         for child in children:
             if child.poll() is None:
                 child.kill()
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _is_lightnings(error: BaseException) -> bool:
+    """Whether Lightning itself raised it, and not what Lightning called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, MisconfigurationException) or (
+        bool(frames) and frames[-1].filename.startswith(str(Path(lightning.__file__).parent))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.typed import accepts, build
+from lit_fsdp.config.parser import build
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.loader import BatchLoader, SampleBatches
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
@@ -36,16 +37,16 @@ class CausalLMDataModule(LightningDataModule):
     In somebody's own Trainer ``prepare_data`` tokenises; the command line calls :meth:`prepare` before.
 
     Args:
-        **options: The fields of :class:`lit_fsdp.config.data.DataConfig`.
+        **kwargs: The fields of :class:`lit_fsdp.config.data.DataConfig`.
 
     Raises:
         ConfigError: An unknown option or a wrong value.
     """
 
-    @accepts(DataConfig)
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-        self.config = build(DataConfig, options, "data")
+        kwargs = vars(build(DataConfig, kwargs, "data"))
+        self.config = DataConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
@@ -117,17 +118,25 @@ class CausalLMDataModule(LightningDataModule):
                 "data.packing: nothing proves that packed samples do not see each other in this model; "
                 "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
             )
-        steps = accumulation_steps(self.config.global_batch_size, self.config.micro_batch_size, trainer.world_size)
-        if trainer.accumulate_grad_batches not in (1, steps):
-            raise ConfigError(
-                "trainer.accumulate_grad_batches",
-                trainer.accumulate_grad_batches,
-                f"{steps}, which follows from data.global_batch_size, data.micro_batch_size and the ranks",
-                "drop accumulate_grad_batches",
-            )
-        trainer.accumulate_grad_batches = steps
+        given = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
         if not self.config.has("val"):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
+
+    def fix_batches(self, world_size: int, accumulate: int | None) -> int:
+        """Settle the global batch size for so many ranks, and return the forward passes per optimizer step.
+
+        Args:
+            world_size: All ranks.
+            accumulate: ``trainer.accumulate_grad_batches``, which may stand in place of ``global_batch_size``.
+
+        Raises:
+            ConfigError: The batch sizes do not fit the ranks, or do not agree with ``accumulate``.
+        """
+        steps = accumulation_steps(self.config, world_size, accumulate)
+        total = steps * self.config.micro_batch_size * world_size
+        self.config = dataclasses.replace(self.config, global_batch_size=total)
+        return steps
 
     def train_dataloader(self) -> BatchLoader | StreamLoader:
         """Micro-batches of this rank from the Trainer's step on."""

@@ -27,6 +27,16 @@ class ConfigError(ValueError):
         return f"{self.field}: got {self.given}\n  allowed: {self.allowed}{fix}"
 
 
+class RefusedByLightning(ConfigError):
+    """What Lightning refuses while it sets up, in its own sentence."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("trainer", " ".join(str(error).split()), "what Lightning's Trainer accepts")
+
+    def __str__(self) -> str:
+        return f"trainer: {self.given}"
+
+
 def require(ok: Any, field: str, given: Any, allowed: str, fix: str = "") -> None:
     """Raise :class:`ConfigError` unless ``ok``."""
     if not ok:

@@ -21,10 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_weights
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.optim import OptimConfig, schedule_factor
-from lit_fsdp.config.typed import accepts, build
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
+from lit_fsdp.config.parser import build
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.counts import STEP_COUNTS, batch_counts
 from lit_fsdp.metrics.losses import EvalMetrics, score_totals, step_metrics
 from lit_fsdp.models.attention import check_attention
@@ -52,7 +51,7 @@ class CausalLMModule(LightningModule):
     single-device and DDP strategies.
 
     Args:
-        **options: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
+        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
 
     Raises:
         ConfigError: An unknown option or a wrong value.
@@ -63,14 +62,11 @@ class CausalLMModule(LightningModule):
     attn_implementation: str
     """The attention backend that it runs with, once it is built."""
 
-    @accepts(ModelConfig)
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-        self.config = build(ModelConfig, options, "model")
-        if self.config.name is None:
-            raise ConfigError(
-                "model.name", "null", "a hub name, folder, GGUF file or config", "name the model to start from"
-            )
+        kwargs = vars(build(ModelConfig, kwargs, "model"))
+        self.config = ModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
+        require(self.config.name, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
         self.model = None
         self._weights: Weights | LoraWeights | None = None
         self._adapter_config: dict[str, Any] | None = None

@@ -105,6 +105,10 @@ class SignalFlags:
         os._exit(code)
 
 
+FLAGS = SignalFlags(can_save=False)
+"""Those of this process."""
+
+
 def _say(text: str) -> None:
     if is_first_process():
         sys.stderr.write(f"{text}\n")

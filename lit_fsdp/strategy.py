@@ -13,18 +13,20 @@ from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import background, retention, sound, state_json, store
 from lit_fsdp.checkpoint.importing import lightning_source
-from lit_fsdp.config.activation import ActivationConfig, ActivationMode
-from lit_fsdp.config.engines import strategy_config
-from lit_fsdp.config.precision import PrecisionConfig, PrecisionMode
-from lit_fsdp.config.sharding import (
+from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.strategy import (
+    ActivationConfig,
+    ActivationMode,
     BackwardPrefetch,
     Engine,
     NonFinite,
+    PrecisionConfig,
+    PrecisionWord,
     Sharding,
     StateDict,
+    WrapConfig,
     WrapWord,
 )
-from lit_fsdp.config.wrap import WrapConfig
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
 from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
 from lit_fsdp.parallel.python_words import spoken_to
@@ -37,7 +39,7 @@ def fsdp_strategy(
     shard_degree: int | None = None,
     replicate_degree: int | None = None,
     wrap: WrapWord | list[str] | WrapConfig = "auto",
-    precision: PrecisionMode | PrecisionConfig = "mixed",
+    precision: PrecisionWord | PrecisionConfig | None = None,
     activation_checkpointing: ActivationMode | ActivationConfig = "none",
     compile: bool = False,
     cpu_offload: bool = False,
@@ -70,10 +72,11 @@ def fsdp_strategy(
         shard_degree: Ranks that share one copy; -1 for all that ``replicate_degree`` leaves.
         replicate_degree: Number of copies; -1 for the rest; default for hybrid sharding: the number of nodes.
         wrap: ``auto``; a list of block class names and path patterns (``model.layers.*.mlp``); ``manual`` for a
-            module that wraps itself in ``configure_model``; or a :class:`~lit_fsdp.config.wrap.WrapConfig`.
+            module that wraps itself in ``configure_model``; or a :class:`~lit_fsdp.config.strategy.WrapConfig`.
         precision: ``mixed`` (fp32 weights, bf16 compute, fp32 reduction), ``low_precision`` (bf16), ``fp32``,
             ``fp16_mixed`` (with a loss scale), ``fp8`` (Hopper), ``auto`` (``mixed`` where the devices of all ranks
-            have bf16 instructions, else ``fp32``), or a mapping that overrides parts.
+            have bf16 instructions, else ``fp32``), one of Lightning's words (``bf16-mixed``, ``bf16-true``,
+            ``16-mixed``, ``32-true``), or a mapping that overrides parts; default: ``mixed``.
         activation_checkpointing: ``none``, ``full``, ``every_n``, ``selective``, ``memory_budget``, or a mapping.
         compile: Compile each block with ``torch.compile``.
         cpu_offload: Shards of parameters, gradients and optimizer state live, and the optimizer steps, on the host.

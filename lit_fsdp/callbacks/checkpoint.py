@@ -19,8 +19,8 @@ from lit_fsdp.checkpoint.find import FOLDER, best, checkpoints, resolve_ckpt_pat
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_lock import RunLock
-from lit_fsdp.config.checkpoint import CheckpointConfig
-from lit_fsdp.config.typed import build
+from lit_fsdp.config.parser import build
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.redaction import redact_values
 
@@ -41,7 +41,7 @@ class Checkpoint(ModelCheckpoint):
     ranks at the same later step; only then are its metrics recorded and old ones removed.
 
     Args:
-        **options: The fields of :class:`lit_fsdp.config.checkpoint.CheckpointConfig`.
+        **options: The fields of :class:`lit_fsdp.config.run.CheckpointConfig`.
 
     Raises:
         ConfigError: An unknown option or a wrong value.

@@ -15,8 +15,7 @@ from lit_fsdp.checkpoint.find import checkpoints
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.space import Budget, Contents, Plan, free_bytes, saved_tensors
-from lit_fsdp.config.checkpoint import CheckpointConfig
-from lit_fsdp.config.lightning_values import validation_steps
+from lit_fsdp.config.run import CheckpointConfig, validation_steps
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.live_units import clean_name
 from lit_fsdp.parallel.sharded import ShardedStrategy

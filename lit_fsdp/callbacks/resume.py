@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from lit_fsdp.checkpoint.aside import move_newer_aside
 from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.config.recipe import changed_values
+from lit_fsdp.config.parser import changed_values
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Which checkpoints a run has, and which one a word such as ``last`` means.
 
-Standard library only: the command line asks before torch is imported.
+Torch is not imported: the command line asks before.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.config.run import CheckpointConfig, RunConfig
+from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
 
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
@@ -133,6 +136,60 @@ def choose(
             f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
         )
     return choice
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from, if any."""
+
+    path: str | None
+    """The checkpoint, or a word or file that Lightning knows."""
+    others: Sequence[Path] = ()
+    """With ``resume.fallback``: what may take its place, should its hashes show that it is damaged."""
+    manifest: Manifest | None = None
+
+    def check(self, run: RunConfig) -> None:
+        """Raise ConfigError where a recipe cannot go on from the checkpoint, though its tensors would fit."""
+        if self.manifest is None:
+            return
+        if run.model is not None and run.model.lora is not None:
+            run.model.lora.check_checkpoint(self.manifest)
+        limit, step = run.trainer["max_steps"], self.manifest.global_step
+        given, allowed = f"{limit} with {self.path}", f"at least {step}, from which the run goes on"
+        fix = f"set trainer.max_steps: {2 * step}, or give an earlier checkpoint"
+        require(run.verb != "fit" or not 0 < limit < step, "trainer.max_steps", given, allowed, fix)
+
+
+def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
+    """The checkpoint that ``ckpt_path`` stands for; every rank looks for itself, before any of them meet.
+
+    Args:
+        verb: ``fit`` refuses a run folder that holds checkpoints when ``word`` is None.
+        word: ``last``, ``best`` or a path; a requeued job without any checkpoint starts afresh.
+        run_folder: Of the run.
+        config: ``monitor`` and ``mode`` decide what is best.
+        fallback: Whether an older checkpoint may take the place of a damaged one.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ConfigError: The run folder is in use.
+    """
+    there = survey(run_folder / FOLDER)
+    if not word:
+        given = (
+            f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step if there else 0}"
+        )
+        fix = "add --ckpt_path last, or name another --trainer.default_root_dir"
+        mine = verb != "fit" or not there or is_launched_by_lightning()  # then the first process has looked already
+        require(mine, "trainer.default_root_dir", given, "a new run folder, or a resume", fix)
+        return Resume(None)
+    if word == "last" and is_requeued() and not there:
+        return Resume(None)
+    choice = choose(word, run_folder, config.monitor, config.mode, fallback)
+    if is_first_process() and choice.damaged:
+        lines = [f"{entry.path} is damaged: {entry.reason}" for entry in choice.damaged]
+        print("\n".join([*lines, f"going on from {choice.path} as {word} (resume.fallback)"]), file=sys.stderr)
+    return Resume(str(choice.path), choice.others if fallback else (), read_manifest(choice.path))
 
 
 def resolve_ckpt_path(

@@ -12,7 +12,7 @@ from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.disk import naming, sync_folder
 from lit_fsdp.checkpoint.find import Found, checkpoints, ranked
 from lit_fsdp.checkpoint.manifest import MANIFEST, not_a_checkpoint
-from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

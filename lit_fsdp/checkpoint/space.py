@@ -19,7 +19,7 @@ from lit_fsdp.checkpoint.disk import naming
 from lit_fsdp.checkpoint.find import FOLDER, Found
 from lit_fsdp.checkpoint.manifest import Layout, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import num_bytes, spec_of
-from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 GIB = 2**30

@@ -70,7 +70,6 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         doctor,
         models,
         planning,
-        prepare,
         recipes,
         slurm,
     )
@@ -83,7 +82,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "doctor": doctor.run_doctor,
         "export": models.run_export,
         "generate": models.run_generate,
-        "model": prepare.run_model,
+        "model": planning.run_model,
         "recipes": recipes.run_recipes,
         "slurm": slurm.run_slurm_verb,
     }

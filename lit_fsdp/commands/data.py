@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import run_one_of, verb_parser
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.errors import ConfigError, DataError, require
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
@@ -184,27 +184,15 @@ def _line(split: str, what: Mapping[str, Any]) -> str:
 
 def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:
     """The verb's own flags, and the checked recipe; no options where help was asked for and given."""
-    parser.usage = f"{parser.prog} --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
         return None, None
-    try:
-        options, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), "see --help", f"{parser.prog} --help") from None
-    from lit_fsdp.config.miniature import adapt_to_miniature
-    from lit_fsdp.config.recipe import read_recipe
-    from lit_fsdp.config.run import check_recipe
+    from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.speak import speak
 
-    also = [name for action in parser._actions for name in (action.dest,) if name != "help"]
-    recipe = read_recipe(rest, also=also)
-    if recipe.only_shows:
-        raise ConfigError(parser.prog, "--print_config", "flags of this verb", "lit-fsdp fit ... --print_config")
-    adapt_to_miniature(recipe.values, recipe.replaced)
-    run = check_recipe(recipe.values, "data")
-    if not any(run.data.has(split) for split in _SPLITS):
-        raise ConfigError("data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
+    run = load_recipe(words, "data", flags_of(parser)).run
+    there = run.data is not None and any(run.data.has(split) for split in _SPLITS)
+    require(there, "data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
     speak()
     return options, run
 

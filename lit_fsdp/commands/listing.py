@@ -13,7 +13,7 @@ from lit_fsdp.checkpoint.find import Damaged, Found, best, moved_aside
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.staging import unfinished
 from lit_fsdp.checkpoint.verify import Difference, find_differences
-from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 
 _RECIPE = "recipe.yaml"

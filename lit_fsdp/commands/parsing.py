@@ -35,6 +35,23 @@ def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
     )
 
 
+def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """The flags of a verb, and the words left, which are a recipe's; None where help was asked for and given."""
+    parser.usage = f"{parser.prog} --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return None, []
+    try:
+        return parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(parser.prog, str(error), f"see {parser.prog} --help") from None
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Names of a verb's own flags, for the error about one that does not exist."""
+    return [action.dest for action in parser._actions if action.dest != "help"]
+
+
 def run_one_of(name: str, verbs: Mapping[str, Callable[[Sequence[str]], int]], usage: str, argv: Sequence[str]) -> int:
     """Run the verb that ``argv`` begins with, of those below ``lit-fsdp name``, and return its exit code.
 

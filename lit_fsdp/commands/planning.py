@@ -1,58 +1,106 @@
-"""``audit``: what a recipe would do, before anything is trained."""
+"""``audit``: what a recipe would do, before anything is trained; ``model prepare``: fetch its model ahead of a run."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from lit_fsdp.commands.parsing import verb_parser
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.errors import ConfigError, require
 
 
 def run_audit(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp audit`` and return the exit code."""
     text = "The FSDP units, mesh, dtypes and bytes per rank of a recipe, without weights and without training."
     parser = verb_parser("audit", text)
-    parser.usage = "lit-fsdp audit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
     parser.add_argument("--ranks", type=int, help="all ranks of the run; default: the recipe's devices and nodes")
     parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
         return 0
-    try:
-        options, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), "--ranks N, --nodes M", f"see {parser.prog} --help") from None
     from lit_fsdp.config.data import accumulation_steps
-    from lit_fsdp.config.miniature import adapt_to_miniature
-    from lit_fsdp.config.ranks import put_ranks
-    from lit_fsdp.config.recipe import read_recipe
-    from lit_fsdp.config.run import STRATEGY, check_recipe
+    from lit_fsdp.config.parser import load_recipe
+    from lit_fsdp.config.run import STRATEGY
 
-    recipe = read_recipe(rest, also=("ranks", "nodes", "json"))
-    put_ranks(recipe.values, options.ranks, options.nodes)
-    for line in adapt_to_miniature(recipe.values, recipe.replaced):
-        print(f"miniature: {line}", file=sys.stderr)
-    run = check_recipe(recipe.values, "audit" if options.ranks else "fit")
-    assert run.world_size is not None
-    try:
-        accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, run.world_size)
-    except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
-        print(f"note: a run on {run.world_size} ranks would need other batch sizes: {error}", file=sys.stderr)
+    run = load_recipe([*words, *_rank_flags(options.ranks, options.nodes)], "audit", flags_of(parser)).run
+    ranks = run.world_size
+    if ranks is None:
+        raise ConfigError(
+            "trainer.devices", run.trainer["devices"], "a number of ranks", "add --ranks N to the command"
+        )
+    require(run.model and run.strategy, "audit", "classes of somebody else", "lit_fsdp's own model and strategy")
+    assert run.model is not None and run.strategy is not None
+    if run.data is not None:
+        try:
+            accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+        except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
+            if not options.ranks:
+                raise
+            print(f"note: a run on {ranks} ranks would need other batch sizes: {error}", file=sys.stderr)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
-    from lit_fsdp.cli_parse import check_parses
 
-    check_parses(recipe.values, recipe.flags)
-    if run.trainer.get("accelerator") == "cpu":
+    if run.trainer["accelerator"] == "cpu":
         from lit_fsdp.parallel.devices import check_device
 
         check_device(run.strategy, "cpu", STRATEGY)
     record = audit_recipe(run)
+    print(json.dumps(record, indent=1)) if options.json else print_recipe_audit(record)
+    return 0
+
+
+def _rank_flags(ranks: int | None, nodes: int | None) -> list[str]:
+    require(ranks or not nodes, "--nodes", f"{nodes} without --ranks", "both, or neither", "add --ranks N")
+    if ranks is None:
+        return []
+    nodes = nodes or 1
+    spread = ranks >= nodes >= 1 and ranks % nodes == 0
+    require(spread, "--nodes", f"{nodes} for {ranks} ranks", f"a divisor of {ranks}, both >= 1")
+    return [f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
+
+
+def run_model(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp model prepare`` and return the exit code."""
+    return run_one_of("model", {"prepare": _prepare}, "usage: lit-fsdp model prepare --config RECIPE.yaml\n", argv)
+
+
+def _prepare(argv: Sequence[str]) -> int:
+    text = (
+        "Fetch a model and its tokenizer from the hub, or convert them, into the caches that a run reads: on a login \
+node, say, for compute nodes without a network. What is there already is only looked at."
+    )
+    parser = verb_parser("model prepare", text)
+    parser.add_argument("--name", help="hub name, folder or GGUF file; default: model.name of the recipe")
+    parser.add_argument("--json", action="store_true", help="JSON instead of lines on standard output")
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
+        return 0
+    from lit_fsdp.config.model import ModelConfig
+    from lit_fsdp.config.parser import load_recipe
+
+    config = ModelConfig() if options.name and not words else load_recipe(words, "model", flags_of(parser)).run.model
+    require(config is not None, "model.class_path", "somebody else's class", "lit_fsdp.CausalLMModule")
+    assert config is not None
+    config = dataclasses.replace(config, name=options.name) if options.name else config
+    from lit_fsdp.models.prepared import prepare_model
+    from lit_fsdp.speak import speak
+
+    speak()
+    record = prepare_model(config)
     if options.json:
         print(json.dumps(record, indent=1))
-    else:
-        print_recipe_audit(record)
+        return 0
+    for what in ("weights", "tokenizer"):
+        print(f"{what:<10}{_line(record[what])}")
     return 0
+
+
+def _line(part: dict[str, Any]) -> str:
+    if part["folder"] is None:
+        return str(part["note"])
+    size = part["num_bytes"] / 2**30
+    shown = f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
+    return f"{part['folder']}  {shown} in {part['num_files']} files"

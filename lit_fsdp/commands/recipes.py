@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.config.parser import read_yaml
 from lit_fsdp.config.places import shipped_root
-from lit_fsdp.config.recipe import read_yaml
 from lit_fsdp.errors import ConfigError
 
 _VERBS = ("ls", "show", "cp")

@@ -190,7 +190,7 @@ def num_checkpoints(run: RunConfig) -> int | None:
     """Checkpoints of a run that lie on the disk at the same time; ``None`` where its length is not known."""
     from lit_fsdp.checkpoint.space import Plan, peak_count
     from lit_fsdp.config.data import accumulation_steps
-    from lit_fsdp.config.lightning_values import validation_steps
+    from lit_fsdp.config.run import validation_steps
 
     steps, interval, data = run.trainer.get("max_steps"), run.trainer.get("val_check_interval"), run.data
     validates = data.val is not None or data.val_split is not None

@@ -1,13 +1,86 @@
-"""What is trained on."""
+"""What is trained on: sources of rows, template, mask, batches."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_fsdp.config.sources import RowFormat, Sources, check_columns, check_sources
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import require
 
+GENERATED = "generated:"
+"""How the name of rows begins that are made on the spot."""
+_MOST_GENERATED = 1_000_000
+_ROWS = r"[\w.\-]+(\[-?\d*%?:-?\d*%?\](\([a-z0-9_]+\))?)?"
+HUB_SLICE = re.compile(rf"[\w.\-/]+(:[\w.\-]+)*:{_ROWS}(\+{_ROWS})*")
+"""A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
+RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One entry of ``data.train`` (or val, test, predict) with its own share, format and columns."""
+
+    source: str
+    """File, glob, folder, datasets name (name:split) or generated:N."""
+    weight: float | None = None
+    """Share of the samples that come from here, relative to the other weights; either all sources have one or none."""
+    format: RowFormat | None = None
+    """Row format of this source; default: data.format."""
+    columns: dict[str, str] | None = None
+    """Our column: the source's column, e.g. {messages: chat}; default: data.columns."""
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        require(weight is None or 0 < weight < float("inf"), "weight", weight, "a finite number > 0")
+        check_columns("columns", self.columns)
+
+
+COLUMNS = (
+    *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
+    *("input_ids", "labels", "supervised", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
+)
+"""Our columns, of all row formats: what ``columns`` may map."""
+
+
+def check_columns(field: str, columns: dict[str, str] | None) -> None:
+    """Raise ConfigError unless every key is one of our columns, and no two keys name one column of the source."""
+    names = list((columns or {}).values())
+    for ours, theirs in (columns or {}).items():
+        fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
+        require(ours in COLUMNS, f"{field}.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
+        require(names.count(theirs) == 1, field, f"{theirs!r} twice", "each column of the source once")
+
+
+Sources = str | list[str | SourceConfig]
+"""What ``data.train`` may hold."""
+
+
+def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
+    """The entries of one split, names alone as entries of their own.
+
+    Raises:
+        ConfigError: Some entries have a weight and some have none, there is none at all, or one generates no number
+            of rows.
+    """
+    if sources is None:
+        return []
+    entries = [sources] if isinstance(sources, str) else list(sources)
+    found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
+    named = found and all(entry.source for entry in found)
+    require(named, split, sources, "at least one source, each with a name", f"write {split}: rows.jsonl")
+    for entry in found:
+        count = entry.source.removeprefix(GENERATED)
+        fits = count == entry.source or (count.isdecimal() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED)
+        require(fits, split, entry.source[:80], f"{GENERATED}N, N from 1 to {_MOST_GENERATED}")
+    weighted = sum(entry.weight is not None for entry in found)
+    given = f"weights for {weighted} of {len(found)} sources"
+    require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
+    return found
+
+
+DEFAULT_BATCH = 16
+"""Samples per optimizer step of a recipe that says nothing."""
 Truncation = Literal["end", "start", "drop", "error"]
 
 
@@ -53,8 +126,8 @@ class DataConfig:
     """Tokenise while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000
     """Rows that are shuffled among each other while streaming."""
-    global_batch_size: int = 16
-    """Samples (packs) per optimizer step over all ranks."""
+    global_batch_size: int | None = None
+    """Samples (packs) per optimizer step over all ranks; default: 16, or what trainer.accumulate_grad_batches makes."""
     micro_batch_size: int = 1
     """Samples (packs) per rank per forward; accumulation follows: global / (micro * ranks)."""
     val_micro_batch_size: int | None = None
@@ -71,69 +144,54 @@ class DataConfig:
     """Folder for tokenised rows; default: $LIT_FSDP_CACHE, else ~/.cache/lit_fsdp."""
 
     def __post_init__(self) -> None:
-        for field in (
-            "max_seq_length",
-            "global_batch_size",
-            "micro_batch_size",
-            "val_micro_batch_size",
-            "num_tokenizers",
-        ):
+        counts = ("global_batch_size", "micro_batch_size", "val_micro_batch_size", "num_tokenizers", "shuffle_window")
+        for field, least in (*((count, 1) for count in counts), ("max_seq_length", 2), ("num_workers", 0)):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(field, value, ">= 1", f"write {field}: 1 or more")
-        if self.max_seq_length < 2:
-            raise ConfigError("max_seq_length", self.max_seq_length, ">= 2", "leave room for a prompt and an answer")
-        if self.num_workers < 0:
-            raise ConfigError("num_workers", self.num_workers, ">= 0", "write num_workers: 0")
-        if self.shuffle_window < 1:
-            raise ConfigError("shuffle_window", self.shuffle_window, ">= 1", "write shuffle_window: 10000")
-        if not 0 <= self.max_dropped_share <= 1:
-            raise ConfigError("max_dropped_share", self.max_dropped_share, "0 to 1", "write max_dropped_share: 0.5")
-        if self.train_on_prompt and self.supervise != "all":
-            given = f"true with supervise: {self.supervise}"
-            raise ConfigError(
-                "train_on_prompt", given, "supervise: all, as every token is learnt", "drop one of the two"
-            )
+            require(value is None or value >= least, field, value, f">= {least}", f"write {field}: {least} or more")
+        require(0 <= self.max_dropped_share <= 1, "max_dropped_share", self.max_dropped_share, "0 to 1")
+        given = f"true with supervise: {self.supervise}"
+        fits = not self.train_on_prompt or self.supervise == "all"
+        require(fits, "train_on_prompt", given, "supervise: all, as every token is learned", "drop one of the two")
         for split in ("train", "val", "test", "predict"):
             entries = check_sources(split, getattr(self, split))
-            if split != "train" and any(entry.weight is not None for entry in entries):
-                raise ConfigError(split, "a source with a weight", "none: every row counts once", "drop the weights")
+            fits = split == "train" or not any(entry.weight for entry in entries)
+            require(fits, split, "a source with a weight", "none: every row counts once", "drop the weights")
         check_columns("columns", self.columns)
-        self._check_val_split()
+        share = self.val_split
+        if share is not None:
+            fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())
+            require(fits, "val_split", share, "a share between 0 and 1, or a number of rows >= 1")
+            require(self.val is None, "val_split", f"{share} beside data.val", "one of the two")
+            given = f"{share} with streaming: true"
+            require(not self.streaming, "val_split", given, "null: a stream has no number of rows", "name data.val")
 
     def has(self, split: str) -> bool:
         """Whether there are rows for ``train``, ``val``, ``test`` or ``predict``; val_split makes those for val."""
         return bool(getattr(self, split)) or (split == "val" and self.val_split is not None and self.has("train"))
 
-    def _check_val_split(self) -> None:
-        split = self.val_split
-        if split is None:
-            return
-        if not (0 < split < 1 or (split >= 1 and float(split).is_integer())):
-            raise ConfigError(
-                "val_split", split, "a share between 0 and 1, or a number of rows >= 1", "write val_split: 0.01"
-            )
-        if self.val is not None:
-            raise ConfigError("val_split", f"{split} beside data.val", "one of the two", "drop val_split, or val")
-        if self.streaming:
-            raise ConfigError(
-                "val_split", f"{split} with streaming: true", "null: a stream has no number of rows", "name data.val"
-            )
 
-
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | None = None) -> int:
     """Forward passes per optimizer step on each rank: ``global / (micro * ranks)``.
 
+    Args:
+        config: The batch sizes.
+        world_size: All ranks.
+        accumulate: ``trainer.accumulate_grad_batches``, which may stand in place of ``global_batch_size``.
+
     Raises:
-        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``.
+        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or both are given and do
+            not agree.
     """
-    per_forward = micro_batch_size * world_size
-    if global_batch_size % per_forward:
-        nearest = max(1, round(global_batch_size / per_forward)) * per_forward
-        raise ConfigError(
-            "data.global_batch_size",
-            f"{global_batch_size} with micro_batch_size {micro_batch_size} on {world_size} ranks",
-            f"a multiple of micro_batch_size * ranks == {per_forward}",
-            f"set global_batch_size: {nearest}, or another micro_batch_size",
-        )
-    return global_batch_size // per_forward
+    per_forward, total = config.micro_batch_size * world_size, config.global_batch_size
+    if total is None and accumulate is not None:
+        return accumulate
+    total = DEFAULT_BATCH if total is None else total
+    given = f"{total} with micro_batch_size {config.micro_batch_size} on {world_size} ranks"
+    allowed = f"a multiple of micro_batch_size * ranks == {per_forward}"
+    fix = f"set global_batch_size: {max(1, round(total / per_forward)) * per_forward}, or another micro_batch_size"
+    require(total % per_forward == 0, "data.global_batch_size", given, allowed, fix)
+    steps = total // per_forward
+    given = f"{accumulate} with global_batch_size {given}"
+    allowed = f"{steps}, which follows from them; one of the two is enough"
+    require(accumulate in (None, steps), "trainer.accumulate_grad_batches", given, allowed)
+    return steps

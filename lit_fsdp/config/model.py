@@ -1,19 +1,150 @@
-"""What is trained."""
+"""What is trained: the model, its adapters, the loss, and the optimizer."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lit_fsdp.config.lora import LoraConfig
-from lit_fsdp.config.loss import LossConfig
-from lit_fsdp.config.optim import OptimConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
 """Attention backends that compute in bf16 or fp16 only, and come in packages of their own."""
 GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)
 """Attention backends that have a backward pass on GPUs only."""
+ADAMW = "torch.optim.AdamW"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer with decoupled weight decay, a linear warm-up and one of three schedules."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decay per step relative to the learning rate, for parameters of two or more dimensions only."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment per step."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment per step."""
+    eps: float = 1e-8
+    """Added by AdamW to the root of the second moment."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls from its peak to min_lr_ratio of it over the run."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly to its peak."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of the run as a share of the peak, 0 to 1."""
+    optimizer: str = ADAMW
+    """Class of the optimizer (fused AdamW by default), of torch.optim, lit_fsdp or a package that --allow-imports names;
+    in a recipe class_path means the same."""
+    optimizer_args: dict[str, Any] | None = None
+    """Further arguments of the optimizer, e.g. {momentum: 0.9}; in a recipe init_args means the same."""
+
+    def __post_init__(self) -> None:
+        args = dict(self.optimizer_args or {})
+        for field in ("lr", "weight_decay"):  # which stand among the arguments of a class, as Lightning has it
+            if field in args:
+                object.__setattr__(self, field, float(args.pop(field)))
+        object.__setattr__(self, "optimizer_args", args or None)
+        for field in ("lr", "weight_decay", "eps", "warmup_steps"):
+            value = getattr(self, field)
+            require(0 <= value < float("inf"), field, value, "a finite number >= 0")
+        for field in ("beta1", "beta2"):
+            require(0 <= getattr(self, field) < 1, field, getattr(self, field), f"0 <= {field} < 1")
+        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
+
+
+def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step ``step`` (from 0) as a share of its peak.
+
+    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls and would reach
+    ``min_lr_ratio`` at step ``total_steps``, where training has ended.
+    """
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * fall
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The ``model.loss`` section: the same loss and gradients, by different ways of getting there.
+
+    ``train_loss`` and all of validation are the plain cross-entropy, whatever is added here; what backward runs on then
+    is ``train_objective``, and its z-loss ``train_z_loss``.
+    """
+
+    backend: Literal["chunked", "plain", "liger", "cce"] = "chunked"
+    """chunked: head and cross-entropy a few rows at a time; plain: all logits at once; liger, cce: their kernels."""
+    chunk_tokens: int | None = None
+    """Supervised tokens per chunk; default: as many as keep a chunk's fp32 logits at about 96 MiB, or
+    at a quarter of the fp32 gradient of the head where that is more."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition function that is added per supervised token (PaLM uses 1e-4)."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability spread evenly over the vocabulary, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        backend, chunk, smooth, z_loss = self.backend, self.chunk_tokens, self.label_smoothing, self.z_loss
+        fits = chunk is None or (chunk >= 1 and backend == "chunked")
+        require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
+        require(0 <= z_loss < float("inf"), "z_loss", z_loss, "a finite number >= 0", "write z_loss: 1.0e-4")
+        require(0 <= smooth < 1, "label_smoothing", smooth, "0 <= label_smoothing < 1", "write 0.1")
+        lacks = "cce knows none" if backend == "cce" else "liger does not tell the plain loss beside it"
+        fits = backend in ("chunked", "plain") or not smooth
+        require(fits, "label_smoothing", f"{smooth}: {lacks}", "0 here", "set backend: chunked")
+        fits = backend != "cce" or not z_loss
+        require(fits, "z_loss", f"{z_loss}: cce knows none", "0 here", "set backend: chunked, or liger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The ``model.lora`` section: the base model is frozen, and ``B @ A * alpha / r`` is learnt beside its layers."""
+
+    r: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32.0
+    """The product of the two factors is scaled by alpha / r (by alpha / sqrt(r) with use_rslora)."""
+    dropout: float = 0.0
+    """Share of a layer's inputs dropped before its adapter, 0 to 1."""
+    target_modules: list[str] | Literal["all-linear"] | None = None
+    """Names of layers (their ends: q_proj), all-linear (all but the head), or null for peft's choice for the model."""
+    use_dora: bool = False
+    """Learn the length of each weight vector apart from its direction (DoRA)."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r), which keeps large ranks stable."""
+    modules_to_save: list[str] | None = None
+    """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained: none, all of the model, or those of layers with an adapter."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Only null: adapters over quantized base weights (QLoRA) are refused."""
+
+    def __post_init__(self) -> None:
+        require(self.r >= 1, "r", self.r, ">= 1", "write r: 16")
+        require(0 < self.alpha < float("inf"), "alpha", self.alpha, "a finite number > 0", "write alpha: 32")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1", "write dropout: 0.05")
+        for field in ("target_modules", "modules_to_save"):
+            require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
+        allowed = "null: the base weights are kept as bf16 or fp32 numbers and sharded over the ranks"
+        fix = "drop it, and set trainer.strategy.init_args.precision: low_precision for a base of 2 bytes per weight"
+        require(self.quantize is None, "quantize", self.quantize, allowed, fix)
+
+    def check_checkpoint(self, manifest: Any) -> None:
+        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale.
+
+        Args:
+            manifest: A :class:`lit_fsdp.checkpoint.manifest.Manifest`.
+        """
+        saved = manifest.extra.get("model", {}).get("adapter") or {}
+        for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
+            now, before = getattr(self, name), saved.get(key, getattr(self, name))
+            allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
+            require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +180,14 @@ class ModelConfig:
     """Random init of the same architecture shrunk to about a million parameters, for trying a recipe out."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and not self.name:
-            raise ConfigError("name", repr(self.name), "a hub name, folder, GGUF file or config", "name a model")
         for field in ("freeze", "train_only"):
-            if getattr(self, field) == []:
-                raise ConfigError(field, "[]", "at least one pattern, or null", f"drop {field}")
-        if self.add_tokens is not None and (
-            not all(self.add_tokens) or len(set(self.add_tokens)) < max(1, len(self.add_tokens))
-        ):
-            raise ConfigError("add_tokens", self.add_tokens, "different tokens, none of them empty", "drop add_tokens")
-        if self.lora is not None and self.train_only is not None:
-            fix = "drop train_only, or name whole modules in lora.modules_to_save"
-            raise ConfigError("train_only", self.train_only, "nothing beside lora, which freezes the base", fix)
+            require(getattr(self, field) != [], field, "[]", "at least one pattern, or null", f"drop {field}")
+        tokens = self.add_tokens
+        fits = tokens is None or (all(tokens) and tokens and len(set(tokens)) == len(tokens))
+        require(fits, "add_tokens", tokens, "different tokens, none of them empty")
+        fix = "drop train_only, or name whole modules in lora.modules_to_save"
+        fits = self.lora is None or self.train_only is None
+        require(fits, "train_only", self.train_only, "nothing beside lora, which freezes the base", fix)
 
 
 def gpu_attention_on_cpu(name: str) -> ConfigError:

@@ -1,22 +1,375 @@
-"""A recipe from files and flags, checked: one function for every verb that reads one."""
+"""One parser: jsonargparse over the dataclasses of this folder reads files and flags, without torch.
+
+Ours on top are the nearest key, the full path on errors of a section's own rules, and the rules between sections.
+:class:`lit_fsdp.cli.RecipeCLI` builds Lightning's parser from the same dataclasses and shares :func:`complete`.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import os
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union
 
+import jsonargparse
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.recipe import read_recipe
-from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.places import expanded, shipped_name
+from lit_fsdp.config.run import (
+    FACTORY,
+    RULES,
+    STRATEGY,
+    CheckpointConfig,
+    ResumeConfig,
+    RunConfig,
+    TrainerConfig,
+    merged_precision,
+)
+from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process
+from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
+
+T = TypeVar("T")
+OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
+TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+"""Packages whose classes a recipe may name without being asked."""
+SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "slurm": SlurmConfig}
+_OWN = {"model": ModelConfig, "data": DataConfig}
+_PATHS = {
+    "model": ("name", "tokenizer"),
+    "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
+    "slurm": ("container", "container_mounts", "env_file"),
+}
+"""By section, the keys whose text names files; under ``trainer`` any may."""
+
+
+# -- YAML
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML in which 12:00:00 and 2024-01-01 are text, and 1e-4 is a number."""
+
+
+_NUMBERS = {
+    "int": (r"[-+]?(0|[1-9][0-9_]*)$", "-+0123456789"),
+    "float": (
+        r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$",
+        "-+0123456789.",
+    ),
+}
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in (*_NUMBERS, "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, (_regexp, _first) in _NUMBERS.items():
+    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_regexp), list(_first))
+
+
+def load_yaml(text: str, own_model: bool = True) -> Any:
+    """YAML as data; a section that names our own class by ``class_path`` becomes its short form.
+
+    Args:
+        text: A recipe, or a single value.
+        own_model: Whether ``model.optim`` is ours, where ``class_path`` and ``init_args`` name the optimizer.
+    """
+    values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
+    if isinstance(values, dict):
+        for name, path in OWN_CLASSES.items():
+            given = values.get(name)
+            if isinstance(given, dict) and given.get("class_path") == path:
+                values[name] = given.get("init_args") or {}
+        model: Any = values.get("model")
+        model = model.get("init_args", model) if isinstance(model, dict) else {}
+        optim = model.get("optim") if own_model and isinstance(model, dict) else None
+        for ours, theirs in (("optimizer", "class_path"), ("optimizer_args", "init_args")):
+            if isinstance(optim, dict) and theirs in optim:
+                optim[ours] = optim.pop(theirs)
+    return values
+
+
+def use_loader(own_model: bool = True) -> None:
+    """Make jsonargparse read YAML with :func:`load_yaml`."""
+    jsonargparse.set_loader("yaml", lambda text: load_yaml(text, own_model), exceptions=(yaml.YAMLError, ValueError))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A recipe file as a mapping; its secrets are remembered, so that no message shows them.
+
+    Raises:
+        ConfigError: The file is missing (near names are given), is no YAML, or holds no mapping.
+    """
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
+        there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
+        ships = shipped_name(path)
+        fix = f"lit-fsdp recipes cp {ships} {path}" if ships else "check the path"
+        raise ConfigError("--config", path, f"an existing YAML file: {there}", fix)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = load_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        remember_lines(text)  # the error quotes the file
+        why = " ".join(str(error).split())
+        raise ConfigError("--config", f"{path}, which is no YAML ({why})", "YAML", "mend that line") from None
+    require(isinstance(content, dict), "--config", f"{path} with {type(content).__name__}", "a mapping of sections")
+    remember(content)
+    return typing.cast(dict[str, Any], content)
+
+
+# -- words
+
+
+@dataclass
+class CommandLine:
+    """The words behind a verb, files first, without the switches that are not part of a recipe."""
+
+    words: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    contents: list[dict[str, Any]] = field(default_factory=list)
+    allow_imports: list[str] = field(default_factory=list)
+    """Packages, beside :data:`TRUSTED`, whose classes the recipe may name."""
+    verbose: bool = False
+    debug: bool = False
+    print_config: bool = False
+
+    @property
+    def foreign(self) -> set[str]:
+        """Those of model, data and trainer.strategy for which somebody else's class is named."""
+        named = [(name, content.get(name)) for content in self.contents for name in OWN_CLASSES]
+        trainers = [content.get("trainer") for content in self.contents]
+        named += [("trainer.strategy", trainer.get("strategy")) for trainer in trainers if isinstance(trainer, dict)]
+        for i, word in enumerate(self.words):
+            flag, _, value = word.removeprefix("--").partition("=")
+            name = flag.removesuffix(".class_path")
+            if name in (*OWN_CLASSES, "trainer.strategy"):
+                value = value or (self.words[i + 1] if i + 1 < len(self.words) else "")
+                named.append((name, value if not value.startswith("{") else load_yaml(value)))
+        found = set()
+        for name, given in named:
+            path = given.get("class_path") if isinstance(given, dict) else given
+            if path and path != (FACTORY if name == "trainer.strategy" else None):
+                found.add(name)
+        return found
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last.
+
+    Raises:
+        ConfigError: A file is missing or no YAML mapping.
+    """
+    line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("--config", "-c", "--allow-imports"):
+            require(equals or words, name, "nothing", f"{name} VALUE")
+            value = value if equals else words.pop(0)
+            if name == "--allow-imports":
+                line.allow_imports.append(value)
+                continue
+            path = Path(expanded(value, name))
+            line.files.append(path)
+            line.contents.append(read_yaml(path))
+        elif word in ("--verbose", "--debug", "--print_config"):
+            setattr(line, word.removeprefix("--"), True)
+        else:
+            word = word.replace("--model.optim.class_path", "--model.optim.optimizer", 1)
+            flags.append(word.replace("--model.optim.init_args", "--model.optim.optimizer_args", 1))
+            if word.startswith("--"):
+                remember(value if equals else words[0] if words else None, name)
+    line.words = [f"--config={path}" for path in line.files] + flags
+    line.allow_imports = [package for package in line.allow_imports if package]
+    return line
+
+
+# -- the parser
+
+
+def lightning_keys() -> list[str]:
+    """Names of the Trainer's arguments, read from its source, as importing it takes seconds."""
+    folders = importlib.util.find_spec("lightning").submodule_search_locations or [""]  # type: ignore[union-attr]
+    tree = ast.parse(Path(folders[0], "pytorch", "trainer", "trainer.py").read_text(encoding="utf-8"))
+    inits = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return [argument.arg for argument in next(inits).args.kwonlyargs]
+
+
+def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:
+    """The parser of a recipe; sections in ``foreign`` may hold anything."""
+    use_loader("model" not in foreign)
+    parser = ArgumentParser(prog="lit-fsdp", exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--seed_everything", type=int | bool | None, default=0)
+    parser.add_argument("--ckpt_path", type=str | None)
+    parser.add_class_arguments(TrainerConfig, "trainer")
+    own = {f.name for f in dataclasses.fields(TrainerConfig)}
+    for key in lightning_keys():
+        if key in ("callbacks", "logger", "plugins"):
+            parser.add_argument(f"--trainer.{key}", type=list[Any] | dict | bool | str | None)
+        elif key not in own and key != "strategy":
+            parser.add_argument(f"--trainer.{key}", type=Any)
+    if "trainer.strategy" in foreign:
+        parser.add_argument("--trainer.strategy", type=Any)
+    else:
+        parser.add_argument("--trainer.strategy.class_path", type=str, default=FACTORY)
+        parser.add_class_arguments(StrategyConfig, STRATEGY)
+    for name, cls in (_OWN | SECTIONS).items():
+        if name in foreign:
+            parser.add_argument(f"--{name}", type=Any)
+        else:
+            parser.add_class_arguments(cls, name)
+    return parser
+
+
+def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = ()) -> Namespace:
+    """What the parser makes of ``words``; its errors become ours, with the nearest of its keys and those ``known``.
+
+    Raises:
+        ConfigError: A key or value that does not exist, or a class that may not be imported.
+    """
+    try:
+        return parser.parse_args(list(words))
+    except ConfigError:
+        raise
+    except (ArgumentError, ValueError, TypeError, KeyError) as error:
+        raise parser_error(str(error), [*(action.dest for action in parser._actions), *known]) from None
+
+
+def parser_error(message: str, known: Iterable[str]) -> ConfigError:
+    """An error of jsonargparse as ours: what it says, the full path, and the nearest key or word."""
+    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
+    key = next(iter(re.findall(r'Parser key "([^"]+)"', message)), "recipe")
+    if denied:
+        package = denied[1].partition(".")[0]
+        fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
+        return ConfigError(key, denied[1], f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
+    unknown = re.search(r"(?:unrecognized arguments: -*|Option ')([^\s'=]+)", message)
+    if unknown:
+        name = unknown[1]
+        dests = [dest.replace("-", "_") for dest in known if dest not in ("help", "config")]
+        every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
+        full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
+        parent = full.rpartition(".")[0]
+        while parent and parent not in every:
+            parent = parent.rpartition(".")[0]
+        beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
+        near = _nearest(full.removesuffix("+"), beside) or _nearest(full.removesuffix("+"), every)
+        fix = f"write {near}" if near else "remove it"
+        if Path(name).suffix in (".yaml", ".yml"):
+            fix = f"write --config {name}"
+        names = ", ".join(one.rpartition(".")[2] for one in beside)
+        return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
+    if not value or not wanted:
+        return ConfigError(key, " ".join(message.split()), "see lit-fsdp fit --help")
+    others = re.findall(r"^\s*- (?!Expected a )(.+)$", message, re.MULTILINE)  # rules of a section's own
+    plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
+    kinds = {"NoneType": "null", "str": "text", "bool": "true | false", "float": "a number", "int": "a whole number"}
+    shown = [one.removeprefix("Literal[").rstrip("]").replace("'", "").replace(", ", " | ")
+             if one.startswith("Literal") else kinds.get(one, one) for one in plain if "import path" not in one]  # fmt: skip
+    words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
+    near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
+    return ConfigError(key, value[1], "; ".join([allowed, *others]), f"write {key}: {near}" if near else "")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """The nearest of ``names``; learning_rate is meant by lr, and what contains a word may mean it."""
+    names = sorted(names)
+    last = name.rpartition(".")[2]
+    meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
+    by_word = [one for one in names if one.rpartition(".")[2] in meant]
+    return next(iter(by_word or difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
+
+
+# -- typed sections
+
+
+def strategy_config(options: Mapping[str, Any], path: str = STRATEGY) -> StrategyConfig:
+    """The checked arguments of the factory from plain values."""
+    return build(StrategyConfig, options, path)
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+    """The dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
+
+    Raises:
+        ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
+    """
+    use_loader()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, path)
+    try:
+        namespace = parser.parse_object({path: _plain(values)})
+    except ConfigError:
+        raise
+    except (ArgumentError, ValueError, TypeError, KeyError) as error:
+        raise parser_error(str(error), [action.dest for action in parser._actions]) from None
+    return typed(cls, namespace[path], path)
+
+
+def typed(cls: type[T], values: Any, path: str) -> T:
+    """The dataclass ``cls`` from a namespace that the parser has checked.
+
+    Raises:
+        ConfigError: A rule of ``cls``, with the full path of its field.
+    """
+    hints = typing.get_type_hints(cls)
+    items = vars(values) if isinstance(values, Namespace) else values
+    built = {name: _typed_value(hints[name], value, f"{path}.{name}") for name, value in items.items()}
+    try:
+        return cls(**built)
+    except ConfigError as error:
+        within = error.field.startswith(path) or error.field.split(".")[0] in _OWN
+        name = error.field if within else f"{path}.{error.field}"
+        raise ConfigError(name, error.given, error.allowed, error.fix) from None
+
+
+def _typed_value(hint: Any, value: Any, path: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, (Namespace, dict)):
+        nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        return typed(nested, value, path) if nested else _plain(value)  # type: ignore[arg-type]
+    if isinstance(value, list):
+        items = next((typing.get_args(option)[0] for option in options if typing.get_origin(option) is list), Any)
+        return [_typed_value(items, item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists in place of namespaces and dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (Namespace, Mapping)):
+        items = vars(value) if isinstance(value, Namespace) else value
+        return {name: _plain(item) for name, item in items.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- recipes
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A checked recipe: typed sections, the merged values they come from, and the files."""
+    """A checked recipe: typed sections, the values they come from, and the files."""
 
     run: RunConfig
     values: dict[str, Any]
@@ -24,7 +377,7 @@ class LoadedRecipe:
 
 
 def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> LoadedRecipe:
-    """Read ``--config`` files and ``--key value`` flags, later wins, and check every rule.
+    """Read ``--config`` files and ``--key value`` flags, later wins, and check every rule; torch is not imported.
 
     Args:
         argv: Words of the command line, without those that belong to the verb itself.
@@ -34,7 +387,100 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     Raises:
         ConfigError: A key or value that does not exist, or a rule that does not hold.
     """
-    recipe = read_recipe(argv, also=also)
-    for line in adapt_to_miniature(recipe.values, recipe.replaced) if is_first_process() else ():
-        print(f"miniature: {line}", file=sys.stderr)
-    return LoadedRecipe(check_recipe(recipe.values, verb), recipe.values, recipe.files)
+    line = read_command_line(argv)
+    foreign = line.foreign
+    parsed = parse(recipe_parser(foreign), line.words, also)
+    parsed.pop("config", None)
+    model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
+    strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
+    complete(parsed, line, model, data, strategy)
+    given = {key: value for key, value in vars(parsed.trainer).items() if key != "strategy"}
+    own = {f.name: given[f.name] for f in dataclasses.fields(TrainerConfig)}
+    run = RunConfig(
+        strategy=typed(StrategyConfig, strategy, STRATEGY) if strategy is not None else None,
+        model=typed(ModelConfig, model, "model") if model is not None else None,
+        data=typed(DataConfig, data, "data") if data is not None else None,
+        **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+        trainer=_plain(given) | _plain(vars(typed(TrainerConfig, own, "trainer"))),
+        verb=verb,
+    )
+    for rule in RULES:
+        rule(run)
+    values = _plain(parsed)
+    values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
+    return LoadedRecipe(run, values, line.files)
+
+
+def complete(
+    parsed: Namespace, line: CommandLine, model: Namespace | None, data: Namespace | None, strategy: Namespace | None
+) -> None:
+    """Fill in, in place, what follows from other values: paths, the run folder, Lightning's words, the miniature.
+
+    Args:
+        parsed: The whole recipe.
+        line: Where it comes from.
+        model: The arguments of our module, None for somebody else's; ``data`` and ``strategy`` likewise.
+        data: See ``model``.
+        strategy: See ``model``.
+
+    Raises:
+        ConfigError: A variable in a path is not set, a secret was not written down, or two words for precision differ.
+    """
+    for key in hidden_keys(_plain(parsed)):
+        given = f"{HIDDEN}, which stands for a secret that was not written down"
+        raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
+    for name, section in (("model", model), ("data", data), ("slurm", parsed.slurm)):
+        for key in _PATHS[name] if section is not None else ():
+            section[key] = _expanded(section[key], f"{name}.{key}")
+    for key, value in vars(parsed.trainer).items():
+        setattr(parsed.trainer, key, _expanded(value, f"trainer.{key}"))
+    parsed.ckpt_path = _expanded(parsed.ckpt_path, "ckpt_path")
+    trainer = parsed.trainer
+    if trainer.default_root_dir is None:
+        trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
+    if strategy is not None:
+        strategy.precision = merged_precision(trainer.precision, strategy.precision)
+        trainer.precision = None
+    if model is not None and model.miniature:
+        replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model)
+        if is_first_process() and not line.print_config:
+            lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
+            print("\n".join(f"miniature: {text}" for text in lines), file=sys.stderr)
+
+
+def _overruled(line: CommandLine) -> list[str]:
+    """One line per value of a file that a later file replaces by another."""
+    found, before = [], {}
+    for path, content in zip(line.files, line.contents, strict=True):
+        now = dict(leaves(content))
+        found += [
+            f"{key}: {before[key]!r} → {new!r} ({path})" for key, new in now.items() if before.get(key, new) != new
+        ]
+        before |= now
+    return found
+
+
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One line per value, with its full key, that differs between two recipes; a key that is not there is null."""
+    old, new = dict(leaves(before)), dict(leaves(after))
+    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    """Full key and value of everything in nested mappings."""
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        yield from leaves(value, where) if isinstance(value, Mapping) and value else [(where, value)]
+
+
+def _expanded(value: Any, key: str) -> Any:
+    change: Callable[[Any], Any] = lambda item: _expanded(item, key)  # noqa: E731
+    if isinstance(value, Namespace):
+        for name, item in vars(value).items():
+            setattr(value, name, change(item))
+        return value
+    if isinstance(value, dict):
+        return {name: change(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [change(item) for item in value]
+    return expanded(value, key) if isinstance(value, str) else value

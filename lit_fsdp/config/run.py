@@ -1,35 +1,122 @@
-"""The rules between sections: one list, checked before any process starts and before torch is imported."""
+"""A run: when it saves, what Lightning's Trainer is told, and the rules between sections as one list.
+
+They are checked before any process starts and before torch is imported.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.engines import strategy_config
-from lit_fsdp.config.lightning_values import check_counts, check_run_folder, check_seed
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
-from lit_fsdp.config.resume import ResumeConfig
-from lit_fsdp.config.sharding import StrategyConfig
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.typed import build, unknown_key
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionMode, PrecisionWord, StrategyConfig, mesh_shape
+from lit_fsdp.errors import require
 
 FACTORY = "lit_fsdp.fsdp_strategy"
 STRATEGY = "trainer.strategy.init_args"
-_TOP = ("seed_everything", "trainer", "model", "data", "checkpoint", "resume", "slurm", "ckpt_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """The ``checkpoint`` section: arguments of :class:`lit_fsdp.Checkpoint`."""
+
+    every_steps: int | None = None
+    """Optimizer steps between checkpoints; one is also saved at the end, on a signal and at the best validation."""
+    keep_last: int = 2
+    """How many of the newest checkpoints are kept; -1 keeps all; of those saved only on a signal, one counts."""
+    keep_best: int = 1
+    """How many of the checkpoints with the best values of the metric are kept; 0 neither saves nor keeps for that."""
+    keep_every: int | None = None
+    """Checkpoints of every so many optimizer steps are kept for ever; a multiple of every_steps."""
+    monitor: str = "val_loss"
+    """Logged metric that decides which checkpoint is the best."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller (min) or a larger (max) value of the metric is better."""
+    async_save: bool | None = None
+    """Whether training waits only until the state is copied to the host, and goes on while it is written; needs host
+    memory for one copy; null: true on CUDA, false elsewhere."""
+    max_total_gib: float | None = None
+    """GiB that the checkpoints of the run may take together, the one being written included; null: all that is free."""
+
+    def __post_init__(self) -> None:
+        every, kept = self.every_steps, self.keep_every
+        require(every is None or every >= 1, "every_steps", every, ">= 1, or null", "write every_steps: 100")
+        require(self.keep_last == -1 or self.keep_last >= 1, "keep_last", self.keep_last, ">= 1, or -1 for all")
+        require(self.keep_best >= 0, "keep_best", self.keep_best, ">= 0", "write keep_best: 1")
+        given = f"{kept} with every_steps {'null' if every is None else every}"
+        allowed = "a multiple of every_steps, since only what is saved can be kept; or null"
+        fix = f"write keep_every: {10 * every}" if every else "set every_steps: 100 and keep_every: 1000"
+        fits = kept is None or (every is not None and kept >= 1 and kept % every == 0)
+        require(fits, "keep_every", given, allowed, fix)
+        most = self.max_total_gib
+        require(most is None or 0 < most < float("inf"), "max_total_gib", most, "a number of GiB > 0, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """The ``resume`` section: how far a checkpoint is trusted, and whether an older one may take its place."""
+
+    verify: bool = True
+    """Compare the hash of every file with the manifest before anything is loaded; false compares sizes only."""
+    fallback: bool = False
+    """Where last or best is damaged, say so and go on from the newest (next best) sound one instead of stopping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Those of the Trainer's arguments that rules of ours look at; the others are judged by Lightning alone."""
+
+    accelerator: str = "auto"
+    """cpu, gpu, cuda or auto."""
+    devices: int | list[int] | str = "auto"
+    """Processes per node, one per GPU or CPU rank; a list of GPUs, or auto for all of them."""
+    num_nodes: int = 1
+    """Nodes of the run."""
+    precision: PrecisionWord | str | int | None = None
+    """bf16-mixed, bf16-true, 16-mixed, 32-true; under our strategy the same as its own precision."""
+    max_steps: int = -1
+    """Optimizer steps of the run; -1: max_epochs or max_time ends it."""
+    max_epochs: int | None = None
+    """Passes over the training rows."""
+    max_time: Any = None
+    """Wall-clock limit of the run, DD:HH:MM:SS."""
+    accumulate_grad_batches: int | None = None
+    """Micro-batches per optimizer step, in place of data.global_batch_size."""
+    gradient_clip_val: int | float | None = None
+    """Largest gradient norm (or value); null: no clipping."""
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    """What gradient_clip_val bounds; default: norm."""
+    val_check_interval: Any = None
+    """Micro-batches, or share of an epoch, between validations."""
+    limit_train_batches: int | float | None = None
+    """Only 1.0; trainer.max_steps ends a run."""
+    overfit_batches: int | float = 0.0
+    """Only 0."""
+    fast_dev_run: bool | int = False
+    """Run so many batches and save nothing."""
+    default_root_dir: str | None = None
+    """The run folder; default: runs/NAME after the first recipe file."""
+
+    def __post_init__(self) -> None:
+        require(self.num_nodes >= 1, "num_nodes", self.num_nodes, "a whole number >= 1")
+        clip, folder = self.gradient_clip_val, self.default_root_dir
+        require(clip is None or clip >= 0, "gradient_clip_val", clip, "a number above 0; 0 or null: no clipping")
+        require(folder is None or folder.strip(), "default_root_dir", repr(folder), "the path of a folder, or null")
+        steps = self.accumulate_grad_batches
+        require(steps is None or steps >= 1, "accumulate_grad_batches", steps, "a whole number >= 1")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The typed sections of a recipe, and Lightning's as it stands."""
+    """The typed sections of a recipe, and Lightning's as it stands; a section of somebody else's class is None."""
 
-    strategy: StrategyConfig
-    model: ModelConfig
-    data: DataConfig
+    strategy: StrategyConfig | None
+    model: ModelConfig | None
+    data: DataConfig | None
     checkpoint: CheckpointConfig
     resume: ResumeConfig
     slurm: SlurmConfig
@@ -39,232 +126,161 @@ class RunConfig:
     @property
     def num_nodes(self) -> int:
         """Nodes of the run."""
-        given = self.trainer.get("num_nodes")
-        return 1 if given is None else int(given)
+        return int(self.trainer.get("num_nodes") or 1)
 
     @property
     def world_size(self) -> int | None:
         """All ranks, or ``None`` while ``devices`` is ``auto``."""
         devices = self.trainer.get("devices")
-        if isinstance(devices, list):
-            devices = len(devices)
-        return devices * self.num_nodes if isinstance(devices, int) and devices > 0 else None
+        count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
+        return count * self.num_nodes or None
 
 
-def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
-    """The typed sections of a recipe whose every own value and cross-field rule holds.
+def merged_precision(word: Any, precision: Any) -> Any:
+    """The strategy's precision; ``trainer.precision`` may stand in its place, in Lightning's words or ours.
 
     Args:
-        values: The merged recipe; in place, a missing or short ``trainer.strategy`` is completed and numbers that
-            stand for text become text, as Lightning's parser wants it.
-        verb: ``fit``, ``validate``, ``test`` or ``predict``; ``audit`` leaves out what only a run needs.
+        word: ``trainer.precision``; None where the recipe has none.
+        precision: The strategy's: a word, a mapping with ``mode``, or None.
 
     Raises:
-        ConfigError: The first thing that is wrong.
+        ConfigError: Both are given and differ, or Lightning's word names none of our modes.
     """
-    for key in values:
-        if key not in _TOP:
-            raise unknown_key(str(key), values[key], str(key), _TOP)
-    trainer = {} if values.get("trainer") is None else values["trainer"]
-    if not isinstance(trainer, dict):
-        raise ConfigError("trainer", trainer, "a mapping of Lightning's Trainer arguments", "write trainer: {...}")
-    values["trainer"] = trainer
-    run = RunConfig(
-        strategy=strategy_config(_complete_strategy(trainer), STRATEGY),
-        model=build(ModelConfig, values.get("model"), "model"),
-        data=build(DataConfig, values.get("data"), "data"),
-        checkpoint=build(CheckpointConfig, values.get("checkpoint"), "checkpoint"),
-        resume=build(ResumeConfig, values.get("resume"), "resume"),
-        slurm=build(SlurmConfig, values.get("slurm"), "slurm"),
-        trainer=trainer,
-        verb=verb,
-    )
-    check_seed(values.get("seed_everything"))
-    for rule in RULES:
-        rule(run)
-    for section, key, texts in (("slurm", "env", run.slurm.env), ("data", "columns", run.data.columns)):
-        if texts and isinstance(values[section], dict):
-            values[section] = {**values[section], key: texts}
-    trainer.pop("accumulate_grad_batches", None)  # agrees, and follows from the ranks at hand
-    return run
-
-
-def _complete_strategy(trainer: dict[str, Any]) -> dict[str, Any]:
-    given = trainer.get("strategy")
-    if given is None or given == FACTORY:
-        given = {"class_path": FACTORY}
-    if not isinstance(given, dict):
-        raise ConfigError("trainer.strategy", repr(given), FACTORY, f"write strategy: {{class_path: {FACTORY}}}")
-    for key in given:
-        if key not in ("class_path", "init_args"):
-            raise unknown_key(f"trainer.strategy.{key}", given[key], str(key), ("class_path", "init_args"))
-    if given.setdefault("class_path", FACTORY) != FACTORY:
-        raise ConfigError("trainer.strategy.class_path", given["class_path"], FACTORY, f"write class_path: {FACTORY}")
-    if given.get("init_args") is None:
-        given["init_args"] = {}
-    trainer["strategy"] = given
-    return given["init_args"]
-
-
-def _precision_is_the_strategys(run: RunConfig) -> None:
-    if run.trainer.get("precision") is not None:
-        raise ConfigError(
-            "trainer.precision",
-            run.trainer["precision"],
-            f"nothing: precision is {STRATEGY}.precision (mixed, low_precision, fp32)",
-            f"drop trainer.precision and set {STRATEGY}.precision: mixed",
-        )
-
-
-def _mesh_fits(run: RunConfig) -> None:
-    if run.world_size is not None:
-        mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
-
-
-def _batches_fit(run: RunConfig) -> None:
-    if run.world_size is None or run.verb != "fit":
-        return
-    steps = accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, run.world_size)
-    given = run.trainer.get("accumulate_grad_batches")
-    if given is not None and given != steps:
-        raise ConfigError(
-            "trainer.accumulate_grad_batches",
-            f"{given} with global_batch_size {run.data.global_batch_size}, micro_batch_size "
-            f"{run.data.micro_batch_size} on {run.world_size} ranks",
-            f"{steps}, which follows from them",
-            "drop accumulate_grad_batches, or change data.global_batch_size",
-        )
-
-
-def _training_ends(run: RunConfig) -> None:
-    if run.verb != "fit":
-        return
-    steps, epochs = run.trainer.get("max_steps"), run.trainer.get("max_epochs")
-    has_end = (isinstance(steps, int) and steps > 0) or (isinstance(epochs, int) and epochs > 0)
-    if not has_end and not run.trainer.get("max_time") and not run.trainer.get("fast_dev_run"):
-        raise ConfigError("trainer.max_steps", steps, "max_steps or max_epochs >= 1", "set trainer.max_steps: 1000")
-    warmup = run.model.optim.warmup_steps
-    if isinstance(steps, int) and 0 < steps < warmup:
-        raise ConfigError(
-            "model.optim.warmup_steps",
-            f"{warmup} with trainer.max_steps {steps}",
-            f"at most max_steps ({steps})",
-            f"set warmup_steps: {max(0, steps // 10)}",
-        )
-
-
-def _a_stream_ends(run: RunConfig) -> None:
-    if run.verb != "fit" or not run.data.streaming:
-        return
-    steps, interval = run.trainer.get("max_steps"), run.trainer.get("val_check_interval")
-    if run.trainer.get("fast_dev_run"):
-        return
-    if not (isinstance(steps, int) and steps > 0) and not run.trainer.get("max_time"):
-        raise ConfigError(
-            "trainer.max_steps",
-            f"{steps} with data.streaming: true",
-            "max_steps >= 1: a stream goes on without end, and nobody has counted its rows, so max_epochs ends nothing",
-            "set trainer.max_steps: 1000",
-        )
-    if run.data.has("val") and (not isinstance(interval, int) or isinstance(interval, bool)):
-        raise ConfigError(
-            "trainer.val_check_interval",
-            f"{interval} with data.streaming: true and data.val",
-            "a whole number of micro-batches: a stream has no epoch that ends, after which validation would run",
-            "set trainer.val_check_interval: 500, or drop data.val",
-        )
+    if word is None:
+        return "mixed" if precision is None else precision
+    ours = {**LIGHTNING_PRECISION, "32": "fp32", "16": "fp16_mixed", "bf16": "mixed"}
+    mode = ours.get(str(word), str(word))
+    allowed = f"{', '.join(LIGHTNING_PRECISION)}, or {', '.join(get_args(PrecisionMode))}"
+    require(mode in get_args(PrecisionMode), "trainer.precision", word, allowed)
+    given = precision if precision is None or isinstance(precision, str) else precision["mode"]
+    same = given is None or ours.get(given, given) == mode
+    require(same, "trainer.precision", f"{word} with {STRATEGY}.precision {given}", "both alike", "drop one of the two")
+    return mode if precision is None else precision
 
 
 def _has_a_model(run: RunConfig) -> None:
-    if run.model.name is None:
-        raise ConfigError("model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
+    named = run.model is None or run.model.name
+    require(named, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
 
 
 def _has_data(run: RunConfig) -> None:
     split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}.get(run.verb)
-    if split and not run.data.has(split):
-        raise ConfigError(f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
+    there = split is None or run.data is None or run.data.has(split)
+    require(there, f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
 
 
-def _not_overfitting_batches(run: RunConfig) -> None:
-    if run.trainer.get("overfit_batches"):
-        raise ConfigError(
-            "trainer.overfit_batches",
-            run.trainer["overfit_batches"],
-            "0: the order of samples is a function of the step, which this would change in silence",
-            "name a small file as data.train and set data.shuffle: false",
-        )
+def _training_ends(run: RunConfig) -> None:
+    if run.verb != "fit" or run.model is None:
+        return
+    steps, epochs = run.trainer["max_steps"], run.trainer["max_epochs"]
+    ends = steps > 0 or (epochs or 0) > 0 or run.trainer["max_time"] or run.trainer["fast_dev_run"]
+    require(ends, "trainer.max_steps", steps, "max_steps or max_epochs >= 1", "set trainer.max_steps: 1000")
+    warmup = run.model.optim.warmup_steps
+    given, fix = f"{warmup} with trainer.max_steps {steps}", f"set warmup_steps: {max(0, steps // 10)}"
+    require(not 0 < steps < warmup, "model.optim.warmup_steps", given, f"at most max_steps ({steps})", fix)
 
 
-def _limits_whole_batches(run: RunConfig) -> None:
-    limit = run.trainer.get("limit_train_batches")
-    if limit is not None and (limit != 1 or isinstance(limit, int)):  # 1 is one batch, 1.0 all of them
-        raise ConfigError(
-            "trainer.limit_train_batches",
-            limit,
-            "1.0: it counts micro-batches, and could end an epoch inside a global batch",
-            "set trainer.max_steps",
-        )
+def _a_stream_ends(run: RunConfig) -> None:
+    if run.verb != "fit" or run.data is None or not run.data.streaming or run.trainer["fast_dev_run"]:
+        return
+    steps, interval = run.trainer["max_steps"], run.trainer["val_check_interval"]
+    given = f"{steps} with data.streaming: true"
+    allowed = (
+        "max_steps >= 1: a stream goes on without end, and nobody has counted its rows, so max_epochs ends nothing"
+    )
+    ends = steps > 0 or run.trainer["max_time"]
+    require(ends, "trainer.max_steps", given, allowed, "set trainer.max_steps: 1000")
+    counted = isinstance(interval, int) and not isinstance(interval, bool)
+    given = f"{interval} with data.streaming: true and data.val"
+    allowed = "a whole number of micro-batches: a stream has no epoch that ends, after which validation would run"
+    fix = "set trainer.val_check_interval: 500, or drop data.val"
+    require(counted or not run.data.has("val"), "trainer.val_check_interval", given, allowed, fix)
+
+
+def _mesh_fits(run: RunConfig) -> None:
+    if run.world_size is not None and run.strategy is not None:
+        mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
+
+
+def _batches_fit(run: RunConfig) -> None:
+    if run.world_size is not None and run.data is not None and run.verb == "fit":
+        accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
+
+
+def _counts_whole_batches(run: RunConfig) -> None:
+    if run.data is None:
+        return
+    share, limit = run.trainer["overfit_batches"], run.trainer["limit_train_batches"]
+    allowed = "0: the order of samples is a function of the step, which this would change in silence"
+    fix = "name a small file as data.train and set data.shuffle: false"
+    require(not share, "trainer.overfit_batches", share, allowed, fix)
+    whole = limit is None or (limit == 1 and isinstance(limit, float))  # 1 is one batch, 1.0 all of them
+    allowed = "1.0: it counts micro-batches, and could end an epoch inside a global batch"
+    require(whole, "trainer.limit_train_batches", limit, allowed, "set trainer.max_steps")
 
 
 def _attention_has_its_device(run: RunConfig) -> None:
     """Where the recipe names the device; elsewhere it is known later."""
-    if run.trainer.get("accelerator") == "cpu" and run.model.attn_implementation in GPU_ATTENTION:
-        raise gpu_attention_on_cpu(run.model.attn_implementation)
-
-
-def _flash_attention_has_few_bits(run: RunConfig) -> None:
-    compute = run.strategy.precision_config.row.compute
-    if run.model.attn_implementation in FLASH_ATTENTION and compute == "fp32" and run.verb != "audit":
-        raise ConfigError(
-            "model.attn_implementation",
-            f"{run.model.attn_implementation} with {STRATEGY}.precision {run.strategy.precision_config.mode}",
-            "bf16 or fp16 compute; it has no other",
-            f"set {STRATEGY}.precision: mixed, or leave attn_implementation out",
-        )
+    attention = run.model and run.model.attn_implementation
+    if attention in GPU_ATTENTION and run.trainer["accelerator"] == "cpu":
+        raise gpu_attention_on_cpu(attention)
+    if attention in FLASH_ATTENTION and run.strategy is not None and run.verb != "audit":
+        precision = run.strategy.precision_config
+        given = f"{attention} with {STRATEGY}.precision {precision.mode}"
+        fix = f"set {STRATEGY}.precision: mixed, or leave attn_implementation out"
+        fits = precision.row.compute != "fp32"
+        require(fits, "model.attn_implementation", given, "bf16 or fp16 compute; it has no other", fix)
 
 
 def _fused_loss_has_a_gpu(run: RunConfig) -> None:
-    backend = run.model.loss.backend
-    if backend not in ("liger", "cce") or run.verb != "fit":
+    if run.model is None or run.model.loss.backend not in ("liger", "cce") or run.verb != "fit":
         return
-    problem = None
-    if run.trainer.get("accelerator") == "cpu":
-        problem = "trainer.accelerator cpu"
-    elif backend == "cce" and run.strategy.precision_config.row.compute == "fp32":
-        problem = f"precision {run.strategy.precision_config.mode}"
-    elif run.model.lora is not None and "lm_head" in [
-        *_names(run.model.lora.target_modules),
-        *_names(run.model.lora.modules_to_save),
-    ]:
-        problem = "adapters on the head"
-    if problem:
-        raise ConfigError(
-            "model.loss.backend",
-            f"{backend} with {problem}",
-            "a GPU, and for cce bf16 or fp16 compute; a plain linear head",
-            "set model.loss.backend: chunked",
-        )
-
-
-def _names(value: str | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else []
+    backend, lora = run.model.loss.backend, run.model.lora
+    precision = run.strategy.precision_config if run.strategy else None
+    adapted = [name for names in (lora and (lora.target_modules, lora.modules_to_save)) or () for name in names or ()]
+    problem = (
+        "trainer.accelerator cpu" if run.trainer["accelerator"] == "cpu"
+        else f"precision {precision.mode}" if backend == "cce" and precision and precision.row.compute == "fp32"
+        else "adapters on the head" if "lm_head" in adapted
+        else None
+    )  # fmt: skip
+    allowed = "a GPU, and for cce bf16 or fp16 compute; a plain linear head"
+    given = f"{backend} with {problem}"
+    require(problem is None, "model.loss.backend", given, allowed, "set model.loss.backend: chunked")
 
 
 RULES: list[Callable[[RunConfig], None]] = [
-    lambda run: check_counts(run.trainer),
-    lambda run: check_run_folder(run.trainer),
     _has_a_model,
     _has_data,
     _training_ends,
     _a_stream_ends,
-    _precision_is_the_strategys,
     _mesh_fits,
     _batches_fit,
-    _not_overfitting_batches,
-    _limits_whole_batches,
+    _counts_whole_batches,
     _attention_has_its_device,
-    _flash_attention_has_few_bits,
     _fused_loss_has_a_gpu,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
+
+
+def validation_steps(
+    steps: int, interval: int, accumulate: int, per_epoch: int | None = None, every_n_epoch: int | None = None
+) -> set[int]:
+    """The optimizer steps of a run after which Lightning validates.
+
+    Args:
+        steps: Of the run.
+        interval: Micro-batches between validations.
+        accumulate: Micro-batches of an optimizer step.
+        per_epoch: Micro-batches of an epoch; None: they do not end, or are not known.
+        every_n_epoch: Epochs with validations, in each of which micro-batches are counted anew; None: over all epochs.
+    """
+    per_epoch = per_epoch or steps * accumulate
+    steps_per_epoch = math.ceil(per_epoch / accumulate)
+    epochs, n = math.ceil(steps / steps_per_epoch), every_n_epoch
+    batches = set(range(interval, epochs * per_epoch + 1, interval))
+    if n is not None:
+        in_epoch = range(interval, per_epoch + 1, interval)
+        batches = {epoch * per_epoch + batch for epoch in range(n - 1, epochs, n) for batch in in_epoch}
+    found = {batch // per_epoch * steps_per_epoch + batch % per_epoch // accumulate for batch in batches}
+    return {step for step in found if 0 < step <= steps}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_fsdp.config.lightning_values import LARGEST_SEED
+LARGEST_SEED = 2**32 - 1
 from lit_fsdp.config.slurm_extra import check_extra
 from lit_fsdp.errors import ConfigError
 

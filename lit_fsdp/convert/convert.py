@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.engines import strategy_config
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.run import CheckpointConfig
+from lit_fsdp.config.strategy import mesh_shape, strategy_config
 from lit_fsdp.config.typed import build
 from lit_fsdp.convert.accelerate import convert_accelerate
 from lit_fsdp.convert.deepspeed import convert_deepspeed

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import Sources
+from lit_fsdp.config.data import DataConfig, Sources
 from lit_fsdp.data.encode import CUT, TOO_LONG, RowEncoder
 from lit_fsdp.data.pool import in_order, usable_cores
 from lit_fsdp.data.rows import ARRAYS, TokenisedRows, make_arrays, open_rows, spot_check

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.cells import text_of
 from lit_fsdp.data.formats import Conversation, check_columns, sides_of, to_conversation
 from lit_fsdp.data.masks import Encoded, SpanEncoder

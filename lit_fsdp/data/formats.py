@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.config.data import RowFormat
 from lit_fsdp.data.calls import read_calls, read_tools
 from lit_fsdp.data.cells import from_json, shown, text_of
 from lit_fsdp.errors import DataError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lit_fsdp.config.sources import GENERATED
+from lit_fsdp.config.data import GENERATED
 from lit_fsdp.data.columnar import arrow_chunks, parquet_chunks
 from lit_fsdp.data.files import Chunk, Position, csv_chunks, json_chunks, jsonl_chunks, numbered_rows, tsv_chunks
 from lit_fsdp.data.folders import kind_of

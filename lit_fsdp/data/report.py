@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import check_sources
+from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
 from lit_fsdp.data.row_numbers import describe_rows, expected_padding, num_shared

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import check_sources
+from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import prepare_rows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import check_shares

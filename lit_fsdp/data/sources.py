@@ -16,8 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import GENERATED, HUB_SLICE, RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.config.data import GENERATED, HUB_SLICE, DataConfig, RowFormat, SourceConfig, Sources, check_sources
 from lit_fsdp.data.files import Chunk, Position, Row
 from lit_fsdp.data.folders import folder_files, is_saved
 from lit_fsdp.data.formats import find_format

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
 from lit_fsdp.data.files import Row
 from lit_fsdp.data.masks import Encoded

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.config.data import RowFormat
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.files import Chunk, Row
 from lit_fsdp.errors import DataError

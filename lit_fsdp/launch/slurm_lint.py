@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.slurm import time_seconds
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job

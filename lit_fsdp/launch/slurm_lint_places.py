@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_fsdp.config.data import GENERATED, HUB_SLICE, check_sources
 from lit_fsdp.config.run import RunConfig
-from lit_fsdp.config.sources import GENERATED, HUB_SLICE, check_sources
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.checks.hub import hub_facts
 from lit_fsdp.launch.checks.row import Wanted

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_facts import Facts, Found
 from lit_fsdp.launch.slurm_job import FOLDER, Job

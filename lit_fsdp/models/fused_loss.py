@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.config.loss import LossConfig
+from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.head import is_plain_linear
 from lit_fsdp.models.token_scores import LossTerms

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.initial import seeded
 from lit_fsdp.models.names import tied_groups

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lit_fsdp.config.loss import LossConfig
+from lit_fsdp.config.model import LossConfig
 from lit_fsdp.models.fused_loss import check_fused, fused_loss
 from lit_fsdp.models.head import (
     HeadUse,

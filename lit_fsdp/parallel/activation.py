@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.parallel.compile_blocks import compile_forward
 from lit_fsdp.parallel.host_copies import OffloadedForward
 from lit_fsdp.parallel.selective import keep_ops, resolve_ops

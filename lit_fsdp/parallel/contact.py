@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.host import free_port
 from lit_fsdp.parallel.arrivals import Meeting, is_hosted_by_agent, own_store, watched
 from lit_fsdp.parallel.interface import choose_interface

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cpu_has_bf16
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
-from lit_fsdp.config.sharding import Sharding
+from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.parallel.casting import cast_inputs
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.config.precision import DtypeName, DtypeRow
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import DtypeName, DtypeRow, StrategyConfig
 from lit_fsdp.errors import ContractError
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.casting import cast_outputs, cast_parameters, norm_modules, output_module

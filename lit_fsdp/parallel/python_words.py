@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from typing import Any
 
 import yaml
 
-from lit_fsdp.config.sharding import strategy_fields
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 
+_FIELDS = [field.name for field in dataclasses.fields(StrategyConfig)]
 _TRAINER = ("accelerator", "callbacks", "devices", "gradient_clip_val", "num_nodes")
 _VALUE = r"(\{[^}]*\}|\[[^\]]*\]|[\w.+-]+)"
 
@@ -21,11 +23,11 @@ def in_python(error: ConfigError) -> ConfigError:
     """``trainer.strategy.init_args.wrap`` and ``set wrap: auto`` as ``fsdp_strategy(wrap=...)`` and ``wrap='auto'``."""
     field = error.field.removeprefix("trainer.").removeprefix("strategy.init_args.")
     name, _, inner = field.partition(".")
-    owner = "fsdp_strategy" if name in strategy_fields() else "Trainer"
+    owner = "fsdp_strategy" if name in _FIELDS else "Trainer"
     if owner == "Trainer" and not error.field.startswith("trainer."):
         return error
     value = f"{{{inner!r}: ...}}" if inner else "..."
-    names = "|".join((*strategy_fields(), *_TRAINER))
+    names = "|".join((*_FIELDS, *_TRAINER))
 
     def argument(found: re.Match[str]) -> str:
         return f"{found[1]}={yaml.safe_load(found[2])!r}"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.precision import DtypeContract
 from lit_fsdp.parallel.rng import restore_rng, rng_state

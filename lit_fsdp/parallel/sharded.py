@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from lit_fsdp.config.mesh import mesh_shape
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError
 from lit_fsdp.parallel.casting import cast_buffers, cast_inputs, without_autocast
 from lit_fsdp.parallel.contact import ContactWithRanks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan
 

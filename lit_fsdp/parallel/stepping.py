@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lit_fsdp.config.sharding import NonFinite, StrategyConfig
+from lit_fsdp.config.strategy import NonFinite, StrategyConfig
 from lit_fsdp.errors import ConfigError, NonFiniteGradientError
 from lit_fsdp.parallel.grad_norm import clip_by_norm, clip_by_value, local_tensors, total_norm
 

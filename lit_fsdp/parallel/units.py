@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.find_units import Choice, embeddings_and_heads, find_units
 from lit_fsdp.parallel.live_units import class_name, clean_name, read_live_units

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_fsdp.config.sharding import Sharding
+from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.errors import ConfigError
 
 RING_STEP_SECONDS = 1e-5

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import RowFormat
+from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.encode import CUT, RowEncoder
 from lit_fsdp.data.samples import Samples
 from lit_fsdp.data.sources import find_sources

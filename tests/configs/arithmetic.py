@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.config.recipe import read_recipe
 from torch import nn
 from transformers import AutoConfig
 
-from lit_fsdp.config.mesh import mesh_shape
-from lit_fsdp.config.recipe import read_recipe
 from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
 from lit_fsdp.parallel.units import plan_units

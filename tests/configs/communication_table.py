@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from lit_fsdp.config.sharding import Sharding
+from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import plan_units
 from lit_fsdp.plan.communication import Layout, Traffic, Weights, step_traffic

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from lit_fsdp.config.recipe import read_recipe
+
 from lit_fsdp.config.run import check_recipe
 from lit_fsdp.errors import ConfigError
 

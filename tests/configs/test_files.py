@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lit_fsdp.config.recipe import read_recipe, read_yaml
+from lit_fsdp.config.typed import build
 
-from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.engines import strategy_config
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.recipe import read_recipe, read_yaml
-from lit_fsdp.config.resume import ResumeConfig
-from lit_fsdp.config.run import FACTORY, RunConfig, check_recipe
+from lit_fsdp.config.run import FACTORY, CheckpointConfig, ResumeConfig, RunConfig, check_recipe
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.typed import build
+from lit_fsdp.config.strategy import strategy_config
 from tests.unit.fuzz_recipes import is_visible
 
 ROOT = Path(__file__).parents[2]

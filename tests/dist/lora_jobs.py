@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp import CausalLMModule, Checkpoint
 from lit_fsdp.checkpoint import hf_export
-from lit_fsdp.config.lora import LoraConfig
+from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.lora import LoraWeights, apply_lora

@@ -10,7 +10,7 @@ import pytest
 
 from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.config.optim import OptimConfig, schedule_factor
+from lit_fsdp.config.model import OptimConfig, schedule_factor
 from tests.dist.workers import RankError, Workers
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fsdp.config.loss import LossConfig
+from lit_fsdp.config.model import LossConfig
 from lit_fsdp.models.loss import LossPlan, causal_lm_forward, plan_loss
 from tests.gpu.runs import train
 

@@ -12,13 +12,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union
 
-from lit_fsdp.config.checkpoint import CheckpointConfig
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.resume import ResumeConfig
-from lit_fsdp.config.run import FACTORY
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.run import FACTORY, CheckpointConfig, ResumeConfig
 from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 
 SECTIONS: dict[str, type] = {

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lit_fsdp.config.ranks import put_ranks
+from lit_fsdp.config.recipe import read_recipe
 from torch import nn
 
 from lit_fsdp.__main__ import main
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.precision import PrecisionConfig
-from lit_fsdp.config.ranks import put_ranks
-from lit_fsdp.config.recipe import read_recipe
 from lit_fsdp.config.run import check_recipe
-from lit_fsdp.config.sharding import StrategyConfig
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import plan_units

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import yaml
+from lit_fsdp.config.recipe import read_recipe
 
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.recipe import read_recipe
 from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.strategy import mesh_shape
 from tests.unit.fuzz_recipes import CANARY, SECTIONS, is_visible, lacking, random_recipe, refusal_of
 
 NUM_RECIPES = int(os.environ.get("LIT_FSDP_FUZZ", "3000"))

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lit_fsdp.config.optim import OptimConfig, schedule_factor
+from lit_fsdp.config.model import OptimConfig, schedule_factor
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.module import CausalLMModule
 

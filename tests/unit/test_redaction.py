@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lit_fsdp.config.recipe import read_recipe
 
 from lit_fsdp import redaction
 from lit_fsdp.__main__ import main
 from lit_fsdp.callbacks.run_record import write_json
-from lit_fsdp.config.recipe import read_recipe
 from lit_fsdp.errors import ConfigError
 
 CANARY = "canary-4f1d9c"

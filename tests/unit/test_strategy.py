@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
 import lit_fsdp
-from lit_fsdp.config.sharding import StrategyConfig, strategy_fields
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig, strategy_fields
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.sharded import ShardedStrategy
 from lit_fsdp.strategy import fsdp_strategy

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_fsdp.config.lightning_values import validation_steps
+from lit_fsdp.config.run import validation_steps
 
 
 class Net(LightningModule):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.callbacks import flop_meter
 from lit_fsdp.callbacks.flop_meter import FlopMeter
-from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.parallel.activation import prepare_blocks
 

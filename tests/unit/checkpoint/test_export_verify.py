@@ -19,8 +19,7 @@ from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.find import step_folder
 from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.config.lora import LoraConfig
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
 from lit_fsdp.models.resolve import resolve_model

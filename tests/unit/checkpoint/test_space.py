@@ -12,7 +12,7 @@ from lit_fsdp.checkpoint.find import Found
 from lit_fsdp.checkpoint.manifest import TensorSpec
 from lit_fsdp.checkpoint.space import GIB, Budget, Contents, Plan, free_bytes, peak_count, saved_tensors
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.config.checkpoint import CheckpointConfig
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 GIB_OF_WEIGHTS = {"model/w": TensorSpec("float32", (1024, 256, 1024))}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 
 
 def adapted(devices: int = 2, accelerator: str = "cpu", **args: Any) -> tuple[dict[str, Any], list[str]]:

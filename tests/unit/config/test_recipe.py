@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lit_fsdp.config.recipe import Recipe, merge, read_recipe, read_yaml
 
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.recipe import Recipe, merge, read_recipe, read_yaml
 from lit_fsdp.config.run import FACTORY, check_recipe
 from lit_fsdp.errors import ConfigError
 

@@ -5,19 +5,22 @@ import inspect
 import math
 
 import pytest
-
-from lit_fsdp.config.activation import ActivationConfig
-from lit_fsdp.config.checkpoint import CheckpointConfig
-from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.engines import strategy_config
-from lit_fsdp.config.mesh import mesh_shape
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.optim import OptimConfig, schedule_factor
-from lit_fsdp.config.places import shipped
-from lit_fsdp.config.precision import DtypeRow, PrecisionConfig
-from lit_fsdp.config.sharding import StrategyConfig, strategy_fields
 from lit_fsdp.config.typed import field_docs
-from lit_fsdp.config.wrap import WrapConfig
+
+from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
+from lit_fsdp.config.places import shipped
+from lit_fsdp.config.run import CheckpointConfig
+from lit_fsdp.config.strategy import (
+    ActivationConfig,
+    DtypeRow,
+    PrecisionConfig,
+    StrategyConfig,
+    WrapConfig,
+    mesh_shape,
+    strategy_config,
+    strategy_fields,
+)
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
 from lit_fsdp.strategy import fsdp_strategy
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from lit_fsdp.config.typed import accepts, build, field_docs, unknown_key
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.typed import accepts, build, field_docs, unknown_key
 from lit_fsdp.errors import ConfigError
 
 

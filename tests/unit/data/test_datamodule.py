@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
-from lit_fsdp.config.sources import SourceConfig
+from lit_fsdp.config.data import SourceConfig
 from lit_fsdp.data.loader import BatchLoader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError

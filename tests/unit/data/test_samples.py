@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import SourceConfig
+from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.samples import Samples, open_samples, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError

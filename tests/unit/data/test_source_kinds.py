@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import SourceConfig
+from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.errors import ConfigError, DataError
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.sources import SourceConfig
+from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.files import Chunk, numbered_rows
 from lit_fsdp.data.sources import Source, find_sources

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lit_fsdp.callbacks.flop_meter import FlopMeter
-from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes

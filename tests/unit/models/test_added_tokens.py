@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.config.lora import LoraConfig
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import added_tokens
 from lit_fsdp.models.build import build_on_meta

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lit_fsdp.config.loss import LossConfig
+from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import plain_loss
 from lit_fsdp.models.build import build_on_meta

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.activation import (
     is_checkpointed,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_fsdp.config.activation import ActivationConfig
+from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 
 ROWS, WIDTH, BLOCKS = 8, 16, 10  # more blocks than torch compiles versions of one function

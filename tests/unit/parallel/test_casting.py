@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fsdp.config.precision import PrecisionConfig
-from lit_fsdp.config.sharding import StrategyConfig
+from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig
 from lit_fsdp.parallel.casting import cast_buffers, cast_outputs, norm_modules, output_module
 from lit_fsdp.parallel.prepare import plan_for
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lit_fsdp.config.precision import DtypeRow, PrecisionConfig
+from lit_fsdp.config.strategy import DtypeRow, PrecisionConfig
 from lit_fsdp.errors import ContractError
 from lit_fsdp.parallel.casting import cast_parameters
 from lit_fsdp.parallel.precision import DtypeContract, dtype_name, sample_groups, warn_of_standstill

@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names

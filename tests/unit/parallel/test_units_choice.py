@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.live_units import engines_already_there, units_already_wrapped

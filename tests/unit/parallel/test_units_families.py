@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from lit_fsdp.config.wrap import WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.parallel.units import UnitPlan, plan_units
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
