@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lit_fsdp.callbacks.data_record import DataRecord
     from lit_fsdp.callbacks.isolation import IsolationProof
     from lit_fsdp.checkpoint.store import load_weights
+    from lit_fsdp.cli import RecipeCLI
     from lit_fsdp.datamodule import CausalLMDataModule
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+    from lit_fsdp.models.muon import MuonWithAdamW
     from lit_fsdp.module import CausalLMModule
     from lit_fsdp.strategy import fsdp_strategy
 
@@ -30,6 +32,8 @@ _HOMES = {
     "DataError": "errors",
     "DataRecord": "callbacks.data_record",
     "IsolationProof": "callbacks.isolation",
+    "MuonWithAdamW": "models.muon",
+    "RecipeCLI": "cli",
     "fsdp_strategy": "strategy",
     "load_weights": "checkpoint.store",
 }
@@ -44,6 +48,8 @@ __all__ = [
     "DataError",
     "DataRecord",
     "IsolationProof",
+    "MuonWithAdamW",
+    "RecipeCLI",
     "fsdp_strategy",
     "load_weights",
 ]

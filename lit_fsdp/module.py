@@ -7,6 +7,7 @@ token counts together and the gradients are scaled once.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from lit_fsdp.models.description import model_entry, model_files
 from lit_fsdp.models.fused_loss import refuse_cpu
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
+from lit_fsdp.models.muon import MuonWithAdamW
 from lit_fsdp.models.packed import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.source import ModelSource
@@ -74,6 +76,7 @@ class CausalLMModule(LightningModule):
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
+        self._hidden: set[str] = set()
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
         self.stop_votes = [0.0, 0.0]
         # over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
@@ -102,6 +105,10 @@ class CausalLMModule(LightningModule):
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+            outer = {id(param) for module in ends if module is not None for param in module.parameters()}
+            matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer]
+            self._hidden = {f"model.{name}" for name in matrices}
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
             if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
@@ -189,25 +196,31 @@ class CausalLMModule(LightningModule):
         return strategy.loss_divisor if isinstance(strategy, ShardedStrategy) else 1.0
 
     def configure_optimizers(self) -> Any:
-        """Fused AdamW; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
+        """The optimizer; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
         optim = self.config.optim
-        decayed: list[torch.Tensor] = []
-        plain: list[torch.Tensor] = []
+        cls = _optimizer_class(optim.optimizer)
+        splits = issubclass(cls, MuonWithAdamW)
+        groups: dict[tuple[bool, bool], list[torch.Tensor]] = {(True, True): [], (False, True): [], (False, False): []}
         for name, param in self.named_parameters():
             if param.requires_grad:
                 clean = name.replace("_fsdp_wrapped_module.", "")
-                (decayed if clean in self._decayed else plain).append(param)
-        groups = [
-            {"params": decayed, "weight_decay": optim.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+                groups[splits and clean in self._hidden, clean in self._decayed].append(param)
+        options = [
+            {"params": params, "weight_decay": optim.weight_decay if decayed else 0.0}
+            | ({"use_muon": use_muon} if splits else {})
+            for (use_muon, decayed), params in groups.items()
+            if params
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            fused=True,
-        )
+        arguments = dict(optim.optimizer_args or {})
+        if cls is torch.optim.AdamW:
+            arguments = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps} | arguments
+            arguments.setdefault(
+                "fused", isinstance(self.trainer.strategy, ShardedStrategy)
+            )  # Lightning's clips no fused
+        try:
+            optimizer = cls(options, lr=optim.lr, **arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("model.optim", f"{optim.optimizer}: {error}", "what its constructor accepts") from error
         total = self._total_steps(optim)
         scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
@@ -302,3 +315,14 @@ class CausalLMModule(LightningModule):
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
         return model_files(self.source, self.tokenizer, self.model)
+
+
+def _optimizer_class(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("model.optim.optimizer", path, f"a class that can be imported ({error})") from error
+    is_optimizer = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    require(is_optimizer, "model.optim.optimizer", path, "a subclass of torch.optim.Optimizer")
+    return found

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 def resumed_from(trainer: Trainer, step: int) -> str:
     """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
     strategy: Any = trainer.strategy
-    folder, now = strategy.loaded_checkpoint, strategy.checkpoint_files.get("recipe.yaml")
+    folder, now = getattr(strategy, "loaded_checkpoint", None), strategy.checkpoint_files.get("recipe.yaml")
     lines = [f"resumed from step {step}: {folder}"]
     before = folder / "recipe.yaml"
     if now is not None and before.is_file():  # an imported checkpoint has none

@@ -27,13 +27,11 @@ def run_audit(argv: Sequence[str]) -> int:
     from lit_fsdp.config.run import STRATEGY
 
     run = load_recipe([*words, *_rank_flags(options.ranks, options.nodes)], "audit", flags_of(parser)).run
-    ranks = run.world_size
+    ranks, devices = run.world_size, run.trainer["devices"]
     if ranks is None:
-        raise ConfigError(
-            "trainer.devices", run.trainer["devices"], "a number of ranks", "add --ranks N to the command"
-        )
-    require(run.model and run.strategy, "audit", "classes of somebody else", "lit_fsdp's own model and strategy")
-    assert run.model is not None and run.strategy is not None
+        raise ConfigError("trainer.devices", devices, "a number of ranks", "add --ranks N to the command")
+    if run.model is None or run.strategy is None:
+        raise ConfigError("audit", "classes of somebody else", "lit_fsdp's own model and strategy")
     if run.data is not None:
         try:
             accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
@@ -82,8 +80,8 @@ node, say, for compute nodes without a network. What is there already is only lo
     from lit_fsdp.config.parser import load_recipe
 
     config = ModelConfig() if options.name and not words else load_recipe(words, "model", flags_of(parser)).run.model
-    require(config is not None, "model.class_path", "somebody else's class", "lit_fsdp.CausalLMModule")
-    assert config is not None
+    if config is None:
+        raise ConfigError("model", "somebody else's class", "lit_fsdp.CausalLMModule")
     config = dataclasses.replace(config, name=options.name) if options.name else config
     from lit_fsdp.models.prepared import prepare_model
     from lit_fsdp.speak import speak

@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: a recipe, checked before torch is imported, then run by Lightning."""
+"""``fit``, ``validate``, ``test`` and ``predict``: a recipe is checked before torch is imported, then run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
     FLAGS.can_save = verb == "fit"
     if "SLURM_PROCID" in os.environ:  # one task that dies of a signal makes srun end the others
         FLAGS.install()
-    shows = {"-h", "--help", "--print_config"} & set(argv)
+    shows = any(word in ("-h", "--help", "--print_config") or word.endswith(".help") for word in argv)
     if not shows and not is_launched_by_lightning():  # a child's recipe has been checked by its parent
         _check(verb, argv)
         FLAGS.install()
     from lit_fsdp.cli import RecipeCLI
 
-    return RecipeCLI(args=[verb, *argv]).exit_code
+    return RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False).exit_code
 
 
 def _check(verb: str, argv: list[str]) -> None:

@@ -11,13 +11,14 @@ from lit_fsdp.config.strategy import wrap_from_words
 _SMALL_UNIT = 1.0e4
 
 
-def adapt_to_miniature(trainer: Any, strategy: Any, model: Any) -> list[str]:
+def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None) -> list[str]:
     """Replace what a miniature on a few CPU ranks cannot keep, in place.
 
     Args:
         trainer: Namespace of the Trainer's arguments.
         strategy: Namespace of the strategy's arguments, None for somebody else's strategy.
         model: Namespace of the module's arguments.
+        data: Namespace of the data module's arguments, None for somebody else's.
 
     Returns:
         One line per replacement, with its reason.
@@ -30,7 +31,8 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any) -> list[str]:
             section[key] = new
 
     on_cpu, devices = trainer.accelerator == "cpu", trainer.devices
-    replace(trainer, "trainer", "accumulate_grad_batches", None, "follows from the batch sizes and ranks")
+    if data is not None and data.global_batch_size is not None:
+        replace(trainer, "trainer", "accumulate_grad_batches", None, "follows from the batch sizes and ranks")
     if strategy is not None:
         path = "trainer.strategy.init_args"
         for key, new, why in _fitting_degrees(strategy, devices if isinstance(devices, int) else 0):

@@ -36,7 +36,7 @@ class OptimConfig:
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the run as a share of the peak, 0 to 1."""
     optimizer: str = ADAMW
-    """Class of the optimizer (fused AdamW by default), of torch.optim, lit_fsdp or a package that --allow-imports names;
+    """Class of the optimizer (default: fused AdamW), of torch.optim, lit_fsdp or a package that --allow-imports names;
     in a recipe class_path means the same."""
     optimizer_args: dict[str, Any] | None = None
     """Further arguments of the optimizer, e.g. {momentum: 0.9}; in a recipe init_args means the same."""

@@ -198,6 +198,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
                 remember(value if equals else words[0] if words else None, name)
     line.words = [f"--config={path}" for path in line.files] + flags
     line.allow_imports = [package for package in line.allow_imports if package]
+    if line.allow_imports and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m has it
     return line
 
 
@@ -258,9 +260,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     key = next(iter(re.findall(r'Parser key "([^"]+)"', message)), "recipe")
     if denied:
-        package = denied[1].partition(".")[0]
-        fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
-        return ConfigError(key, denied[1], f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
+        return not_allowed(key, denied[1])
     unknown = re.search(r"(?:unrecognized arguments: -*|Option ')([^\s'=]+)", message)
     if unknown:
         name = unknown[1]
@@ -284,11 +284,21 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     others = re.findall(r"^\s*- (?!Expected a )(.+)$", message, re.MULTILINE)  # rules of a section's own
     plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
     kinds = {"NoneType": "null", "str": "text", "bool": "true | false", "float": "a number", "int": "a whole number"}
-    shown = [one.removeprefix("Literal[").rstrip("]").replace("'", "").replace(", ", " | ")
-             if one.startswith("Literal") else kinds.get(one, one) for one in plain if "import path" not in one]  # fmt: skip
+    shown = [
+        re.sub(r"^Literal\[|\]$|'", "", one).replace(", ", " | ") if one.startswith("Literal") else kinds.get(one, one)
+        for one in plain
+        if "import path" not in one
+    ]
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
     return ConfigError(key, value[1], "; ".join([allowed, *others]), f"write {key}: {near}" if near else "")
+
+
+def not_allowed(key: str, path: str) -> ConfigError:
+    """The refusal of a class of a package that nobody has allowed; it has not been imported."""
+    package = path.partition(".")[0]
+    fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
+    return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
@@ -441,8 +451,10 @@ def complete(
     if strategy is not None:
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None
+    if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
+        raise not_allowed("model.optim.optimizer", model.optim.optimizer)
     if model is not None and model.miniature:
-        replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model)
+        replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model, data)
         if is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
             print("\n".join(f"miniature: {text}" for text in lines), file=sys.stderr)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-LARGEST_SEED = 2**32 - 1
 from lit_fsdp.config.slurm_extra import check_extra
 from lit_fsdp.errors import ConfigError
 
+LARGEST_SEED = 2**32 - 1
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SET_BY_SLURM = re.compile(
