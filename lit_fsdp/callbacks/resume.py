@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 def resumed_from(trainer: Trainer, step: int) -> str:
     """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
     strategy: Any = trainer.strategy
-    folder, now = getattr(strategy, "loaded_checkpoint", None), strategy.checkpoint_files.get("recipe.yaml")
+    folder = getattr(strategy, "loaded_checkpoint", None)
+    if folder is None:  # of somebody else's strategy
+        return f"resumed from step {step}"
+    now = strategy.checkpoint_files.get("recipe.yaml")
     lines = [f"resumed from step {step}: {folder}"]
     before = folder / "recipe.yaml"
     if now is not None and before.is_file():  # an imported checkpoint has none

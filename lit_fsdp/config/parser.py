@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -247,8 +249,12 @@ def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = (
     Raises:
         ConfigError: A key or value that does not exist, or a class that may not be imported.
     """
+    return _translated(parser, lambda: parser.parse_args(list(words)), known)
+
+
+def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: Iterable[str] = ()) -> Namespace:
     try:
-        return parser.parse_args(list(words))
+        return read()
     except ConfigError:
         raise
     except (ArgumentError, ValueError, TypeError, KeyError) as error:
@@ -261,10 +267,14 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     key = next(iter(re.findall(r'Parser key "([^"]+)"', message)), "recipe")
     if denied:
         return not_allowed(key, denied[1])
-    unknown = re.search(r"(?:unrecognized arguments: -*|Option ')([^\s'=]+)", message)
+    unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
     if unknown:
-        name = unknown[1]
-        dests = [dest.replace("-", "_") for dest in known if dest not in ("help", "config")]
+        name = f"{unknown[1]}.{unknown[2]}" if unknown[1] else unknown[2]
+        inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
+        if inside:
+            cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
+            known = [*known, *(f"{key}.{field.name}" for field in dataclasses.fields(cls))]
+        dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
         every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
         full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
         parent = full.rpartition(".")[0]
@@ -327,13 +337,8 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     use_loader()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, path)
-    try:
-        namespace = parser.parse_object({path: _plain(values)})
-    except ConfigError:
-        raise
-    except (ArgumentError, ValueError, TypeError, KeyError) as error:
-        raise parser_error(str(error), [action.dest for action in parser._actions]) from None
-    return typed(cls, namespace[path], path)
+    nested = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), _plain(values))
+    return typed(cls, _translated(parser, lambda: parser.parse_object(nested))[path], path)
 
 
 def typed(cls: type[T], values: Any, path: str) -> T:
@@ -399,7 +404,18 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     """
     line = read_command_line(argv)
     foreign = line.foreign
-    parsed = parse(recipe_parser(foreign), line.words, also)
+    return _loaded(parse(recipe_parser(foreign), line.words, also), line, foreign, verb)
+
+
+def check_recipe(values: Mapping[str, Any], verb: str) -> RunConfig:
+    """The same for a recipe that is a mapping already."""
+    line = CommandLine(contents=[dict(values)])
+    parser = recipe_parser(line.foreign)
+    plain = _plain(values)
+    return _loaded(_translated(parser, lambda: parser.parse_object(plain)), line, line.foreign, verb).run
+
+
+def _loaded(parsed: Namespace, line: CommandLine, foreign: set[str], verb: str) -> LoadedRecipe:
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
@@ -436,7 +452,8 @@ def complete(
     Raises:
         ConfigError: A variable in a path is not set, a secret was not written down, or two words for precision differ.
     """
-    for key in hidden_keys(_plain(parsed)):
+    flags = {word.removeprefix("--").partition("=")[0] for word in line.words}
+    for key in (key for key in hidden_keys(_plain(parsed)) if key not in flags):
         given = f"{HIDDEN}, which stands for a secret that was not written down"
         raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
     for name, section in (("model", model), ("data", data), ("slurm", parsed.slurm)):

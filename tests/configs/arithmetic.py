@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.recipe import read_recipe
 from torch import nn
 from transformers import AutoConfig
 
-from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
@@ -35,7 +35,7 @@ class Holder(nn.Module):
 @functools.cache
 def checked(recipe: Path) -> RunConfig:
     """The recipe, every rule of which holds."""
-    return check_recipe(read_recipe(["--config", str(recipe)]).values, "fit")
+    return load_recipe(["--config", str(recipe)], "fit").run
 
 
 @functools.cache

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lit_fsdp.config.recipe import read_recipe
 
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def good(tmp_path: Path) -> Path:
 
 
 def test_the_recipe_that_the_cases_spoil_is_good(good: Path):
-    run = check_recipe(read_recipe(["--config", str(good)]).values, "fit")
+    run = load_recipe(["--config", str(good)], "fit").run
     assert (run.world_size, run.num_nodes, run.strategy.sharding) == (4, 1, "full_shard")
 
 
@@ -52,7 +51,7 @@ def test_the_recipe_that_the_cases_spoil_is_good(good: Path):
 def test_a_bad_recipe_is_refused_with_these_words(good: Path, flags: str, expected: str):
     words = re.split(r" (?=--)", flags)
     with pytest.raises(ConfigError) as caught:
-        check_recipe(read_recipe(["--config", str(good), *words]).values, "fit")
+        load_recipe(["--config", str(good), *words], "fit").run
     assert str(caught.value) == expected
 
 

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lit_fsdp.config.recipe import read_recipe, read_yaml
-from lit_fsdp.config.typed import build
+from tests.unit.fuzz_recipes import is_visible
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.run import FACTORY, CheckpointConfig, ResumeConfig, RunConfig, check_recipe
+from lit_fsdp.config.parser import LoadedRecipe, build, load_recipe, read_yaml, strategy_config
+from lit_fsdp.config.run import FACTORY, CheckpointConfig, ResumeConfig
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.strategy import strategy_config
-from tests.unit.fuzz_recipes import is_visible
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -33,12 +30,8 @@ recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 fragments = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 
 
-def _merged(*files: Path, flags: tuple[str, ...] = ()) -> dict[str, Any]:
-    return read_recipe([word for file in files for word in ("--config", str(file))] + list(flags)).values
-
-
-def _checked(values: dict[str, Any]) -> RunConfig:
-    return check_recipe(values, "fit")
+def _loaded(*files: Path, flags: tuple[str, ...] = ()) -> LoadedRecipe:
+    return load_recipe([*(f"--config={file}" for file in files), *flags], "fit")
 
 
 def test_the_recipes_and_fragments_that_are_promised_are_there():
@@ -76,14 +69,14 @@ def test_every_key_exists_and_every_section_builds(file: Path):
         ("resume", ResumeConfig),
         ("slurm", SlurmConfig),
     ):
-        section = build(config, values.get(name), name)
+        section = build(config, values.get(name) or {}, name)
         plain = {key: value for key, value in values.get(name, {}).items() if not isinstance(value, dict)}
         assert {key: getattr(section, key) for key in plain} == plain
 
 
 @recipes
 def test_a_recipe_passes_every_rule(recipe: Path):
-    run = _checked(_merged(recipe))
+    run = _loaded(recipe).run
     assert run.strategy.sharding == ("hybrid_shard" if recipe.stem.endswith("-hybrid") else "full_shard")
     assert run.world_size is not None
     assert run.trainer["default_root_dir"] == f"runs/{recipe.stem}"
@@ -91,7 +84,7 @@ def test_a_recipe_passes_every_rule(recipe: Path):
 
 @recipes
 def test_a_recipe_is_named_for_what_it_does(recipe: Path):
-    run = _checked(_merged(recipe))
+    run = _loaded(recipe).run
     if recipe.stem == "quickstart":
         assert (run.trainer["accelerator"], run.trainer["devices"]) == ("auto", 2)
         return
@@ -106,9 +99,7 @@ def test_a_recipe_is_named_for_what_it_does(recipe: Path):
 
 @recipes
 def test_the_smoke_fragment_fits_every_recipe(recipe: Path):
-    before, values = _checked(_merged(recipe)), _merged(recipe, SMOKE)
-    adapt_to_miniature(values, [])
-    run = _checked(values)
+    before, run = _loaded(recipe).run, _loaded(recipe, SMOKE).run
     assert run.model.miniature
     assert run.model.name == before.model.name
     assert (run.trainer["accelerator"], run.world_size, run.trainer["max_steps"]) == ("cpu", 2, 4)
@@ -117,14 +108,14 @@ def test_the_smoke_fragment_fits_every_recipe(recipe: Path):
     assert run.model.optim.lr == before.model.optim.lr
     assert {run.data.train, run.data.val, run.data.test, run.data.predict} == {"generated:64", "generated:16"}
     # validation after every `val_check_interval` micro-batches, and there are that many in an epoch
-    steps = accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, 2)
+    steps = accumulation_steps(run.data, 2)
     assert run.trainer["val_check_interval"] == 2 * steps <= 64 // 2
 
 
 @fragments
 def test_a_fragment_changes_only_its_own_keys(fragment: Path):
     base = RECIPES[0]
-    before, after = _merged(base), _merged(base, fragment)
+    before, after = _loaded(base).values, _loaded(base, fragment).values
     changed = set(_leaves(read_yaml(fragment)))
     assert {key for key, value in _leaves(after).items() if _leaves(before).get(key) != value} <= changed
     assert after["trainer"]["strategy"]["class_path"] == FACTORY
@@ -134,11 +125,11 @@ def test_a_fragment_changes_only_its_own_keys(fragment: Path):
 def test_sharding_fragments_replace_each_other(word: str):
     flags = ("--trainer.strategy.init_args.replicate_degree", "4")
     hybrid = ROOT / "configs" / "sharding" / "hybrid_shard.yaml"
-    first = _checked(_merged(RECIPES[0], hybrid, ROOT / "configs/hardware/8xgpu.yaml", flags=flags))
+    first = _loaded(RECIPES[0], hybrid, ROOT / "configs/hardware/8xgpu.yaml", flags=flags).run
     assert (first.strategy.sharding, first.strategy.replicate_degree) == ("hybrid_shard", 4)
     again = ROOT / "configs" / "sharding" / f"{word}.yaml"
-    values = _merged(RECIPES[0], hybrid, again, flags=("--trainer.num_nodes", "2", "--data.global_batch_size", "64"))
-    run = _checked(values)
+    flags = ("--trainer.num_nodes", "2", "--data.global_batch_size", "64")
+    run = _loaded(RECIPES[0], hybrid, again, flags=flags).run
     assert (run.strategy.sharding, run.strategy.replicate_degree) == (word, None)
 
 
@@ -151,7 +142,7 @@ def test_each_word_has_its_fragment(kind: str):
         "engine": ["fsdp2", "fsdp1", "ddp", "single"],
     }[kind]
     for word in words:
-        run = _checked(_merged(RECIPES[0], ROOT / "configs" / kind / f"{word}.yaml"))
+        run = _loaded(RECIPES[0], ROOT / "configs" / kind / f"{word}.yaml").run
         found = getattr(run.strategy, key)
         assert getattr(found, "mode", found) == word
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lit_fsdp.config.recipe import read_recipe
 
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe, read_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_job import plan_job, put_job_size
 from lit_fsdp.launch.slurm_script import render

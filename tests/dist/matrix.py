@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.strategy import strategy_config
+from lit_fsdp.config.parser import strategy_config
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lit_fsdp.config.ranks import put_ranks
-from lit_fsdp.config.recipe import read_recipe
 from torch import nn
 
 from lit_fsdp.__main__ import main
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig, WrapConfig
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import plan_units
 
@@ -38,7 +35,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seventy_billion_parameters_in_seconds(no_hub):
     start = time.process_time()
-    record = audit_recipe(check_recipe(read_recipe(["--config", str(RECIPE_70B)]).values, "fit"))
+    record = audit_recipe(load_recipe(["--config", str(RECIPE_70B)], "fit").run)
     assert time.process_time() - start < 10
     assert (record["num_params"], record["num_units"]) == (70_553_706_496, 83)
     assert (record["ranks"], record["replicate_degree"], record["shard_degree"]) == (64, 1, 64)
@@ -79,7 +76,7 @@ def test_auto_is_what_the_device_of_the_run_has(no_hub, monkeypatch):
     monkeypatch.setattr("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: False)
     for accelerator, mode in (("cpu", "fp32"), ("gpu", "mixed")):
         words = ["--config", str(SMALL), "--trainer.accelerator", accelerator, f"--{_ARGS}.precision", "auto"]
-        assert audit_recipe(check_recipe(read_recipe(words).values, "fit"))["precision"]["mode"] == mode
+        assert audit_recipe(load_recipe(words, "fit").run)["precision"]["mode"] == mode
 
 
 def test_what_is_replaced_is_said(no_hub, capsys):
@@ -128,28 +125,30 @@ def test_a_config_without_weights_is_enough(tmp_path, no_hub):
     source = json.loads((ROOT / "configs" / "model" / "Llama-3.2-1B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(source))
     flags = ["--config", str(SMALL), "--model.name", str(tmp_path)]
-    by_folder = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    by_folder = audit_recipe(load_recipe(flags, "fit").run)
     flags[-1] = "meta-llama/Llama-3.2-1B"
-    by_name = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    by_name = audit_recipe(load_recipe(flags, "fit").run)
     assert by_folder == by_name
     assert by_name["num_params"] == 1_235_814_400
 
 
 def test_fp8_needs_no_torchao_here(no_hub):
     flags = ["--config", str(SMALL), f"--{_ARGS}.precision", "fp8"]
-    record = audit_recipe(check_recipe(read_recipe(flags).values, "fit"))
+    record = audit_recipe(load_recipe(flags, "fit").run)
     assert record["precision"]["mode"] == "fp8"
     assert {unit["class"] for unit in record["units"]} == {"LlamaDecoderLayer", "CausalLMModule"}
 
 
-def test_the_recipes_own_ranks_stay():
-    values = {"trainer": {"devices": 4, "num_nodes": 2}}
-    put_ranks(values, None, None)
-    assert values == {"trainer": {"devices": 4, "num_nodes": 2}}
-    put_ranks(values, 6, None)
-    assert values == {"trainer": {"devices": 6, "num_nodes": 1}}
-    with pytest.raises(ConfigError, match="a number of ranks to audit for"):
-        put_ranks({}, None, None)
+@pytest.mark.parametrize(("flags", "ranks"), [([], 2), (["--ranks", "6"], 6), (["--ranks", "8", "--nodes", "2"], 8)])
+def test_the_recipes_own_ranks_or_others(flags: list[str], ranks: int, no_hub, capsys):
+    assert main(["audit", "--config", str(SMALL), "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == ranks
+
+
+@pytest.mark.parametrize("flags", [["--nodes", "2"], ["--ranks", "6", "--nodes", "4"], ["--trainer.devices", "auto"]])
+def test_ranks_that_cannot_be(flags: list[str], no_hub, capsys):
+    assert main(["audit", "--config", str(SMALL), *flags]) == 2
+    assert "--ranks" in capsys.readouterr().err or "divisor" in capsys.readouterr().err
 
 
 class _Net(nn.Module):

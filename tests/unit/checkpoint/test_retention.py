@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lit_fsdp.config.typed import build
 
 from lit_fsdp.checkpoint import retention
 from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
+from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import ConfigError
 from tests.unit.checkpoint.conftest import make

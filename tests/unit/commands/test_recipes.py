@@ -11,10 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from lit_fsdp.config.recipe import read_yaml
 
 from lit_fsdp.commands import run
 from lit_fsdp.commands.recipes import copy_shipped, find_shipped, recipe_row
+from lit_fsdp.config.parser import read_yaml
 from lit_fsdp.config.places import shipped, shipped_name, shipped_root
 from lit_fsdp.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lit_fsdp.config.model import LossConfig
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 
 

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import math
 
 import pytest
-from lit_fsdp.config.typed import field_docs
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
+from lit_fsdp.config.parser import strategy_config
 from lit_fsdp.config.places import shipped
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.strategy import (
@@ -18,8 +19,6 @@ from lit_fsdp.config.strategy import (
     StrategyConfig,
     WrapConfig,
     mesh_shape,
-    strategy_config,
-    strategy_fields,
 )
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
 from lit_fsdp.strategy import fsdp_strategy
@@ -34,7 +33,9 @@ def test_a_section_is_frozen_takes_keywords_only_and_explains_each_field(config:
         setattr(made, names[0], None)
     with pytest.raises(TypeError):
         config(None)
-    docs = field_docs(config)
+    body = ast.parse(inspect.getsource(config)).body[0].body
+    after = dict(zip(body, body[1:], strict=False))
+    docs = {node.target.id: after[node].value.value for node in body if isinstance(node, ast.AnnAssign)}
     assert sorted(docs) == sorted(names)
     assert all(text.endswith(".") for text in docs.values())
 
@@ -63,7 +64,7 @@ def test_words_are_short_for_mappings():
 
 
 def test_the_factorys_arguments_are_the_fields():
-    assert strategy_fields() == list(inspect.signature(fsdp_strategy).parameters)
+    assert [f.name for f in dataclasses.fields(StrategyConfig)] == list(inspect.signature(fsdp_strategy).parameters)
     assert strategy_config({}, "") == StrategyConfig()
     defaults = {name: p.default for name, p in inspect.signature(fsdp_strategy).parameters.items()}
     assert defaults == vars(StrategyConfig())

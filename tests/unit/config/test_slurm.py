@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lit_fsdp.config.recipe import read_recipe
-from lit_fsdp.config.typed import build
 
+from lit_fsdp.config.parser import build, read_recipe
 from lit_fsdp.config.slurm import SlurmConfig, time_seconds
 from lit_fsdp.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.convert.convert import convert_file
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}

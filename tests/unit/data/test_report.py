@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lit_fsdp.config.typed import build
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.parser import build
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.report import describe_data
 from lit_fsdp.data.row_numbers import (

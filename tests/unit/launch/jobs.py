@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.parser import check_recipe
+from lit_fsdp.config.run import RunConfig
 from lit_fsdp.launch.slurm_job import Job, plan_job
 
 MODEL = str(Path(__file__).parents[3] / "configs" / "model" / "SmolLM2-135M-Instruct.json")

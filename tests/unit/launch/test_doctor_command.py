@@ -17,6 +17,7 @@ import yaml
 
 from lit_fsdp.__main__ import main
 from lit_fsdp.commands import doctor as command
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.bandwidth_report import FORMULA, Rate
 from lit_fsdp.launch.checks.row import Row, Wanted
@@ -82,7 +83,6 @@ def test_the_command_for_all_nodes_repeats_what_was_asked(asked: list[Any], tmp_
 def test_checkpoints_are_counted_as_the_run_counts_them(monkeypatch: pytest.MonkeyPatch):
     """Three last ones, the best and the one being written, but the run has two steps."""
     from lit_fsdp.commands.doctor import _wanted, _with_bytes
-    from lit_fsdp.config.run import check_recipe
 
     monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 1)
     for steps, val, expected in ((2, "generated:8", 2), (100, "generated:8", 5), (100, None, 4)):

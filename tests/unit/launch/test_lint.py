@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch import slurm_lint_places
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Partition

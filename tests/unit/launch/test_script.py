@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_job import plan_job
 from lit_fsdp.launch.slurm_script import render, sbatch_value

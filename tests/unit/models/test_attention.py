@@ -10,7 +10,7 @@ import torch
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.run import check_recipe
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import attention
 from lit_fsdp.models.attention import check_architecture, check_attention

@@ -10,10 +10,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lit_fsdp.config.typed import build
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.freeze import freeze_parameters

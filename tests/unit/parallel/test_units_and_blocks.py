@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from lit_fsdp.config.strategy import WrapConfig, strategy_config
+from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
 from lit_fsdp.parallel.units import plan_units

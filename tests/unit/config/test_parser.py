@@ -1,0 +1,281 @@
+"""Files and flags become a checked recipe: what is merged, kept as written, refused, and with which words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.model import ModelConfig, OptimConfig
+from lit_fsdp.config.parser import build, check_recipe, lightning_keys, load_recipe, read_command_line
+from lit_fsdp.config.run import FACTORY
+from lit_fsdp.errors import ConfigError
+
+ARGS = "trainer.strategy.init_args"
+BASE = """
+trainer: {devices: 2, max_steps: 20, strategy: {class_path: lit_fsdp.fsdp_strategy, init_args: {wrap: [Block]}}}
+model: {name: some-model, optim: {lr: 1e-4, warmup_steps: 2}}
+data: {train: rows.jsonl, global_batch_size: 16, micro_batch_size: 2}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Load texts as files, in their order, and flags."""
+
+    def load(*words: str, verb: str = "fit", base: str = BASE, **files: str) -> Any:
+        texts = {"base": base, **files}
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        configs = [f"--config={tmp_path / name}.yaml" for name in texts]
+        return load_recipe([*words, *configs], verb)
+
+    return load
+
+
+def refused(act: Any, *args: Any, **kwargs: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        act(*args, **kwargs)
+    return caught.value
+
+
+def test_later_files_win_flags_are_last_and_mappings_merge(load: Any) -> None:
+    found = load(
+        *("--model.optim.lr", "3e-4", "--model.freeze+=a.*", "--model.freeze+", "b"),
+        second="trainer: {strategy: {init_args: {wrap: {min_num_params: 1e6}}}}\nmodel: {optim: {lr: 1, eps: 1e-6}}",
+        third="trainer: {strategy: {init_args: {wrap: {experts: true}}}}",
+    )
+    run = found.run
+    assert run.model.optim == OptimConfig(lr=3e-4, warmup_steps=2, eps=1e-6)
+    assert (run.strategy.wrap_config.min_num_params, run.strategy.wrap_config.experts) == (1e6, True)
+    assert run.model.freeze == ["a.*", "b"]
+    assert run.trainer["default_root_dir"] == "runs/base"
+    assert found.values["trainer"]["strategy"]["class_path"] == FACTORY
+    assert [path.stem for path in found.files] == ["base", "second", "third"]
+
+
+def test_values_arrive_as_written(load: Any) -> None:
+    text = "trainer: {max_time: 10:00:00:00}\ndata: {cache_dir: 007, val: 2024-01-01}\nslurm: {time: 12:00:00}"
+    for found in (load(more=text), load("--trainer.max_time", "10:00:00:00", "--data.cache_dir", "007", more="{}")):
+        assert (found.run.trainer["max_time"], found.run.data.cache_dir) == ("10:00:00:00", "007")
+    assert (load(more=text).run.slurm.time, load(more=text).run.data.val) == ("12:00:00", "2024-01-01")
+
+
+def test_the_parser_needs_no_torch(load: Any) -> None:
+    import subprocess
+
+    code = "import sys, lit_fsdp.config.parser as p; p.recipe_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_keys_of_lightnings_trainer_are_read_from_its_source() -> None:
+    import inspect
+
+    from lightning.pytorch import Trainer
+
+    assert lightning_keys() == list(inspect.signature(Trainer).parameters)
+
+
+# -- words of Lightning
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "batch"),
+    [
+        (["--trainer.precision=bf16-mixed"], "mixed", 16),
+        (["--trainer.precision=bf16-true"], "low_precision", 16),
+        (["--trainer.precision=16-mixed"], "fp16_mixed", 16),
+        (["--trainer.precision=32-true"], "fp32", 16),
+        (["--trainer.precision=low_precision"], "low_precision", 16),
+        ([f"--{ARGS}.precision=bf16-true"], "low_precision", 16),
+        (["--trainer.precision=32-true", f"--{ARGS}.precision=fp32"], "fp32", 16),
+        (["--trainer.accumulate_grad_batches=3", "--data.global_batch_size=null"], "mixed", None),
+        (["--trainer.accumulate_grad_batches=4"], "mixed", 16),
+    ],
+)
+def test_words_of_lightning(load: Any, flags: list[str], mode: str, batch: int | None) -> None:
+    run = load(*flags).run
+    assert (run.strategy.precision_config.mode, run.trainer["precision"]) == (mode, None)
+    assert run.data.global_batch_size == batch
+    accumulate = run.trainer["accumulate_grad_batches"]
+    assert accumulation_steps(run.data, 2, accumulate) == (3 if batch is None else 4)
+
+
+def test_two_words_that_differ(load: Any) -> None:
+    assert refused(load, "--trainer.precision=32-true", f"--{ARGS}.precision=mixed").field == "trainer.precision"
+    error = refused(load, "--trainer.accumulate_grad_batches=3")
+    assert (error.field, "4, which follows" in error.allowed) == ("trainer.accumulate_grad_batches", True)
+
+
+def test_somebody_elses_classes_are_left_to_lightning(load: Any) -> None:
+    text = "model: {class_path: my.Module, init_args: {optim: {class_path: my.Optim}}}\ntrainer: {strategy: ddp}"
+    run = load("--data=my.Rows", base=text).run
+    assert (run.model, run.data, run.strategy) == (None, None, None)
+    ours = load(more="model: {class_path: lit_fsdp.CausalLMModule, init_args: {name: other}}").run.model
+    assert (ours.name, ours.optim.lr) == ("other", 1e-4)
+
+
+def test_any_optimizer(load: Any) -> None:
+    text = "model: {optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.9, lr: 0.1}}}"
+    optim = load("--model.optim.init_args.nesterov=true", more=text).run.model.optim
+    assert (optim.optimizer, optim.lr, optim.warmup_steps) == ("torch.optim.SGD", 0.1, 2)
+    assert optim.optimizer_args == {"momentum": 0.9, "nesterov": True}
+    error = refused(load, "--model.optim.class_path=bitsandbytes.optim.AdamW8bit")
+    assert error.fix == "add --allow-imports bitsandbytes, or set LIT_FSDP_ALLOW_IMPORTS=bitsandbytes"
+    words = ("--model.optim.class_path=bitsandbytes.optim.AdamW8bit", "--allow-imports", "bitsandbytes")
+    assert load(*words).run.model.optim.optimizer == "bitsandbytes.optim.AdamW8bit"
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "needle"),
+    [
+        ("--model.optim.learning_rate=1", "model.optim.learning_rate", "write model.optim.lr"),
+        ("--trainer.max_step=3", "trainer.max_step", "write trainer.max_steps"),
+        ("--modle.name=x", "modle.name", "write model"),
+        ("--model.optim.lr=abc", "model.optim.lr", "a number"),
+        (f"--{ARGS}.engine=fsdp3", f"{ARGS}.engine", f"write {ARGS}.engine: fsdp"),
+        (f"--{ARGS}.precision=bf16", f"{ARGS}.precision", "bf16-true"),
+        (f"--{ARGS}.wrap.min_num_params=-1", f"{ARGS}.wrap.min_num_params", "at least 1"),
+        (f"--{ARGS}.shard_degree=6", f"{ARGS}.shard_degree", "set shard_degree: 2"),
+        ("--model.lora.r=0", "model.lora", "r: got 0"),
+        ("--data.train=[{source: a, weight: 1}, b]", "data.train", "weights for 1 of 2"),
+        ("--model.lora.rank=4", "model.lora.rank", "write model.lora.r"),
+        ("--model.optim.warmup_steps=30", "model.optim.warmup_steps", "at most max_steps (20)"),
+        ("--trainer.devices=3", "data.global_batch_size", "set global_batch_size: 18"),
+        ("--checkpoint.every_steps=0", "checkpoint.every_steps", ">= 1"),
+        ("--trainer.limit_train_batches=5", "trainer.limit_train_batches", "trainer.max_steps"),
+        ("--trainer.overfit_batches=1", "trainer.overfit_batches", "in silence"),
+        ("--trainer.default_root_dir=$NOT_SET/x", "trainer.default_root_dir", "NOT_SET"),
+        ("recipe.yaml", "recipe.yaml", "write --config recipe.yaml"),
+    ],
+)
+def test_refusals(load: Any, flag: str, field: str, needle: str) -> None:
+    error = refused(load, flag)
+    assert (error.field.startswith(field), needle in str(error)) == (True, True), str(error)
+
+
+def test_a_key_in_a_file(load: Any) -> None:
+    error = refused(load, more="model: {optim: {warmup: 3}}")
+    assert (error.field, error.fix) == ("model.optim.warmup", "write model.optim.warmup_steps")
+
+
+def test_a_key_of_a_source(load: Any) -> None:
+    error = refused(load, more="data: {train: [{sorce: a.jsonl}]}")
+    assert (error.field, error.fix) == ("data.train.sorce", "write data.train.source")
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("- a\n")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    for name, needle in (("recip.yaml", "recipe.yaml"), ("recipe.yaml", "list"), ("broken.yaml", "no YAML")):
+        assert needle in str(refused(load_recipe, ["--config", str(tmp_path / name)], "fit"))
+
+
+@pytest.mark.parametrize(("verb", "split"), [("fit", "train"), ("validate", "val"), ("test", "test")])
+def test_each_verb_wants_its_rows(load: Any, verb: str, split: str) -> None:
+    assert refused(load, "--data.train=null", verb=verb).field == f"data.{split}"
+
+
+def test_a_stream_ends_by_steps(load: Any) -> None:
+    flags = (
+        "--data.streaming=true",
+        "--trainer.max_steps=-1",
+        "--trainer.max_epochs=1",
+        "--model.optim.warmup_steps=0",
+    )
+    assert refused(load, *flags).field == "trainer.max_steps"
+    assert refused(load, flags[0], "--data.val=v.jsonl").field == "trainer.val_check_interval"
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "problem"),
+    [
+        ("liger", ["--trainer.accelerator=cpu"], "accelerator cpu"),
+        ("cce", [f"--{ARGS}.precision=fp32"], "precision fp32"),
+        ("liger", ["--model.lora.target_modules=[lm_head]"], "adapters on the head"),
+        ("liger", [f"--{ARGS}.precision=fp32"], None),
+    ],
+)
+def test_kernels_of_the_loss(load: Any, backend: str, flags: list[str], problem: str | None) -> None:
+    words = [f"--model.loss.backend={backend}", *flags]
+    if problem is None:
+        assert load(*words).run.model.loss.backend == backend
+    else:
+        assert problem in str(refused(load, *words))
+
+
+def test_python_callers_are_told_the_same() -> None:
+    made = build(ModelConfig, {"name": "x", "optim": {"lr": 1e-3}, "lora": {}}, "model")
+    assert (made.optim.lr, made.lora.r) == (1e-3, 16)
+    assert build(ModelConfig, {"optim": made.optim}, "model").optim == made.optim
+    assert refused(build, ModelConfig, {"optim": {"lrr": 1}}, "model").fix == "write model.optim.lr"
+    assert (
+        check_recipe({"trainer": {"max_steps": 1}, "model": {"name": "x"}, "data": {"train": "r"}}, "fit").num_nodes
+        == 1
+    )
+
+
+# -- what follows from other values
+
+
+def test_paths_are_expanded_once(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("ROWS", "/rows")
+    text = (
+        "trainer: {default_root_dir: ~/run, logger: {class_path: X, init_args: {save_dir: ~/logs}}}\n"
+        "model: {name: ~/m, add_tokens: ['~']}\ndata: {train: ['${ROWS}/a', {source: $ROWS/b}]}\nslurm: {setup: [cd ~]}"
+    )
+    found = load("--ckpt_path=~/run/x", more=text)
+    run = found.run
+    assert (run.trainer["default_root_dir"], run.model.name) == ("/home/somebody/run", "/home/somebody/m")
+    assert run.trainer["logger"]["init_args"]["save_dir"] == "/home/somebody/logs"
+    assert (run.data.train[0], run.data.train[1].source) == ("/rows/a", "/rows/b")
+    assert (run.model.add_tokens, run.slurm.setup) == (["~"], ["cd ~"])
+    assert found.values["ckpt_path"] == "/home/somebody/run/x"
+
+
+SMALL = "model: {miniature: true}\ntrainer: {accelerator: cpu}"
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"precision": "fp8"}, {"precision": "auto"}),
+        ({"engine": "fsdp1", "cpu_offload": "true"}, {"cpu_offload": False}),
+        ({"process_group_backend": "cpu:gloo,cuda:nccl"}, {"process_group_backend": None}),
+        ({"sharding": "hybrid_shard_zero2"}, {"replicate_degree": 2}),
+        ({"sharding": "hybrid_shard", "shard_degree": "8"}, {"shard_degree": -1, "replicate_degree": 2}),
+        ({"shard_degree": "64"}, {"shard_degree": -1}),
+        ({"precision": "fp16_mixed"}, {"precision": "fp16_mixed"}),
+        ({"engine": "fsdp2", "cpu_offload": "true"}, {"cpu_offload": True}),
+    ],
+)
+def test_a_miniature_replaces_what_a_cpu_lacks(load: Any, given: dict[str, str], changed: dict[str, Any]) -> None:
+    args = vars(load(*(f"--{ARGS}.{key}={value}" for key, value in given.items()), small=SMALL).run.strategy)
+    assert {key: args[key] for key in changed} == changed
+
+
+def test_a_miniature_says_so_in_one_line(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("--model.optim.warmup_steps=300", small=SMALL)
+    assert capsys.readouterr().err == "miniature: 1 values are replaced (--verbose lists them)\n"
+    load("--verbose", "--model.optim.warmup_steps=300", small=SMALL)
+    assert capsys.readouterr().err == "miniature: model.optim.warmup_steps: 300 → 1 (20 steps)\n"
+
+
+def test_the_vocabulary_of_a_model_on_disk_may_stay_in_the_root(load: Any, tmp_path: Path) -> None:
+    wrap = load(f"--model.name={tmp_path}", small=SMALL).run.strategy.wrap_config
+    assert (wrap.classes, wrap.max_root_share) == (["Block"], 1.0)
+
+
+def test_switches_are_no_part_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIT_FSDP_ALLOW_IMPORTS", "one,two")
+    line = read_command_line(["--debug", "--allow-imports=three", "--model.name", "x", "--print_config"])
+    assert (line.debug, line.verbose, line.print_config) == (True, False, True)
+    assert (line.allow_imports, line.words) == (["one", "two", "three"], ["--model.name", "x"])
