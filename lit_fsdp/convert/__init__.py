@@ -13,17 +13,17 @@ from lit_fsdp.convert.hf_trainer import convert_hf_trainer
 from lit_fsdp.errors import ConfigError, require
 
 FORMATS = ("accelerate", "hf-trainer", "deepspeed")
+_NEEDED = (
+    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
+    "trainer.max_steps trainer.max_epochs",
+)  # fmt: skip
 _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
 
 
 def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
     """The recipe of a configuration file, and what became of each of its keys.
 
-    Args:
-        kind: ``accelerate``, ``hf-trainer`` or ``deepspeed``.
-        path: YAML or JSON; ``-`` is standard input.
-        ranks: Ranks of the run, which the files of Transformers and DeepSpeed do not hold.
-        num_nodes: Nodes of the run, for the same two.
+    ``ranks`` and ``num_nodes`` are those of the run, which the files of Transformers and DeepSpeed do not hold.
 
     Raises:
         ConfigError: The file cannot be read, a value is none the library accepts, or values do not go together.
@@ -37,22 +37,19 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     else:
         put_ranks(conversion, ranks, num_nodes)
         convert_deepspeed(conversion, values, ranks)
-        autos = [fate.key for fate in conversion.fates if "(auto: " in fate.text]
-        conversion.to_give += [f"Check what stands for auto in {', '.join(autos)}."] if autos else []
     _finish(conversion)
-    missing = [key for key in ("model.name", "data.train") if conversion.get(key) is None]
-    if not conversion.get("trainer.max_steps") and not conversion.get("trainer.max_epochs"):
-        missing.append("trainer.max_steps or max_epochs")
-    if missing:
-        conversion.to_give.insert(0, f"Set {', '.join(missing)}: the input does not say.")
+    missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
+    autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)
+    conversion.to_give += [f"Set {', '.join(missing)}: the input does not say."] if missing else []
+    conversion.to_give += [f"Check what stands for auto in {', '.join(autos)}."] if autos else []
     _check(conversion)
     return conversion
 
 
 def _finish(conversion: Conversion) -> None:
-    """Hybrid where there are copies and only there; modes without details as words."""
+    """Hybrid sharding where there are copies and only there; modes without details as words."""
     strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
-    if "replicate_degree" in strategy:
+    if strategy.get("replicate_degree", 1) > 1:
         strategy["sharding"] = "hybrid_shard" if sharding == "full_shard" else "hybrid_shard_zero2"
     elif sharding in _ONE_NODE and conversion.get("trainer.num_nodes") == 1:
         strategy["sharding"] = _ONE_NODE[sharding]

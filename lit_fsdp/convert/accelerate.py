@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, count, names, number, read_mapping
+from lit_fsdp.convert.conversion import Conversion, Given, names, number, read_mapping
 from lit_fsdp.convert.deepspeed import DEEPSPEED, convert_deepspeed, put_engine, put_precision, put_ranks, put_stage
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 
@@ -23,8 +23,7 @@ _FSDP: Table = {
     "use_orig_params": Drop("parameters keep their own names here; the losses are the same"),
     "mixed_precision_policy": Drop("accelerate launch does not hand it on: mixed_precision decides"),
     "ignored_modules": Drop("every parameter is in a unit here", OFF),
-    "xla_fsdp_settings": Drop("it is for TPUs"),
-    **rows("xla xla_fsdp_v2 xla_fsdp_grad_ckpt", Drop("FSDP through XLA is for TPUs", OFF)),
+    **rows("xla xla_*", Drop("FSDP through XLA is for TPUs", OFF)),
 }
 _VERSION_1: Table = {
     "sharding_strategy": Keep("sharding", SHARDINGS),
@@ -46,7 +45,6 @@ _KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
 _COMPILE = Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", other="only inductor compiles blocks")
 _STARTS = Drop("torchrun, srun or Lightning starts the processes")
-_NOT_SPLIT = "no tensor or sequence is split here"
 _ACCELERATE: Table = {
     **rows("distributed_type num_processes num_machines gpu_ids use_cpu mixed_precision", None),
     "compute_environment": Drop("a recipe is no job of that service", "local_machine"),
@@ -57,18 +55,20 @@ _ACCELERATE: Table = {
     "fp8_config": Drop("torchao's fp8 has its own choices"),
     **rows("dynamo_backend dynamo_config.backend", _COMPILE),
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
-    **rows("parallelism_config.dp_replicate_size parallelism_config.dp_shard_size", None),
-    **rows("parallelism_config.tp_size parallelism_config.cp_size parallelism_config.sp_size", Drop(_NOT_SPLIT, "1")),
-    **rows("parallelism_config.cp_* parallelism_config.sp_* parallelism_config.enable_async_tp", Drop(_NOT_SPLIT)),
+    **under("parallelism_config", {
+        "dp_replicate_size": Keep("replicate_degree"),
+        "dp_shard_size": Keep("shard_degree"),
+        **rows("tp_size cp_size sp_size", Drop("no tensor or sequence is split here", "1")),
+        **rows("cp_* sp_* enable_async_tp", Drop("no tensor or sequence is split here")),
+    }),
     **under("deepspeed_config", {
-        **rows("zero_stage gradient_clipping deepspeed_config_file", None),
+        **rows("zero_stage deepspeed_config_file", None),
+        "gradient_clipping": Keep("trainer.gradient_clip_val"),
         **rows("offload_param_device offload_optimizer_device", DEEPSPEED["zero_optimization.offload_param.device"]),
         "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
         "offload_*_nvme_path": Drop("nothing is offloaded to disk here"),
-        "deepspeed_moe_layer_cls_names": Drop("set wrap: {experts: true} to make experts units of their own"),
         "deepspeed_*": _STARTS,
-        "zero3_init_flag": Drop("the model is always built on meta and read shard by shard"),
-        "zero3_save_16bit_model": Drop("lit-fsdp export writes the whole model in the dtype you ask for"),
+        "zero3_*": Drop("the model is always built on meta, and lit-fsdp export writes it whole"),
     }),
 }  # fmt: skip
 
@@ -84,6 +84,8 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: P
     for name, sections in (("fsdp", "fsdp_config. parallelism_config."), ("deepspeed", "deepspeed_config.")):
         if name != kind:
             source.ignore(sections, f"{distributed.value} does not read it" + " on a CPU" * on_cpu)
+    if "mixed_precision" in values:
+        source.ignore("fp16", "Accelerate reads mixed_precision instead")
     if kind == "deepspeed":
         conversion.say(distributed, "replaced by the engine of its ZeRO stage")
         _zero(conversion, source, word, ranks, folder)
@@ -91,13 +93,11 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: P
         if kind == "fsdp":
             conversion.put("cpu_ram_efficient_loading", True)
             convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
-            _mesh(conversion, source)
         else:
             put_engine(conversion, "", ranks)
         note = "Accelerate trains with DDP on a CPU" if on_cpu else "with fsdp_config.version, 1 by default"
         conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
         put_precision(conversion, word)
-        conversion.to_give.append("Set the length, batch sizes, gradient_clip_val and model.optim as your script does.")
     source.rest()
 
 
@@ -117,16 +117,16 @@ def convert_fsdp(
     chosen = source.take("fsdp_config.auto_wrap_policy", policy)
     classes = source.take("fsdp_config.transformer_layer_cls_to_wrap", [])
     size = source.take("fsdp_config.min_num_params", smallest)
-    kind, note = chosen.read(_POLICIES), "the model's own blocks, so that not all is gathered at once"
+    kind = chosen.read(_POLICIES)
     wrap: Any = "auto"
     if kind == "classes" and classes.value:
         # the classes and nothing else, as the policy wraps them
-        wrap, note = {"classes": classes.read(names), "embedding_and_head": False}, ""
+        wrap = {"classes": classes.read(names), "embedding_and_head": False}
     elif kind == "min_num_params" and size.read(number):
-        wrap, note = {"min_num_params": size.read(number)}, ""
-    conversion.keep(chosen, "wrap", wrap, note)
+        wrap = {"min_num_params": size.read(number)}
+    conversion.keep(chosen, "wrap", wrap, "the model's own blocks" if wrap == "auto" else "")
     for given, reads in ((classes, "classes"), (size, "min_num_params")):
-        if kind == reads and wrap != "auto":
+        if reads in wrap:
             conversion.keep(given, "wrap", wrap)
         else:
             conversion.drop(given, f"auto_wrap_policy {chosen.value} does not read it, or it is empty")
@@ -140,29 +140,18 @@ def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> 
     on_cpu = cpu.on or str(name).upper() == "MULTI_CPU"
     conversion.keep(cpu, "trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "single" else "gpu")
     processes, gpus = source.take("num_processes", 1 if kind == "single" else -1), source.take("gpu_ids", "all")
-    ranks = None if str(processes.value) == "-1" else processes.read(count)
+    ranks = None if str(processes.value) == "-1" else int(processes.read(number))
     if gpus.value == "all" or on_cpu:
         conversion.drop(gpus, "trainer.devices says how many")
     else:
         conversion.keep(gpus, "trainer.devices", [int(one) for one in gpus.read(names)][:ranks])
-    put_ranks(conversion, ranks, nodes.read(count), "num_processes")
-    conversion.keep(nodes, "trainer.num_nodes", nodes.read(count))
+    put_ranks(conversion, ranks, int(nodes.read(number)), "num_processes")
+    conversion.keep(nodes, "trainer.num_nodes", int(nodes.read(number)))
     conversion.say(processes, f"kept as trainer.devices: {conversion.get('trainer.devices')} (per node)")
     return ranks, on_cpu
 
 
-def _mesh(conversion: Conversion, source: Source) -> None:
-    copies, shards = (source.take(f"parallelism_config.dp_{name}_size", 1) for name in ("replicate", "shard"))
-    if copies.read(count) == 1:
-        for given in (copies, shards):
-            conversion.drop(given, "one copy over all ranks is full_shard")
-    else:
-        conversion.keep(copies, "replicate_degree", copies.read(count), "with a hybrid sharding")
-        conversion.keep(shards, "shard_degree", shards.read(count))
-
-
 def _zero(conversion: Conversion, source: Source, word: Given, ranks: int | None, folder: Path) -> None:
-    clipping = source.take("deepspeed_config.gradient_clipping", 1.0)
     named = source.take("deepspeed_config.deepspeed_config_file")
     if named.key:
         conversion.say(named, "replaced by the content of that file, as below")
@@ -170,4 +159,4 @@ def _zero(conversion: Conversion, source: Source, word: Given, ranks: int | None
     else:
         put_stage(conversion, source.take("deepspeed_config.zero_stage", 2), ranks)
         put_precision(conversion, word)
-    conversion.keep(clipping, "trainer.gradient_clip_val", 1.0 if clipping.value == "auto" else clipping.read(number))
+    conversion.put("trainer.gradient_clip_val", 1.0)

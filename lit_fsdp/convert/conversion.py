@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
@@ -40,13 +39,6 @@ def number(key: str, value: Any) -> float:
         raise ConfigError(key, repr(value), "a number", f"write {key}: 1") from None
 
 
-def count(key: str, value: Any) -> int:
-    """A whole number >= 1."""
-    found = number(key, value)
-    require(isinstance(found, int) and found >= 1, key, repr(value), "a whole number >= 1", f"write {key}: 1")
-    return int(found)
-
-
 def names(key: str, value: Any) -> list[str]:
     """Names as a list, or as one text with commas or spaces."""
     parts = value if isinstance(value, list) else [value]
@@ -59,8 +51,7 @@ def choose(key: str, value: Any, words: Mapping[str, Any]) -> Any:
     word = "no" if value is False and "no" in lowered else str(value).strip().lower()  # YAML reads NO as false
     if word.isdigit() and 1 <= int(word) <= len(words) and next(iter(words)).isupper():
         return list(words.values())[int(word) - 1]
-    near = difflib.get_close_matches(word, lowered, n=1, cutoff=0.4) or list(lowered)
-    require(word in lowered, key, repr(value), " | ".join(words), f"write {key}: {near[0]}")
+    require(word in lowered, key, repr(value), " | ".join(words), f"write {key}: {next(iter(words))}")
     return lowered[word]
 
 
@@ -78,19 +69,13 @@ def read_mapping(key: str, given: str, folder: Path = Path()) -> dict[str, Any]:
             text = given if given != "-" else sys.stdin.read()
         else:
             text = (path if path.exists() else folder / path).read_text(encoding="utf-8-sig")
-        found = _parsed(text)
+        # JSON may hold tabs, which YAML refuses
+        found = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(key, f"{given} ({why})", "YAML or JSON that can be read", "check the path") from None
     require(isinstance(found, dict) and found, key, f"{given} without keys", "a mapping of keys", "name a config file")
-    return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)  # it may hold tabs, which YAML refuses
-    except ValueError:
-        return yaml.safe_load(text)
+    return dict(found)
 
 
 @dataclass(frozen=True)

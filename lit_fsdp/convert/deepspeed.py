@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, shown
+from lit_fsdp.convert.conversion import Conversion, Given
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
 _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
 _NOTES = {"fp32": "low_precision if the script loads its weights in bf16", "fp8": "torchao chooses other layers"}
 _STAGES = {"auto": "shard_grad_op", "0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op", "3": "full_shard"}
-_DTYPES = {"bf16": "bf16", "bfp16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32",
-           "float32": "fp32"}  # fmt: skip
-_INSIDE = Drop("it is about how DeepSpeed works inside")
+_INSIDE = Drop("FSDP has its own units, buffers and order of work")
 _PRINTS = Drop("it only prints or measures; trainer.logger and trainer.log_every_n_steps decide here")
 _HALF: Table = {
     "enabled": None,
@@ -32,7 +30,7 @@ DEEPSPEED: Table = {
     **under("bf16", _HALF),
     **under("bfloat16", _HALF),
     **under("fp16", _HALF),
-    "communication_data_type": Keep("precision.reduce_dtype", _DTYPES, "gradients are summed in it"),
+    "communication_data_type": Keep("precision.reduce_dtype", why="gradients are summed in it"),
     "data_types.grad_accum_dtype": Drop("gradients add up in fp32 here", "fp32 float32 float"),
     "gradient_clipping": Keep("trainer.gradient_clip_val"),
     **under("scheduler", {
@@ -62,17 +60,12 @@ DEEPSPEED: Table = {
         **rows("zero_hpz_partition_size mics_*", Drop("shard_degree splits within a part of the ranks; same losses")),
         "zero_quantized_*": Drop("nothing is quantized on its way here", OFF),
         "zenflow": Drop("every step updates all parameters here", OFF),
-        **rows("*bucket_size *_persistence_threshold *max_live_parameters *max_reuse_distance sub_group_size "
-               "stage3_module_granularity_threshold use_multi_rank_bucket_allreduce round_robin_gradients",
-               Drop("units are the model's blocks here, not buckets of a size")),
-        **rows("overlap_comm contiguous_gradients reduce_scatter allgather_partitions", Drop("FSDP always does so")),
-        **rows("*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save",
-               Drop("lit-fsdp export writes the whole model in the dtype you ask for")),
+        "stage3_gather_*": Drop("lit-fsdp export writes the whole model in the dtype you ask for"),
         **rows("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
                Drop("checkpoints hold fp32 weights, and any number of ranks resumes them")),
-        **rows("stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters "
-               "legacy_stage1 parameter_alignment memory_efficient_linear override_module_apply leaf_module "
-               "log_trace_cache_warnings compute_grad_norm enable_sanity_checks", _INSIDE),
+        **rows("stage3_* reduce_* allgather_* overlap_comm contiguous_gradients sub_group_size round_robin_gradients "
+               "use_multi_rank_bucket_allreduce ignore_unused_parameters legacy_stage1 leaf_module parameter_alignment "
+               "memory_efficient_linear override_module_apply log_trace_cache_warnings *_sanity_checks", _INSIDE),
     }),
     "activation_checkpointing": Drop("it sets up DeepSpeed's own function; activation_checkpointing: full recomputes"),
     **rows("steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard "
@@ -97,19 +90,18 @@ def convert_deepspeed(
     """
     source = Source(conversion, DEEPSPEED, values, path)
     put_stage(conversion, source.take("zero_optimization.stage", 0), ranks)
-    _precision(conversion, source, word or Given("", "no"))
+    _precision(conversion, source, word or Given("", "no"), values)
     if values.get("train_batch_size") == "auto":
         source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
     elif "train_batch_size" in values and not path:
         auto = " train_micro_batch_size_per_gpu" * (values.get("train_micro_batch_size_per_gpu") == "auto")
         source.ignore(f"gradient_accumulation_steps{auto}", "it follows from train_batch_size and the ranks")
-    has_optimizer, has_scheduler = source.has("optimizer."), source.has("scheduler.")
     warmup = source.take("scheduler.params.warmup_type", "log")
     source.rest()
-    if has_optimizer:
+    if values.get("optimizer"):
         conversion.put("model.optim.beta2", FILLED_IN["model.optim.beta2"])
         conversion.put("model.optim.schedule", "constant")
-    if has_scheduler:
+    if values.get("scheduler"):
         differs = str(warmup.value).lower() == "log" and (conversion.get("model.optim.warmup_steps") or 0) > 1
         key = warmup.key or ("scheduler.params.warmup_type (log by default)" if differs else "")
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
@@ -117,17 +109,15 @@ def convert_deepspeed(
             conversion.put("model.optim.min_lr_ratio", 0.0001)
 
 
-def _precision(conversion: Conversion, source: Source, word: Given) -> None:
-    lacks = word.value != "no" and not source.has("fp16." if word.value == "fp16" else "bf16.")
+def _precision(conversion: Conversion, source: Source, word: Given, values: dict[str, Any]) -> None:
+    lacks = word.value != "no" and not values.get("fp16" if word.value == "fp16" else "bf16")
     for name in ("bf16", "bfloat16", "fp16"):
         switch, short = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
-        if switch.value == "auto":
-            switch = Given(switch.key, word.value == short)
-            conversion.say(switch, f"replaced by {shown(switch.value)} (auto: {word.key or 'off, unless you say so'})")
-        if switch.on:
+        auto = " (auto: no precision around it asks for it)" if switch.value == "auto" else ""
+        if word.value == short if auto else switch.on:
             put_precision(conversion, Given(switch.key, short))
         else:
-            conversion.drop(switch, "it is off")
+            conversion.drop(switch, f"it is off{auto}")
             source.ignore(f"{name}.", f"{name} is off")
     if lacks:
         put_precision(conversion, word)
@@ -152,8 +142,8 @@ def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dic
 
 def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: str = "--ranks") -> None:
     """Nodes, and devices per node: all at hand where the ranks are not known."""
-    allowed = f"a multiple of {num_nodes}, the nodes"
-    require(not (ranks or 0) % num_nodes, key, ranks, allowed, f"write {key} {num_nodes}")
+    fits = num_nodes > 0 and (ranks or 0) % num_nodes == 0
+    require(fits, key, ranks, f"a multiple of {num_nodes} nodes", f"write {key} {num_nodes}")
     conversion.put("trainer.num_nodes", num_nodes)
     conversion.put("trainer.devices", ranks // num_nodes if ranks else "auto")
 

@@ -14,14 +14,8 @@ from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, r
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
               "cosine_with_min_lr": "cosine"}  # fmt: skip
-
-
-def _text(key: str, value: Any) -> Any:
-    return value or None
-
-
 _ARGUMENTS: Table = {
-    **rows("fsdp deepspeed use_cpu bf16 fp16 tf32 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
+    **rows("fsdp deepspeed use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
            "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
     "seed": Keep("seed_everything"),
     "per_device_train_batch_size": Keep("data.micro_batch_size"),
@@ -37,14 +31,14 @@ _ARGUMENTS: Table = {
     "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
     "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
     "save_total_limit": Keep("checkpoint.keep_last", why="and the best one"),
-    "output_dir": Keep("trainer.default_root_dir", _text),
+    "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
     "per_device_eval_batch_size": Keep("data.val_micro_batch_size"),
     "data_seed": Keep("data.seed"),
     "dataloader_num_workers": Keep("data.num_workers"),
     **rows("max_seq_length max_length", Keep("data.max_seq_length")),
-    "model_name_or_path": Keep("model.name", _text),
-    "train_file": Keep("data.train", _text),
-    "validation_file": Keep("data.val", _text),
+    "model_name_or_path": Keep("model.name", lambda key, value: value or None),
+    "train_file": Keep("data.train", lambda key, value: value or None),
+    "validation_file": Keep("data.val", lambda key, value: value or None),
     "train_sampling_strategy": Keep("data.shuffle", {"random": True, "sequential": False}, other="rows are shuffled"),
     **rows("gradient_checkpointing activation_checkpointing", _RECOMPUTE),
     "torch_compile": Keep("compile", why="block by block"),
@@ -52,6 +46,7 @@ _ARGUMENTS: Table = {
     "torch_compile_mode": Drop("torch_compile: true compiles in torch's default mode"),
     "ddp_timeout": Keep("timeout_seconds"),
     "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="gloo and nccl exist here"),
+    "tf32": Drop("fp32 means fp32 here; under bf16 and fp16 it changes nothing"),
     "average_tokens_across_devices": Drop("every token counts alike here, whatever its rank", "true"),
     **rows("label_smoothing_factor neftune_noise_alpha auto_find_batch_size optim_args optim_target_modules "
            "group_by_length parallelism_config accelerator_config.split_batches",
@@ -70,10 +65,8 @@ _ARGUMENTS: Table = {
     **rows("ddp_* use_cache torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
            Drop("it changes speed and memory, not what is computed")),
 }  # fmt: skip
-_DEFAULTS = {"seed_everything": 42, "model.optim.schedule": "linear", "checkpoint.keep_last": -1}
 _VERSION_1: Table = {
     "reshard_after_forward": Keep("sharding", SHARDINGS),
-    "sharding_strategy": Drop("Transformers does not read it: the words of fsdp decide"),
     "limit_all_gathers": Keep("limit_all_gathers"),
 }
 
@@ -90,11 +83,12 @@ def convert_hf_trainer(
     put_ranks(conversion, ranks, num_nodes)
     cpu, zero = source.take("use_cpu", False), source.take("deepspeed", {}).value
     conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
-    halves = [source.take(name, False) for name in ("bf16", "fp16")]
-    words = [Given(one.key, one.key) for one in halves if one.on]
-    for one in halves:
-        if not one.on:
-            conversion.drop(one, "it is off")
+    words = []
+    for switch in (source.take(name, False) for name in ("bf16", "fp16")):
+        if switch.on:
+            words.append(Given(switch.key, switch.key))
+        else:
+            conversion.drop(switch, "it is off")
     if not zero:
         _strategy(conversion, source, version, ranks, cpu.on)
         for word in words:
@@ -102,17 +96,12 @@ def convert_hf_trainer(
     elif zero.get("scheduler"):
         source.ignore("lr_scheduler_", "the scheduler of the deepspeed configuration takes its place")
     _loop(conversion, source, values)
-    tf32 = source.take("tf32", False)
-    lowers = tf32.on and not words
-    conversion.drop(tf32, "fp32 means fp32 here" if lowers else "no product is left in fp32 that it changes", lowers)
     source.rest()
-    for path, value in {**FILLED_IN, **_DEFAULTS}.items():
+    for path, value in FILLED_IN.items():
         conversion.put(path, value)
     if zero:
         convert_deepspeed(conversion, zero, ranks, "deepspeed", words[0] if words else None)
     conversion.put("precision.mode", "fp32")
-    if not conversion.get("data.max_seq_length"):
-        conversion.to_give.append("Set data.max_seq_length as your script cuts its samples.")
 
 
 def _strategy(conversion: Conversion, source: Source, version: str, ranks: int | None, on_cpu: bool) -> None:

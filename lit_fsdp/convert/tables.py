@@ -15,7 +15,8 @@ _PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_co
 FILLED_IN: dict[str, Any] = {
     "model.optim.lr": 5e-5, "model.optim.beta1": 0.9, "model.optim.beta2": 0.999, "model.optim.eps": 1e-8,
     "model.optim.weight_decay": 0.0, "model.optim.warmup_steps": 0, "trainer.gradient_clip_val": 1.0,
-    "data.micro_batch_size": 8, "trainer.accumulate_grad_batches": 1,
+    "data.micro_batch_size": 8, "trainer.accumulate_grad_batches": 1, "model.optim.schedule": "linear",
+    "seed_everything": 42, "checkpoint.keep_last": -1,
 }  # fmt: skip
 """What Transformers takes where no argument says otherwise, for ``auto`` too; by path of the recipe."""
 OFF = "false 0 0.0 none no []"
@@ -71,22 +72,16 @@ class Source:
             name = str(key).removeprefix(_PREFIXES.get(section, ""))
             name, written = f"{section}.{name}".lstrip("."), f"{path}.{key}".lstrip(".")
             if value is None or value == {}:
-                empty = "null" if value is None else "empty"
-                self.conversion.drop(Given(written, value), f"it is {empty}: the default holds")
+                self.conversion.drop(Given(written, value), "it is null or empty: the default holds")
             elif name not in self.table and any(known.startswith(f"{name}.") for known in self.table):
                 require(isinstance(value, dict), written, repr(value), "a mapping", f"write {written}: {{key: value}}")
                 self._flatten(value, name, written)
             else:
-                require(name not in self._left, written, "given twice", "with or without its prefix", "drop one")
                 self._left[name] = Given(written, value)
 
     def take(self, name: str, default: Any = None) -> Given:
         """The value of a key, which is gone then; ``default`` without a key where it is missing or null."""
         return self._left.pop(name, Given("", default))
-
-    def has(self, start: str) -> bool:
-        """Whether a key that begins so is left."""
-        return any(name.startswith(start) for name in self._left)
 
     def ignore(self, starts: str, why: str) -> None:
         """Drop all keys that begin with one of these words."""
@@ -100,11 +95,11 @@ class Source:
                 self._apply(row or Drop("other keys decide"), self._left.pop(name))
         for name, given in self._left.items():
             row = next((row for pattern, row in self.table.items() if row and fnmatchcase(name, pattern)), None)
-            near = difflib.get_close_matches(name, self.table, n=1, cutoff=0.6)
-            hint = f"; the nearest is {near[0].split('.')[-1]}" if near else ""
             if row:
                 self._apply(row, given)
             else:
+                near = difflib.get_close_matches(name, self.table, n=1)
+                hint = f"; the nearest is {near[0]}" if near else ""
                 self.conversion.drop(given, f"there is no such key{hint}", differs=True)
 
     def _apply(self, row: Keep | Drop, given: Given) -> None:
