@@ -73,5 +73,5 @@ def _check(conversion: Conversion) -> None:
             key = next((key for path, key in conversion.by.items() if error.field.startswith(path)), None)
             if key is None:
                 raise
-            fix = f"mend {key} (in the recipe: {error.fix})"
+            fix = f"change {key} (in the recipe: {error.fix})"
             raise ConfigError(key, f"{error.given} as {error.field}", error.allowed, fix) from None

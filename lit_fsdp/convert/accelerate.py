@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, names, number, read_mapping
+from lit_fsdp.convert.conversion import Conversion, names, number, read_mapping
 from lit_fsdp.convert.deepspeed import DEEPSPEED, convert_deepspeed, put_engine, put_precision, put_ranks, put_stage
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 
@@ -43,17 +43,16 @@ _VERSION_2: Table = {
 }
 _KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed"}
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
-_COMPILE = Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", other="only inductor compiles blocks")
 _STARTS = Drop("torchrun, srun or Lightning starts the processes")
 _ACCELERATE: Table = {
     **rows("distributed_type num_processes num_machines gpu_ids use_cpu mixed_precision", None),
     "compute_environment": Drop("a recipe is no job of that service", "local_machine"),
-    **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity", _STARTS),
+    **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity debug", _STARTS),
     **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type is another")),
-    "debug": Drop("collectives have a timeout; nothing else is traced"),
     "fp16": Drop("mixed_precision decides", OFF),
     "fp8_config": Drop("torchao's fp8 has its own choices"),
-    **rows("dynamo_backend dynamo_config.backend", _COMPILE),
+    **rows("dynamo_backend dynamo_config.backend",
+           Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", "only inductor compiles blocks")),
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
     **under("parallelism_config", {
         "dp_replicate_size": Keep("replicate_degree"),
@@ -84,18 +83,24 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: P
     for name, sections in (("fsdp", "fsdp_config. parallelism_config."), ("deepspeed", "deepspeed_config.")):
         if name != kind:
             source.ignore(sections, f"{distributed.value} does not read it" + " on a CPU" * on_cpu)
-    if "mixed_precision" in values:
-        source.ignore("fp16", "Accelerate reads mixed_precision instead")
     if kind == "deepspeed":
         conversion.say(distributed, "replaced by the engine of its ZeRO stage")
-        _zero(conversion, source, word, ranks, folder)
+        named = source.take("deepspeed_config.deepspeed_config_file")
+        if named.key:
+            conversion.say(named, "replaced by the content of that file")
+            convert_deepspeed(conversion, read_mapping(named.key, named.value, folder), ranks, word=word)
+        else:
+            put_stage(conversion, source.take("deepspeed_config.zero_stage", 2), ranks)
+            put_precision(conversion, word)
+        conversion.put("trainer.gradient_clip_val", 1.0)
     else:
         if kind == "fsdp":
             conversion.put("cpu_ram_efficient_loading", True)
             convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
         else:
             put_engine(conversion, "", ranks)
-        note = "Accelerate trains with DDP on a CPU" if on_cpu else "with fsdp_config.version, 1 by default"
+        whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
+        note = "by the version of fsdp_config, 1 by default" if kind == "fsdp" else whole
         conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
         put_precision(conversion, word)
     source.rest()
@@ -144,19 +149,8 @@ def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> 
     if gpus.value == "all" or on_cpu:
         conversion.drop(gpus, "trainer.devices says how many")
     else:
-        conversion.keep(gpus, "trainer.devices", [int(one) for one in gpus.read(names)][:ranks])
+        conversion.keep(gpus, "trainer.devices", [int(number(gpus.key, one)) for one in gpus.read(names)][:ranks])
     put_ranks(conversion, ranks, int(nodes.read(number)), "num_processes")
     conversion.keep(nodes, "trainer.num_nodes", int(nodes.read(number)))
     conversion.say(processes, f"kept as trainer.devices: {conversion.get('trainer.devices')} (per node)")
     return ranks, on_cpu
-
-
-def _zero(conversion: Conversion, source: Source, word: Given, ranks: int | None, folder: Path) -> None:
-    named = source.take("deepspeed_config.deepspeed_config_file")
-    if named.key:
-        conversion.say(named, "replaced by the content of that file, as below")
-        convert_deepspeed(conversion, read_mapping(named.key, named.value, folder), ranks, word=word)
-    else:
-        put_stage(conversion, source.take("deepspeed_config.zero_stage", 2), ranks)
-        put_precision(conversion, word)
-    conversion.put("trainer.gradient_clip_val", 1.0)

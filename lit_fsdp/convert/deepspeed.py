@@ -12,7 +12,6 @@ _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
 _NOTES = {"fp32": "low_precision if the script loads its weights in bf16", "fp8": "torchao chooses other layers"}
 _STAGES = {"auto": "shard_grad_op", "0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op", "3": "full_shard"}
 _INSIDE = Drop("FSDP has its own units, buffers and order of work")
-_PRINTS = Drop("it only prints or measures; trainer.logger and trainer.log_every_n_steps decide here")
 _HALF: Table = {
     "enabled": None,
     "loss_scale": Drop("the loss scale is always dynamic here", "0 0.0"),
@@ -69,11 +68,10 @@ DEEPSPEED: Table = {
     }),
     "activation_checkpointing": Drop("it sets up DeepSpeed's own function; activation_checkpointing: full recomputes"),
     **rows("steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard "
-           "wandb comet csv_monitor autotuning", _PRINTS),
+           "wandb comet csv_monitor autotuning", Drop("it only prints or measures; see trainer.logger")),
     **rows("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor "
-           "disable_allgather aio", _INSIDE),
+           "disable_allgather aio dataloader_drop_last", _INSIDE),
     **rows("checkpoint elasticity", Drop("the checkpoint section decides; a resume may use other ranks")),
-    "dataloader_drop_last": Drop("global batches are always whole here"),
     "compile": Drop("set compile: true to compile each block"),
     **rows("sparse_gradients sparse_attention amp compression_training curriculum_learning data_efficiency "
            "progressive_layer_drop eigenvalue quantize_training tensor_parallel autotp_size sequence_parallel_size "
@@ -149,10 +147,7 @@ def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: st
 
 
 def put_precision(conversion: Conversion, word: Given) -> None:
-    """Convert no, bf16, fp16 or fp8: fp32 weights, and with FSDP the word also for sums of gradients.
-
-    Accelerate casts buffers too under version 1 of FSDP, and gradients stay fp32 without FSDP.
-    """
+    """Convert no, bf16, fp16 or fp8: fp32 weights; with FSDP sums of gradients in it, with version 1 buffers too."""
     mode, engine = word.read(_MODES), conversion.get("engine")
     conversion.keep(word, "precision.mode", mode, _NOTES.get(mode, ""), differs=mode == "fp8")
     if mode in ("mixed", "fp16_mixed") and engine.startswith("fsdp"):

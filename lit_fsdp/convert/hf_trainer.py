@@ -41,9 +41,8 @@ _ARGUMENTS: Table = {
     "validation_file": Keep("data.val", lambda key, value: value or None),
     "train_sampling_strategy": Keep("data.shuffle", {"random": True, "sequential": False}, other="rows are shuffled"),
     **rows("gradient_checkpointing activation_checkpointing", _RECOMPUTE),
-    "torch_compile": Keep("compile", why="block by block"),
+    "torch_compile": Keep("compile", {"true": True, "false": None}, "block by block"),
     "torch_compile_backend": Keep("compile", {"inductor": True}, other="only inductor compiles blocks"),
-    "torch_compile_mode": Drop("torch_compile: true compiles in torch's default mode"),
     "ddp_timeout": Keep("timeout_seconds"),
     "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="gloo and nccl exist here"),
     "tf32": Drop("fp32 means fp32 here; under bf16 and fp16 it changes nothing"),
@@ -51,7 +50,6 @@ _ARGUMENTS: Table = {
     **rows("label_smoothing_factor neftune_noise_alpha auto_find_batch_size optim_args optim_target_modules "
            "group_by_length parallelism_config accelerator_config.split_batches",
            Drop("there is no such method here", OFF)),
-    **rows("gradient_checkpointing_kwargs activation_checkpointing_kwargs", Drop("its switch decides")),
     **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",
            Drop("the command decides: lit-fsdp fit, validate, export, --ckpt_path")),
     "logging_steps": Keep("trainer.log_every_n_steps", lambda key, value: int(number(key, value)) or None),
@@ -62,13 +60,10 @@ _ARGUMENTS: Table = {
            "ignore_data_skip metric_for_best_model greater_is_better", Drop("the checkpoint section decides")),
     **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
            Drop("the data module has its own loader, with whole global batches only")),
-    **rows("ddp_* use_cache torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
+    **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "
+           "torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
            Drop("it changes speed and memory, not what is computed")),
 }  # fmt: skip
-_VERSION_1: Table = {
-    "reshard_after_forward": Keep("sharding", SHARDINGS),
-    "limit_all_gathers": Keep("limit_all_gathers"),
-}
 
 
 def convert_hf_trainer(
@@ -78,17 +73,17 @@ def convert_hf_trainer(
     for key in ("fsdp_config", "deepspeed", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
-    version, table = fsdp_table(values, "2", _VERSION_1)
+    first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
+    version, table = fsdp_table(values, "2", first)
     source = Source(conversion, {**_ARGUMENTS, **table}, values)
     put_ranks(conversion, ranks, num_nodes)
     cpu, zero = source.take("use_cpu", False), source.take("deepspeed", {}).value
     conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
-    words = []
-    for switch in (source.take(name, False) for name in ("bf16", "fp16")):
-        if switch.on:
-            words.append(Given(switch.key, switch.key))
-        else:
-            conversion.drop(switch, "it is off")
+    switches = [source.take(name, False) for name in ("bf16", "fp16")]
+    words = [Given(one.key, one.key) for one in switches if one.on]
+    for one in switches:
+        if not one.on:
+            conversion.drop(one, "it is off")
     if not zero:
         _strategy(conversion, source, version, ranks, cpu.on)
         for word in words:
@@ -114,9 +109,8 @@ def _strategy(conversion: Conversion, source: Source, version: str, ranks: int |
         source.ignore("fsdp_config.", why)
         return
     on = ("engine", f"fsdp{version}")
-    known = {"true": on, "auto_wrap": on, "offload": ("cpu_offload", True)}
-    for word in list(SHARDINGS.values())[: 2 if version == "2" else 5]:  # version 2 has no others
-        known[word] = ("sharding", word)
+    shardings = list(SHARDINGS.values())[: 2 if version == "2" else 5]  # version 2 has no others
+    known = {"true": on, "auto_wrap": on, "offload": ("cpu_offload", True), **{w: ("sharding", w) for w in shardings}}
     for word in words:
         conversion.keep(switch, *choose("fsdp", word, known))
     conversion.put("cpu_ram_efficient_loading", False)
@@ -152,17 +146,16 @@ def _loop(conversion: Conversion, source: Source, values: dict[str, Any]) -> Non
 
     batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
-    for name, default, every, path, factor in (
-        ("save_strategy", "steps", "save_steps", "checkpoint.every_steps", 1),
-        (old, "no", "eval_steps", "trainer.val_check_interval", batches),  # which counts micro-batches
+    logging = values.get("logging_steps") or 500
+    for name, default, every, steps_by_default, path, factor in (
+        ("save_strategy", "steps", "save_steps", 500, "checkpoint.every_steps", 1),
+        (old, "no", "eval_steps", logging, "trainer.val_check_interval", batches),  # which counts micro-batches
     ):
-        strategy, steps = source.take(name, default), source.take(every, 500)
+        strategy, steps = source.take(name, default), source.take(every, steps_by_default)
         for given in (strategy, steps):
             if str(strategy.value).lower() == "steps" and steps.read(number) >= 1:
                 conversion.keep(given, path, int(steps.read(number)) * factor)
             else:
-                conversion.drop(
-                    given, f"{name} {strategy.value} leaves it to {path.split('.')[0]}, whose default holds"
-                )
+                conversion.drop(given, f"{name} is {strategy.value}: see {path}")
     if conversion.get("trainer.val_check_interval"):
         conversion.put("trainer.check_val_every_n_epoch", None)

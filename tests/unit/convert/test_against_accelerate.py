@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_fsdp.convert.convert import convert_file
+from lit_fsdp.convert import convert_file
+from tests.unit.convert.inputs import strategy
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -133,9 +134,9 @@ def test_the_plugin_decides_what_the_recipe_says(
     file.write_text(yaml.safe_dump(whole))
     plugin = _plugin(file, mixed_precision, monkeypatch)
     found = convert_file("accelerate", file)
-    ours = found.recipe["trainer"]["strategy"]["init_args"]
+    ours = strategy(found)
     theirs = _resolved(plugin)
-    assert {key: ours.get(key) for key in theirs} == theirs
+    assert {key: ours[key] for key in theirs} == theirs
     if mixed_precision == "no":
         assert (ours["precision"], plugin.mixed_precision_policy) == ("fp32", None)
     else:

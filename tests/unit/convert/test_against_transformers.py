@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.convert.convert import convert_file
+from lit_fsdp.convert import convert_file
+from tests.unit.convert.inputs import strategy
 
 CASES: dict[str, dict[str, Any]] = {
     "text of JSON": {"fsdp": True, "fsdp_config": '{"version": "1", "backward_prefetch": "backward_post"}'},
@@ -16,7 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "size": {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000}},
     "gathered": {"fsdp": ["shard_grad_op"], "fsdp_config": {"activation_checkpointing": "true"}},
     "compiled by its backend": {"torch_compile_backend": "inductor", "torch_compile": False},
-    "batches": {"accelerator_config": '{"split_batches": "true"}', "per_device_train_batch_size": 6},
+    "batches": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 6},
     "schedule": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": "0.1"}'},
 }
 
@@ -54,19 +55,16 @@ def test_the_arguments_decide_what_the_recipe_says(tmp_path: Path, name: str) ->
     given, dumped = tmp_path / "given.json", tmp_path / "dumped.json"
     given.write_text(json.dumps({"output_dir": str(tmp_path / "out"), **CASES[name]}))
     found = convert_file("hf-trainer", given, 2)
-    strategy = found.recipe["trainer"]["strategy"]["init_args"]
-    theirs = _resolved(arguments)
-    assert {key: strategy.get(key) for key in theirs} == theirs
+    ours, theirs = strategy(found), _resolved(arguments)
+    assert {key: ours[key] for key in theirs} == theirs
     # What it writes of itself, with its many nulls, is the same recipe; only the CPU was for this test.
     whole = json.loads(arguments.to_json_string())
     whole.pop("use_cpu")
     dumped.write_text(json.dumps(whole))
     again = convert_file("hf-trainer", dumped, 2)
-    assert again.recipe["trainer"]["strategy"]["init_args"] == {**strategy, "timeout_seconds": 1800.0}
-    assert (again.recipe["model"], again.recipe["data"].get("global_batch_size")) == (
-        found.recipe["model"],
-        found.recipe["data"]["global_batch_size"],
-    )
+    assert strategy(again) == ours
+    assert again.recipe["model"] == found.recipe["model"]
+    assert again.recipe["data"]["micro_batch_size"] == found.recipe["data"]["micro_batch_size"]
     said = {fate.key.split(".")[0].split(" ")[0] for fate in again.fates}
     assert set(whole) <= said
     assert not again.differs
