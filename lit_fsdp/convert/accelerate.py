@@ -18,7 +18,7 @@ _FSDP: Table = {
     **rows("offload_params cpu_offload", Keep("cpu_offload")),
     "activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "activation_checkpointing_offload": Keep("activation_checkpointing.offload_activations"),
-    "cpu_ram_efficient_loading": Keep("cpu_ram_efficient_loading", why="true: each rank reads its own shards"),
+    "cpu_ram_efficient_loading": Keep("cpu_ram_efficient_loading", why="if true, each rank reads its own shards"),
     "state_dict_type": Keep("state_dict", _STATE_DICTS),
     "use_orig_params": Drop("parameters keep their own names here; the losses are the same"),
     "mixed_precision_policy": Drop("accelerate launch does not hand it on: mixed_precision decides"),
@@ -95,8 +95,8 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: P
         conversion.put("trainer.gradient_clip_val", 1.0)
     else:
         if kind == "fsdp":
-            conversion.put("cpu_ram_efficient_loading", True)
             convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
+            conversion.put("cpu_ram_efficient_loading", True)
         else:
             put_engine(conversion, "", ranks)
         whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
@@ -119,6 +119,7 @@ def convert_fsdp(
     conversion: Conversion, source: Source, version: str, state_dict: str, policy: str, smallest: int
 ) -> None:
     """Put the defaults of ``fsdp_config`` and convert the three keys that decide about units together."""
+    put_engine(conversion, f"fsdp{version}", None, state_dict)
     chosen = source.take("fsdp_config.auto_wrap_policy", policy)
     classes = source.take("fsdp_config.transformer_layer_cls_to_wrap", [])
     size = source.take("fsdp_config.min_num_params", smallest)
@@ -135,7 +136,6 @@ def convert_fsdp(
             conversion.keep(given, "wrap", wrap)
         else:
             conversion.drop(given, f"auto_wrap_policy {chosen.value} does not read it, or it is empty")
-    put_engine(conversion, f"fsdp{version}", None, state_dict)
     conversion.put("backward_prefetch", "none" if version == "1" else "pre")
 
 

@@ -108,13 +108,13 @@ def _strategy(conversion: Conversion, source: Source, version: str, ranks: int |
         conversion.say(switch, f"replaced by engine: {conversion.get('engine')} ({why})")
         source.ignore("fsdp_config.", why)
         return
+    convert_fsdp(conversion, source, version, "full", "TRANSFORMER_BASED_WRAP", 0)
+    conversion.put("cpu_ram_efficient_loading", False)
     on = ("engine", f"fsdp{version}")
     shardings = list(SHARDINGS.values())[: 2 if version == "2" else 5]  # version 2 has no others
     known = {"true": on, "auto_wrap": on, "offload": ("cpu_offload", True), **{w: ("sharding", w) for w in shardings}}
     for word in words:
         conversion.keep(switch, *choose("fsdp", word, known))
-    conversion.put("cpu_ram_efficient_loading", False)
-    convert_fsdp(conversion, source, version, "full", "TRANSFORMER_BASED_WRAP", 0)
 
 
 def _loop(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:

@@ -118,6 +118,6 @@ class Source:
         elif row.other and isinstance(row.read, Mapping) and str(value).lower() not in map(str.lower, row.read):
             conversion.drop(given, row.other, differs=True)
         elif (read := given.read(row.read)) is None:
-            conversion.drop(given, same)
+            conversion.drop(given, f"with {shown(value)} the default holds")
         else:
             conversion.keep(given, row.to, read, row.why)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.convert import convert_file
-from tests.unit.convert.inputs import strategy
+from tests.unit.convert.inputs import convert, strategy
 
 CASES: dict[str, dict[str, Any]] = {
     "text of JSON": {"fsdp": True, "fsdp_config": '{"version": "1", "backward_prefetch": "backward_post"}'},
@@ -52,19 +51,14 @@ def _resolved(arguments: Any) -> dict[str, Any]:
 def test_the_arguments_decide_what_the_recipe_says(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **CASES[name])
-    given, dumped = tmp_path / "given.json", tmp_path / "dumped.json"
-    given.write_text(json.dumps({"output_dir": str(tmp_path / "out"), **CASES[name]}))
-    found = convert_file("hf-trainer", given, 2)
+    found = convert("hf-trainer", {"output_dir": str(tmp_path / "out"), **CASES[name]}, 2)
     ours, theirs = strategy(found), _resolved(arguments)
     assert {key: ours[key] for key in theirs} == theirs
     # What it writes of itself, with its many nulls, is the same recipe; only the CPU was for this test.
     whole = json.loads(arguments.to_json_string())
     whole.pop("use_cpu")
-    dumped.write_text(json.dumps(whole))
-    again = convert_file("hf-trainer", dumped, 2)
+    again = convert("hf-trainer", whole, 2)
     assert strategy(again) == ours
     assert again.recipe["model"] == found.recipe["model"]
     assert again.recipe["data"]["micro_batch_size"] == found.recipe["data"]["micro_batch_size"]
-    said = {fate.key.split(".")[0].split(" ")[0] for fate in again.fates}
-    assert set(whole) <= said
     assert not again.differs

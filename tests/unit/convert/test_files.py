@@ -48,16 +48,15 @@ def test_the_loop_of_training_arguments() -> None:
 
 
 def test_accumulation_needs_no_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "args.json", tmp_path / "recipe.yaml"
-    for index, words in enumerate(("full_shard auto_wrap", ["shard_grad_op", "offload", "auto_wrap"])):
-        file.write_text(json.dumps({"fsdp": words, "gradient_accumulation_steps": 4, "model_name_or_path": "a/b"}))
-        out = tmp_path / f"recipe{index}.yaml"
+    file, words = tmp_path / "args.json", ("full_shard auto_wrap", ["shard_grad_op", "offload", "auto_wrap"])
+    for fsdp, expected in zip(words, (("full_shard", False), ("shard_grad_op", True)), strict=True):
+        file.write_text(json.dumps({"fsdp": fsdp, "gradient_accumulation_steps": 4, "model_name_or_path": "a/b"}))
+        out = tmp_path / f"{expected[0]}.yaml"
         assert run(["convert", "hf-trainer", str(file), "-o", str(out)]) == 0
-        loaded = load_recipe(["--config", str(out), "--data.train", "rows.jsonl"], "audit")
-        assert (loaded.run.strategy.sharding, loaded.run.strategy.cpu_offload) == (
-            ("full_shard", False), ("shard_grad_op", True))[index]  # fmt: skip
+        loaded = load_recipe(["--config", str(out), "--data.train", "rows.jsonl"], "audit").run.strategy
+        assert (loaded.sharding, loaded.cpu_offload) == expected
         assert "accumulate_grad_batches: 4\n" in out.read_text()
-        assert "global_batch_size" not in out.read_text()
+        assert "global_batch_size:" not in out.read_text()
     assert "gradient_accumulation_steps: kept as trainer.accumulate_grad_batches: 4" in capsys.readouterr().err
 
 
