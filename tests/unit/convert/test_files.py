@@ -128,7 +128,6 @@ def test_refusals_name_the_key_of_the_input() -> None:
         ("hf-trainer", {"learning_rate": "fast"}, "learning_rate"),
         ("hf-trainer", {"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
         ("hf-trainer", {"max_grad_norm": 1.0, "deepspeed": {"gradient_clipping": 5}}, "deepspeed.gradient_clipping"),
-        ("deepspeed", {"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ("deepspeed", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as error:
