@@ -12,7 +12,7 @@ from lit_fsdp.errors import ConfigError
 
 def run_convert(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp convert`` and return the exit code: 1 if the recipe would train differently."""
-    from lit_fsdp.convert.convert import FORMATS, convert_file
+    from lit_fsdp.convert import FORMATS, convert_file
 
     parser = verb_parser("convert", "Write a recipe that trains as another library's configuration file does.")
     parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
@@ -20,15 +20,8 @@ def run_convert(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
     parser.add_argument("--ranks", type=int, help="ranks of the run, where the file does not say")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, where the file does not say")
-    parser.add_argument(
-        "--allow-differences", action="store_true", help="write the recipe although it trains differently"
-    )
+    parser.add_argument("--allow-differences", action="store_true", help="write it although it trains differently")
     options = parse(parser, argv)
-    for name, given in (("--ranks", options.ranks), ("--num_nodes", options.num_nodes)):
-        if given is not None and given < 1:
-            raise ConfigError(name, given, ">= 1", f"write {name} 1")
-    if options.out and options.out.exists():
-        raise ConfigError("--out", str(options.out), "a file that does not exist yet", "name another, or remove it")
     conversion = convert_file(options.format, options.file, options.ranks, options.num_nodes)
     for fate in conversion.fates:
         print(fate, file=sys.stderr)
@@ -41,10 +34,8 @@ def run_convert(argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     try:
-        with open(options.out, "x", encoding="utf-8") as handle:
+        with options.out.open("x", encoding="utf-8") as handle:
             handle.write(text)
     except OSError as error:
-        raise ConfigError(
-            "--out", f"{options.out} ({error.strerror})", "a file that can be created", "name another"
-        ) from None
+        raise ConfigError("--out", f"{options.out} ({error.strerror})", "a new file", "name another") from None
     return 0

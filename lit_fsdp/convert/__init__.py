@@ -1,1 +1,77 @@
-"""Configurations of Accelerate, Transformers and DeepSpeed as recipes, with the fate of every key."""
+"""Configurations of Accelerate, Transformers and DeepSpeed as recipes, with the fate of every key; without torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.convert.accelerate import convert_accelerate
+from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
+from lit_fsdp.convert.deepspeed import convert_deepspeed, put_ranks
+from lit_fsdp.convert.hf_trainer import convert_hf_trainer
+from lit_fsdp.errors import ConfigError, require
+
+FORMATS = ("accelerate", "hf-trainer", "deepspeed")
+_NEEDED = (
+    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
+    "trainer.max_steps trainer.max_epochs",
+)  # fmt: skip
+_ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+
+
+def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
+    """The recipe of a configuration file, and what became of each of its keys.
+
+    ``ranks`` and ``num_nodes`` are those of the run, which the files of Transformers and DeepSpeed do not hold.
+
+    Raises:
+        ConfigError: The file cannot be read, a value is none the library accepts, or values do not go together.
+    """
+    values, conversion = read_mapping("file", str(path)), Conversion()
+    if kind == "accelerate":
+        require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
+        convert_accelerate(conversion, values, path.parent)
+    elif kind == "hf-trainer":
+        convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
+    else:
+        put_ranks(conversion, ranks, num_nodes)
+        convert_deepspeed(conversion, values, ranks)
+    _finish(conversion)
+    missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
+    autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)
+    conversion.to_give += [f"Set {', '.join(missing)}: the input does not say."] if missing else []
+    conversion.to_give += [f"Check what stands for auto in {', '.join(autos)}."] if autos else []
+    _check(conversion)
+    return conversion
+
+
+def _finish(conversion: Conversion) -> None:
+    """Hybrid sharding where there are copies and only there; modes without details as words."""
+    strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
+    if strategy.get("replicate_degree", 1) > 1:
+        strategy["sharding"] = "hybrid_shard" if sharding == "full_shard" else "hybrid_shard_zero2"
+    elif sharding in _ONE_NODE and conversion.get("trainer.num_nodes") == 1:
+        strategy["sharding"] = _ONE_NODE[sharding]
+        given = Given(conversion.by[f"{STRATEGY}.sharding"], sharding)
+        conversion.say(given, f"replaced by sharding: {_ONE_NODE[sharding]} ({sharding} has one copy per node)")
+    for field in ("precision", "activation_checkpointing"):
+        if list(strategy.get(field, ())) == ["mode"]:
+            strategy[field] = strategy[field]["mode"]
+    conversion.recipe["trainer"]["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": strategy}
+
+
+def _check(conversion: Conversion) -> None:
+    """The recipe passes the check of ``audit``, which leaves out what only a run needs; errors name the input's key."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        flags = [] if conversion.get("model.name") else ["--model.name", "unnamed"]
+        file.write_text(conversion.as_yaml("a file"), encoding="utf-8")
+        try:
+            load_recipe(["--config", str(file), *flags], "audit")
+        except ConfigError as error:
+            key = next((key for path, key in conversion.by.items() if error.field.startswith(path)), None)
+            if key is None:
+                raise
+            fix = f"change {key} (in the recipe: {error.fix})"
+            raise ConfigError(key, f"{error.given} as {error.field}", error.allowed, fix) from None

@@ -1,250 +1,156 @@
-"""The YAML (or JSON) that ``accelerate config`` writes and ``accelerate launch`` reads."""
+"""The YAML of ``accelerate config``, and its ``fsdp_config``, which Transformers shares with other defaults."""
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.accelerate_zero import convert_zero_section
-from lit_fsdp.convert.fsdp_section import ACCELERATE, convert_fsdp, drop_on_cpu, refuse_xla, version_of
-from lit_fsdp.convert.precision import put_precision
-from lit_fsdp.convert.read import as_bool, as_choice, as_count, drop_listed, drop_unknown
-from lit_fsdp.convert.result import Conversion, Section
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.convert.conversion import Conversion, names, number, read_mapping
+from lit_fsdp.convert.deepspeed import DEEPSPEED, convert_deepspeed, put_engine, put_precision, put_ranks, put_stage
+from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 
-_KINDS = ("NO", "FSDP", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED")
-_ELSEWHERE = ("MEGATRON_LM", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-              "MULTI_NEURON")  # fmt: skip
-_LAUNCH = dict.fromkeys(
-    "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function "
-    "mpirun_config enable_cpu_affinity".split(),
-    "torchrun, srun or Lightning starts the processes",
-)
-_TPU = dict.fromkeys(
-    "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env downcast_bf16".split(),
-    "it is for TPUs",
-)
-_KNOWN = (*_LAUNCH, *_TPU, "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "fp16",
-          "num_processes", "num_machines", "gpu_ids", "fp8_config", "deepspeed_config", "fsdp_config",
-          "parallelism_config", "megatron_lm_config", "dynamo_config", "dynamo_backend")  # fmt: skip
+SHARDINGS = {w: w.lower() for w in "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2".split()}
+_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
+_STATE_DICTS = {"FULL_STATE_DICT": "full", "LOCAL_STATE_DICT": "sharded", "SHARDED_STATE_DICT": "sharded"}
+_FSDP: Table = {
+    "version": Keep("engine", {"1": "fsdp1", "2": "fsdp2"}),
+    **rows("auto_wrap_policy transformer_layer_cls_to_wrap min_num_params", None),
+    **rows("offload_params cpu_offload", Keep("cpu_offload")),
+    "activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
+    "activation_checkpointing_offload": Keep("activation_checkpointing.offload_activations"),
+    "cpu_ram_efficient_loading": Keep("cpu_ram_efficient_loading", why="if true, each rank reads its own shards"),
+    "state_dict_type": Keep("state_dict", _STATE_DICTS),
+    "use_orig_params": Drop("parameters keep their own names here; the losses are the same"),
+    "mixed_precision_policy": Drop("accelerate launch does not hand it on: mixed_precision decides"),
+    "ignored_modules": Drop("every parameter is in a unit here", OFF),
+    **rows("xla xla_*", Drop("FSDP through XLA is for TPUs", OFF)),
+}
+_VERSION_1: Table = {
+    "sharding_strategy": Keep("sharding", SHARDINGS),
+    "reshard_after_forward": Drop("version 1 does not read it: sharding_strategy decides"),
+    "backward_prefetch": Keep("backward_prefetch", _PREFETCH),
+    "forward_prefetch": Keep("forward_prefetch"),
+    "sync_module_states": Keep("sync_module_states"),
+    "limit_all_gathers": Drop("accelerate launch does not read it and always limits them"),
+}
+_VERSION_2: Table = {
+    "sharding_strategy": Drop("version 2 does not read it: reshard_after_forward decides"),
+    "reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
+    "backward_prefetch": Drop("version 2 always gathers as backward_prefetch: pre does"),
+    "forward_prefetch": Drop("version 2 does not read it; forward_prefetch: true exists here"),
+    "sync_module_states": Drop("version 2 always starts from rank 0"),
+    "limit_all_gathers": Drop("version 2 always limits them"),
+}
+_KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed"}
+_POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
+_STARTS = Drop("torchrun, srun or Lightning starts the processes")
+_ACCELERATE: Table = {
+    **rows("distributed_type num_processes num_machines gpu_ids use_cpu mixed_precision", None),
+    "compute_environment": Drop("a recipe is no job of that service", "local_machine"),
+    **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity debug", _STARTS),
+    **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type is another")),
+    "fp16": Drop("mixed_precision decides", OFF),
+    "fp8_config": Drop("torchao's fp8 has its own choices"),
+    **rows("dynamo_backend dynamo_config.backend",
+           Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", "only inductor compiles blocks")),
+    **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
+    **under("parallelism_config", {
+        "dp_replicate_size": Keep("replicate_degree"),
+        "dp_shard_size": Keep("shard_degree"),
+        **rows("tp_size cp_size sp_size", Drop("no tensor or sequence is split here", "1")),
+        **rows("cp_* sp_* enable_async_tp", Drop("no tensor or sequence is split here")),
+    }),
+    **under("deepspeed_config", {
+        **rows("zero_stage deepspeed_config_file", None),
+        "gradient_clipping": Keep("trainer.gradient_clip_val"),
+        **rows("offload_param_device offload_optimizer_device", DEEPSPEED["zero_optimization.offload_param.device"]),
+        "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
+        "offload_*_nvme_path": Drop("nothing is offloaded to disk here"),
+        "deepspeed_*": _STARTS,
+        "zero3_*": Drop("the model is always built on meta, and lit-fsdp export writes it whole"),
+    }),
+}  # fmt: skip
 
 
 def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: Path) -> None:
-    """Convert an Accelerate configuration; files it names are looked for from here, then from ``folder``."""
-    section = Section(values)
-    for key in values:
-        if key not in _KNOWN:
-            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.5)
-            raise ConfigError(
-                str(key),
-                f"{values[key]!r} for a key that Accelerate refuses",
-                ", ".join(sorted(_KNOWN)),
-                f"write {near[0]}" if near else "remove this key",
-            )
-    kind = _kind(conversion, section)
-    ranks = _ranks(conversion, section, kind)
-    word = _mixed_precision(conversion, section, "mixed_precision" in values)
-    on_cpu = conversion.get("trainer.accelerator") == "cpu"
-    if on_cpu and word[1] == "fp16":
-        raise ConfigError(word[0], "fp16 on a CPU", "no | bf16 on a CPU", f"write {word[0]}: bf16")
-    sharded = kind == "FSDP" and not on_cpu
-    conversion.put("compile", False)
-    fsdp = Section(section.peek("fsdp_config") or None, "fsdp_config", "fsdp_")
-    deepspeed = section.peek("deepspeed_config") or {}
-    section.take("fsdp_config")
-    section.take("deepspeed_config")
-    version = version_of(fsdp, 1) if sharded else None
-    if kind != "DEEPSPEED":
-        put_precision(conversion, *word, fsdp_version=version)
-        for _, path, _ in Section(deepspeed, "deepspeed_config").drain():
-            conversion.drop(path, f"distributed_type is {kind}")
-    if sharded:
-        convert_fsdp(conversion, fsdp, ACCELERATE)
-    elif kind == "FSDP":
-        drop_on_cpu(conversion, fsdp)
-    else:
-        for _, path, _ in fsdp.drain():
-            conversion.drop(path, f"distributed_type is {kind}")
-    if kind == "DEEPSPEED":
-        convert_zero_section(conversion, deepspeed, word, ranks, folder)
-    elif not sharded:
-        _whole_model(conversion, ranks)
-    _parallelism(conversion, section, kind, version, ranks)
-    _dynamo(conversion, section)
-    _rest(conversion, section, word[1])
-    if kind != "DEEPSPEED":
-        conversion.to_give.append("Set trainer.max_steps or max_epochs, trainer.gradient_clip_val, model.optim,")
-        conversion.to_give.append("data.micro_batch_size and data.global_batch_size as your script does.")
-
-
-def _kind(conversion: Conversion, section: Section) -> str:
-    if taken := section.take("compute_environment"):
-        if str(taken[1]).upper() != "LOCAL_MACHINE":
-            raise ConfigError(
-                taken[0], repr(taken[1]), "LOCAL_MACHINE", "write the recipe's training job for that service by hand"
-            )
-        conversion.drop(taken[0], "a recipe runs wherever it is started")
-    taken = section.take("distributed_type")
-    if taken is None:
-        raise ConfigError("distributed_type", "null", " | ".join(_KINDS), "write distributed_type: FSDP")
-    path, value = taken
-    value = "NO" if value is False else value  # YAML reads NO as false
-    if str(value).upper() in ("XLA", "TPU"):
-        raise refuse_xla(path, value)
-    if str(value).upper() in _ELSEWHERE:
-        raise ConfigError(path, value, " | ".join(_KINDS), f"keep the original trainer for {value}")
-    kind = as_choice(path, value, _KINDS)
-    cpu = section.peek("use_cpu")
-    if kind == "FSDP" and cpu is not None and as_bool("use_cpu", cpu):
-        conversion.replace(path, "engine: ddp", "Accelerate trains with DDP on a CPU: FSDP is for GPUs there")
-        return kind
-    if kind == "FSDP":
-        version = version_of(Section(section.peek("fsdp_config") or None, "fsdp_config", "fsdp_"), 1)
-        conversion.replace(path, f"engine: fsdp{version}", "by the version of fsdp_config, 1 by default")
-    elif kind == "DEEPSPEED":
-        conversion.replace(path, "the engine of its ZeRO stage", "fsdp2 shards as ZeRO does; stage 0 is ddp")
-    else:
-        conversion.replace(path, f"engine: {'single' if kind == 'NO' else 'ddp'}", "the whole model on every rank")
-    return kind
-
-
-def _ranks(conversion: Conversion, section: Section, kind: str) -> int | None:
-    machines = section.take("num_machines")
-    nodes = as_count(*machines) if machines else 1
-    conversion.put("trainer.num_nodes", nodes)
-    if machines:
-        conversion.keep(machines[0], "trainer.num_nodes", nodes)
-    cpu = section.take("use_cpu")
-    on_cpu = kind == "MULTI_CPU" or bool(cpu and as_bool(*cpu))
-    conversion.put("trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "NO" else "gpu")
-    if cpu:
-        conversion.keep(cpu[0], "trainer.accelerator", conversion.get("trainer.accelerator"))
-    processes = section.take("num_processes")
-    if processes and processes[1] not in (-1, "-1"):
-        ranks = as_count(*processes)
-    else:
-        ranks = 1 if kind == "NO" and not processes else 0
-    if ranks % nodes:
-        raise ConfigError(processes[0] if processes else "num_processes", f"{ranks} on {nodes} machines",
-                          f"a multiple of num_machines ({nodes})", f"write num_processes: {nodes}")  # fmt: skip
-    if kind == "NO" and ranks > 1:
-        raise ConfigError("num_processes", f"{ranks} with distributed_type NO", "1", "write MULTI_GPU or FSDP")
-    gpus = section.take("gpu_ids")
-    ids = _gpus(gpus[1]) if gpus and not on_cpu else None
-    conversion.put("trainer.devices", ranks // nodes if ranks else "auto")
-    if gpus and ids:
-        devices = [as_count(gpus[0], number, least=0) for number in ids]
-        if ranks and nodes == 1 and len(devices) >= ranks:
-            devices = devices[:ranks]
-        conversion.keep(gpus[0], "trainer.devices", devices)
-    elif gpus:
-        conversion.drop(gpus[0], "trainer.devices says how many")
-    if processes and ranks and not (gpus and ids):
-        conversion.keep(processes[0], "trainer.devices", ranks // nodes, "per node")
-    elif processes:
-        conversion.replace(processes[0], f"trainer.devices: {conversion.get('trainer.devices')}", "those at hand")
-    return ranks or None
-
-
-def _gpus(value: Any) -> list[Any] | None:
-    """The numbers of ``gpu_ids``, ``None`` for all."""
-    if isinstance(value, list):
-        return value
-    return None if str(value).lower() == "all" else [number for number in str(value).split(",") if number.strip()]
-
-
-def _mixed_precision(conversion: Conversion, section: Section, named: bool) -> tuple[str, str]:
-    taken, old = section.take("mixed_precision"), section.take("fp16")
-    if old and named:
-        as_bool(*old)
-        conversion.drop(old[0], f"Accelerate reads mixed_precision ({taken[1] if taken else 'null'}) instead")
-        old = None
-    if taken:
-        value = "no" if taken[1] is False else taken[1]  # YAML reads no as false
-        return taken[0], as_choice(taken[0], value, ("no", "fp16", "bf16", "fp8"))
-    return (old[0], "fp16" if as_bool(*old) else "no") if old else ("mixed_precision (no by default)", "no")
-
-
-def _whole_model(conversion: Conversion, ranks: int | None) -> None:
-    conversion.put("engine", "single" if ranks == 1 else "ddp")
-    for field, value in (("sharding", "no_shard"), ("wrap", "auto"), ("activation_checkpointing", "none"),
-                         ("state_dict", "full")):  # fmt: skip
-        conversion.put(field, value)
-
-
-def _parallelism(conversion: Conversion, section: Section, kind: str, version: int | None, ranks: int | None) -> None:
-    taken = section.take("parallelism_config")
-    if not taken or not taken[1]:
-        return
-    if kind == "FSDP" and conversion.get("trainer.accelerator") == "cpu":
-        conversion.drop(taken[0], "it is about FSDP, and DDP is used on a CPU")
-        return
-    if kind != "FSDP" or version != 2:
-        raise ConfigError(taken[0], f"given with {kind}, fsdp_version {version}", "only with FSDP version 2", "drop it")
-    part = Section(taken[1], taken[0], "parallelism_config_")
-    names = ("dp_replicate_size", "dp_shard_size")
-    sizes = {key: (found[0], as_count(*found)) for key in names if (found := part.take(key))}
-    copies, shards = (sizes.get(key, ("", 1))[1] for key in names)
-    others = [(found[0], as_count(*found)) for key in ("tp_size", "cp_size", "sp_size") if (found := part.take(key))]
-    if all(size == 1 for _, size in others):
-        _sizes_fit(sizes, copies, shards, ranks)
-    for key, (path, size) in sizes.items():
-        field = key.removeprefix("dp_").replace("size", "degree")
-        if copies > 1:
-            conversion.keep(path, field, size)
+    """Convert an Accelerate configuration; a DeepSpeed file it names is looked for from here, then from ``folder``."""
+    version, table = fsdp_table(values, "1", {})
+    source = Source(conversion, {**_ACCELERATE, **table}, values)
+    distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
+    kind = distributed.read(_KINDS)
+    ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
+    kind = "ddp" if kind == "fsdp" and on_cpu else kind
+    for name, sections in (("fsdp", "fsdp_config. parallelism_config."), ("deepspeed", "deepspeed_config.")):
+        if name != kind:
+            source.ignore(sections, f"{distributed.value} does not read it" + " on a CPU" * on_cpu)
+    if kind == "deepspeed":
+        conversion.say(distributed, "replaced by the engine of its ZeRO stage")
+        named = source.take("deepspeed_config.deepspeed_config_file")
+        if named.key:
+            conversion.say(named, "replaced by the content of that file")
+            convert_deepspeed(conversion, read_mapping(named.key, named.value, folder), ranks, word=word)
         else:
-            conversion.drop(path, "one copy over all ranks is full_shard")
-    if copies > 1:
-        zero3 = conversion.get("sharding") == "full_shard"
-        conversion.put("sharding", "hybrid_shard" if zero3 else "hybrid_shard_zero2")
-    for path, size in others:
-        conversion.drop(path, "it is off" if size == 1 else "no tensor or sequence is split here", size > 1)
-    quiet = (
-        "cp_comm_strategy",
-        "sp_backend",
-        "cp_backend",
-        "enable_async_tp",
-        "sp_seq_length",
-        "sp_seq_length_is_variable",
-        "sp_attn_implementation",
-    )
-    drop_listed(conversion, part, dict.fromkeys(quiet, "no sequence is split here"))
-    drop_unknown(conversion, part, ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"), "parallelism_config")
-
-
-def _sizes_fit(sizes: dict[str, tuple[str, int]], copies: int, shards: int, ranks: int | None) -> None:
-    """Accelerate wants a size for every rank, and more than one shard."""
-    path = sizes["dp_shard_size"][0] if "dp_shard_size" in sizes else "parallelism_config.dp_shard_size"
-    if shards > 1 and ranks in (None, copies * shards):
-        return
-    fits = ranks // copies if ranks and ranks % copies == 0 and ranks > copies else 2
-    given = f"{shards} with {copies} copies" + (f" on {ranks} ranks" if ranks else "")
-    allowed = "dp_replicate_size * dp_shard_size == num_processes, with dp_shard_size >= 2"
-    raise ConfigError(path, given, allowed, f"write {path}: {fits}, or mend num_processes")
-
-
-def _dynamo(conversion: Conversion, section: Section) -> None:
-    old = section.take("dynamo_backend")
-    taken = section.take("dynamo_config")
-    part = Section((taken[1] or None) if taken else None, "dynamo_config", "dynamo_")
-    backend = part.take("backend") or old
-    if backend:
-        word = str(backend[1]).upper() if backend[1] is not False else "NO"
-        note = "block by block; compiled code rounds a little differently" if word == "INDUCTOR" else ""
-        if word in ("NO", "INDUCTOR"):
-            conversion.keep(backend[0], "compile", word == "INDUCTOR", note)
+            put_stage(conversion, source.take("deepspeed_config.zero_stage", 2), ranks)
+            put_precision(conversion, word)
+        conversion.put("trainer.gradient_clip_val", 1.0)
+    else:
+        if kind == "fsdp":
+            convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
+            conversion.put("cpu_ram_efficient_loading", True)
         else:
-            conversion.drop(backend[0], f"blocks are compiled by inductor only, not by {word}", differs=True)
-    quiet = ("mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
-    drop_listed(conversion, part, dict.fromkeys(quiet, "each block is compiled with torch's defaults"))
-    drop_unknown(conversion, part, ("backend", *quiet), "dynamo_config")
+            put_engine(conversion, "", ranks)
+        whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
+        note = "by the version of fsdp_config, 1 by default" if kind == "fsdp" else whole
+        conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
+        put_precision(conversion, word)
+    source.rest()
 
 
-def _rest(conversion: Conversion, section: Section, precision: str) -> None:
-    drop_listed(conversion, section, {**_LAUNCH, **_TPU, "debug": "collectives have a timeout; nothing else is traced"})
-    if (taken := section.take("fp8_config")) and taken[1]:
-        conversion.drop(taken[0], "torchao's fp8 here has its own choices", differs=precision == "fp8")
-    if (taken := section.take("megatron_lm_config")) and taken[1]:
-        conversion.drop(taken[0], "distributed_type is not MEGATRON_LM")
-    drop_unknown(conversion, section, _KNOWN, "Accelerate")
+def fsdp_table(values: dict[str, Any], default: str, of_version_1: Table) -> tuple[str, Table]:
+    """The version that ``fsdp_config`` says, and its rows, those of version 1 being the library's."""
+    config = values.get("fsdp_config")
+    config = config if isinstance(config, dict) else {}
+    version = str(config.get("fsdp_version") or config.get("version") or default)
+    table = {**_FSDP, **(_VERSION_2 if version == "2" else {**_VERSION_1, **of_version_1})}
+    return version, under("fsdp_config", table)
+
+
+def convert_fsdp(
+    conversion: Conversion, source: Source, version: str, state_dict: str, policy: str, smallest: int
+) -> None:
+    """Put the defaults of ``fsdp_config`` and convert the three keys that decide about units together."""
+    put_engine(conversion, f"fsdp{version}", None, state_dict)
+    chosen = source.take("fsdp_config.auto_wrap_policy", policy)
+    classes = source.take("fsdp_config.transformer_layer_cls_to_wrap", [])
+    size = source.take("fsdp_config.min_num_params", smallest)
+    kind = chosen.read(_POLICIES)
+    wrap: Any = "auto"
+    if kind == "classes" and classes.value:
+        # the classes and nothing else, as the policy wraps them
+        wrap = {"classes": classes.read(names), "embedding_and_head": False}
+    elif kind == "min_num_params" and size.read(number):
+        wrap = {"min_num_params": size.read(number)}
+    conversion.keep(chosen, "wrap", wrap, "the model's own blocks" if wrap == "auto" else "")
+    for given, reads in ((classes, "classes"), (size, "min_num_params")):
+        if reads in wrap:
+            conversion.keep(given, "wrap", wrap)
+        else:
+            conversion.drop(given, f"auto_wrap_policy {chosen.value} does not read it, or it is empty")
+    conversion.put("backward_prefetch", "none" if version == "1" else "pre")
+
+
+def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> tuple[int | None, bool]:
+    """Put devices, nodes and accelerator; gives the ranks, if known, and whether they are on CPUs."""
+    cpu, nodes = source.take("use_cpu", False), source.take("num_machines", 1)
+    on_cpu = cpu.on or str(name).upper() == "MULTI_CPU"
+    conversion.keep(cpu, "trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "single" else "gpu")
+    processes, gpus = source.take("num_processes", 1 if kind == "single" else -1), source.take("gpu_ids", "all")
+    ranks = None if str(processes.value) == "-1" else int(processes.read(number))
+    if gpus.value == "all" or on_cpu:
+        conversion.drop(gpus, "trainer.devices says how many")
+    else:
+        conversion.keep(gpus, "trainer.devices", [int(number(gpus.key, one)) for one in gpus.read(names)][:ranks])
+    put_ranks(conversion, ranks, int(nodes.read(number)), "num_processes")
+    conversion.keep(nodes, "trainer.num_nodes", int(nodes.read(number)))
+    conversion.say(processes, f"kept as trainer.devices: {conversion.get('trainer.devices')} (per node)")
+    return ranks, on_cpu

@@ -1,160 +1,157 @@
-"""DeepSpeed's JSON as a recipe: batches, optimizer, schedule and precision; the ZeRO section has its own file."""
+"""DeepSpeed's JSON, alone or inside another configuration, and what all formats derive: ranks and precision."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lit_fsdp.convert.deepspeed_auto import Auto, without_auto
-from lit_fsdp.convert.deepspeed_batches import convert_batches
-from lit_fsdp.convert.deepspeed_optim import convert_optimizer, convert_scheduler
-from lit_fsdp.convert.deepspeed_zero import QUIET_ZERO, convert_zero
-from lit_fsdp.convert.precision import dtype_of
-from lit_fsdp.convert.read import as_bool, as_number, drop_listed, drop_unknown
-from lit_fsdp.convert.result import Conversion, Section, shown
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.convert.conversion import Conversion, Given
+from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.errors import require
 
-_QUIET = {
-    "steps_per_print": "trainer.log_every_n_steps decides",
-    "wall_clock_breakdown": "it only prints",
-    "memory_breakdown": "it only prints",
-    "dump_state": "it only prints",
-    "flops_profiler": "it only measures",
-    "comms_logger": "it only measures",
-    "tensorboard": "add a logger under trainer.logger",
-    "wandb": "add a logger under trainer.logger",
-    "csv_monitor": "metrics.csv is always written",
-    "comet": "add a logger under trainer.logger",
-    "checkpoint": "checkpoints have one format here; the checkpoint section decides",
-    "zero_allow_untested_optimizer": "no optimizer is special here",
-    "zero_force_ds_cpu_optimizer": "the optimizer is torch's fused AdamW, on the CPU too",
-    "prescale_gradients": "it changes when gradients are divided, not by what",
-    "gradient_predivide_factor": "it changes when gradients are divided, not by what",
-    "disable_allgather": "it is about DeepSpeed's own buckets",
-    "dataloader_drop_last": "global batches are always whole here",
-    "aio": "nothing is offloaded to disk here",
-    "elasticity": "a resume may use other ranks, and the global batch stays",
-    "autotuning": "it searches for settings and trains nothing",
-    "compile": "set compile: true to compile each block",
-}
-_SCALE_QUIET = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
-_ACTIVATION = "it only configures DeepSpeed's own checkpoint function; set activation_checkpointing: full to recompute"
-_OTHER_TRAINING = ("sparse_gradients", "sparse_attention", "amp", "compression_training", "curriculum_learning",
-                   "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "tensor_parallel",
-                   "autotp_size", "sequence_parallel_size", "hybrid_engine", "torch_autocast")  # fmt: skip
-_KNOWN = (*_QUIET, *_OTHER_TRAINING, "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler",
-          "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-          "communication_data_type", "data_types", "activation_checkpointing")  # fmt: skip
+_MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
+_NOTES = {"fp32": "low_precision if the script loads its weights in bf16", "fp8": "torchao chooses other layers"}
+_STAGES = {"auto": "shard_grad_op", "0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op", "3": "full_shard"}
+_INSIDE = Drop("FSDP has its own units, buffers and order of work")
+_HALF: Table = {
+    "enabled": None,
+    "loss_scale": Drop("the loss scale is always dynamic here", "0 0.0"),
+    "check_grad_overflow": Keep("nonfinite_gradients", {"true": "skip", "false": "error"}),
+    **rows("*_master_weights_and_grads bf16_optimizer_states", Drop("weights and moments are fp32 here", OFF)),
+    **rows("initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis auto_cast "
+           "immediate_grad_update", Drop("torch's scaler finds its own scale")),
+}  # fmt: skip
+_DEVICE = Keep("cpu_offload", {"none": None, "cpu": True, "nvme": True}, "parameters, gradients and optimizer state "
+               "together, in host memory")  # fmt: skip
+DEEPSPEED: Table = {
+    "train_batch_size": Keep("data.global_batch_size"),
+    "train_micro_batch_size_per_gpu": Keep("data.micro_batch_size"),
+    "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
+    **under("bf16", _HALF),
+    **under("bfloat16", _HALF),
+    **under("fp16", _HALF),
+    "communication_data_type": Keep("precision.reduce_dtype", why="gradients are summed in it"),
+    "data_types.grad_accum_dtype": Drop("gradients add up in fp32 here", "fp32 float32 float"),
+    "gradient_clipping": Keep("trainer.gradient_clip_val"),
+    **under("scheduler", {
+        "type": Keep("model.optim.schedule", {"WarmupLR": "constant", "WarmupDecayLR": "linear",
+                                              "WarmupCosineLR": "cosine"}, other="there is no such schedule here"),
+        "params.warmup_max_lr": Keep("model.optim.lr"),
+        "params.warmup_num_steps": Keep("model.optim.warmup_steps"),
+        "params.warmup_type": None,
+        **rows("params.warmup_min_lr params.warmup_min_ratio", Drop("the warm-up starts near 0 here", "0 0.0")),
+        "params.cos_min_ratio": Keep("model.optim.min_lr_ratio"),
+        "params.total_num_steps": Keep("trainer.max_steps", why="the schedule ends with the run here"),
+    }),
+    **under("optimizer", {
+        "type": Drop("AdamW is the optimizer here", "adam adamw fusedadam"),
+        "params.lr": Keep("model.optim.lr"),
+        "params.betas": Keep("model.optim.beta1 model.optim.beta2"),
+        "params.eps": Keep("model.optim.eps"),
+        "params.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
+        "params.adam_w_mode": Drop("weight decay is always decoupled here", "true 1"),
+        **rows("params.torch_adam params.bias_correction legacy_fusion", Drop("it is torch's fused AdamW")),
+    }),
+    **under("zero_optimization", {
+        "stage": None,
+        **rows("offload_param.device offload_optimizer.device", _DEVICE),
+        **rows("cpu_offload cpu_offload_param", Keep("cpu_offload", {"true": True, "false": None})),
+        **rows("offload_param.* offload_optimizer.* cpu_offload_use_pin_memory", Drop("torch offloads in its own way")),
+        **rows("zero_hpz_partition_size mics_*", Drop("shard_degree splits within a part of the ranks; same losses")),
+        "zero_quantized_*": Drop("nothing is quantized on its way here", OFF),
+        "zenflow": Drop("every step updates all parameters here", OFF),
+        "stage3_gather_*": Drop("lit-fsdp export writes the whole model in the dtype you ask for"),
+        **rows("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
+               Drop("checkpoints hold fp32 weights, and any number of ranks resumes them")),
+        **rows("stage3_* reduce_* allgather_* overlap_comm contiguous_gradients sub_group_size round_robin_gradients "
+               "use_multi_rank_bucket_allreduce ignore_unused_parameters legacy_stage1 leaf_module parameter_alignment "
+               "memory_efficient_linear override_module_apply log_trace_cache_warnings *_sanity_checks", _INSIDE),
+    }),
+    "activation_checkpointing": Drop("it sets up DeepSpeed's own function; activation_checkpointing: full recomputes"),
+    **rows("steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard "
+           "wandb comet csv_monitor autotuning", Drop("it only prints or measures; see trainer.logger")),
+    **rows("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor "
+           "disable_allgather aio dataloader_drop_last", _INSIDE),
+    **rows("checkpoint elasticity", Drop("the checkpoint section decides; a resume may use other ranks")),
+    "compile": Drop("set compile: true to compile each block"),
+    **rows("sparse_gradients sparse_attention amp compression_training curriculum_learning data_efficiency "
+           "progressive_layer_drop eigenvalue quantize_training tensor_parallel autotp_size sequence_parallel_size "
+           "hybrid_engine torch_autocast", Drop("there is no such method here", OFF + " 1")),
+}  # fmt: skip
 
 
 def convert_deepspeed(
-    conversion: Conversion, values: Mapping[str, Any], auto: Auto, ranks: int | None, path: str = ""
+    conversion: Conversion, values: dict[str, Any], ranks: int | None, path: str = "", word: Given | None = None
 ) -> None:
-    """Convert a DeepSpeed configuration.
+    """Convert a DeepSpeed configuration; the TrainingArguments around it (at ``path``) have been converted before.
 
-    Args:
-        conversion: Takes the recipe and the lines.
-        values: The configuration.
-        auto: What ``auto`` stands for.
-        ranks: Ranks of the run, if known.
-        path: Where ``values`` stands in the input.
+    ``word`` is the mixed precision of the library around it (no, bf16, fp16, fp8), for what has none or says auto.
     """
-    section = Section(dict(values), path)
-    resolved, filled = without_auto(conversion, section, auto, frozenset((*_QUIET, *_SCALE_QUIET, *QUIET_ZERO)))
-    zero = Section(resolved.peek("zero_optimization"), _join(path, "zero_optimization"))
-    resolved.take("zero_optimization")
-    convert_zero(conversion, zero, ranks)
-    _precision(conversion, resolved, path, filled)
-    convert_batches(conversion, resolved, auto, ranks)
-    _clipping(conversion, resolved)
-    convert_optimizer(conversion, resolved, alone=not auto.exact)
-    convert_scheduler(conversion, resolved)
-    if taken := resolved.take("activation_checkpointing"):
-        conversion.drop(taken[0], _ACTIVATION)
-    drop_listed(conversion, resolved, _QUIET)
-    for key in _OTHER_TRAINING:
-        if taken := resolved.take(key):
-            idle = taken[1] in (False, 1, None) or (isinstance(taken[1], dict) and taken[1].get("enabled") is False)
-            conversion.drop(taken[0], "it is off" if idle else "there is no such method here", differs=not idle)
-    drop_unknown(conversion, resolved, _KNOWN, "DeepSpeed")
-    conversion.fill(filled)
-    if filled and not auto.exact:
-        conversion.to_give.append(f"Check what stands for auto in {', '.join(filled)}.")
+    source = Source(conversion, DEEPSPEED, values, path)
+    put_stage(conversion, source.take("zero_optimization.stage", 0), ranks)
+    _precision(conversion, source, word or Given("", "no"), values)
+    if values.get("train_batch_size") == "auto":
+        source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
+    elif "train_batch_size" in values and not path:
+        auto = " train_micro_batch_size_per_gpu" * (values.get("train_micro_batch_size_per_gpu") == "auto")
+        source.ignore(f"gradient_accumulation_steps{auto}", "it follows from train_batch_size and the ranks")
+    warmup = source.take("scheduler.params.warmup_type", "log")
+    source.rest()
+    if values.get("optimizer"):
+        conversion.put("model.optim.beta2", FILLED_IN["model.optim.beta2"])
+        conversion.put("model.optim.schedule", "constant")
+    if values.get("scheduler"):
+        differs = str(warmup.value).lower() == "log" and (conversion.get("model.optim.warmup_steps") or 0) > 1
+        key = warmup.key or ("scheduler.params.warmup_type (log by default)" if differs else "")
+        conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
+        if conversion.get("model.optim.schedule") == "cosine":
+            conversion.put("model.optim.min_lr_ratio", 0.0001)
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _precision(conversion: Conversion, section: Section, path: str, filled: Mapping[str, str]) -> None:
-    enabled: list[tuple[str, str]] = []
-    left_open: list[str] = []
-    for name, short in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
-        if not (taken := section.take(name)):
-            continue
-        part = Section(taken[1], taken[0])
-        switch = part.take("enabled")
-        on = as_bool(*switch) if switch else False
-        if on:
-            enabled.append((switch[0] if switch else taken[0], short))
-        elif switch and switch[0] in filled:
-            left_open.append(switch[0])
+def _precision(conversion: Conversion, source: Source, word: Given, values: dict[str, Any]) -> None:
+    lacks = word.value != "no" and not values.get("fp16" if word.value == "fp16" else "bf16")
+    for name in ("bf16", "bfloat16", "fp16"):
+        switch, short = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
+        auto = " (auto: no precision around it asks for it)" if switch.value == "auto" else ""
+        if word.value == short if auto else switch.on:
+            put_precision(conversion, Given(switch.key, short))
         else:
-            conversion.drop(switch[0] if switch else taken[0], "it is off" if switch else "enabled is not given")
-        _scale(conversion, part, on)
-    if len({word for _, word in enabled}) > 1:
-        raise ConfigError(enabled[1][0], "true beside bf16", "bf16 or fp16, not both", "disable one of them")
-    word = enabled[0][1] if enabled else None
-    reduce: str | None = word
-    if taken := section.take("communication_data_type"):
-        reduce = dtype_of(*taken)
-        conversion.replace(taken[0], f"precision.reduce_dtype: {reduce}", "the dtype gradients are summed in")
-    if word is None:
-        precision: Any = "fp32"
+            conversion.drop(switch, f"it is off{auto}")
+            source.ignore(f"{name}.", f"{name} is off")
+    if lacks:
+        put_precision(conversion, word)
     else:
-        if reduce not in ("fp32", word):
-            raise ConfigError(
-                _join(path, "communication_data_type"), f"{reduce} with {word}", f"fp32 | {word}", f"write {word}"
-            )
-        mode = {"bf16": "mixed", "fp16": "fp16_mixed"}[word]
-        precision = {"mode": mode, "reduce_dtype": reduce} if reduce != "fp32" else mode
-    if enabled:
-        note = f"fp32 weights, {word} compute, gradients summed in {reduce}"
-        conversion.keep(enabled[0][0], "precision", precision, note)
-    conversion.put("precision", precision)
-    for key in left_open:
-        conversion.replace(key, f"precision: {shown(precision)}", f"auto: {filled[key]}")
-    if taken := section.take("data_types"):
-        types = Section(taken[1], taken[0])
-        if given := types.take("grad_accum_dtype"):
-            dtype = dtype_of(*given)
-            conversion.drop(given[0], f"gradients add up in fp32 here, not in {dtype}" if dtype != "fp32" else
-                            "gradients add up in fp32 here too", differs=dtype != "fp32")  # fmt: skip
-        drop_unknown(conversion, types, ("grad_accum_dtype",), "data_types")
+        mode = conversion.put("precision.mode", "fp32")
+        conversion.say(word, f"replaced by precision.mode: {mode} (DeepSpeed's own sections decide unless auto)")
 
 
-def _scale(conversion: Conversion, part: Section, on: bool) -> None:
-    if taken := part.take("loss_scale"):
-        static = as_number(*taken) > 0
-        why = "the loss scale is always dynamic here" if static else "the loss scale is dynamic here too"
-        conversion.drop(taken[0], why, differs=static and on)
-    if taken := part.take("check_grad_overflow"):
-        policy = "skip" if as_bool(*taken) else "error"
-        conversion.keep(taken[0], "nonfinite_gradients", policy) if on else conversion.drop(taken[0], "it is off")
-    drop_listed(conversion, part, dict.fromkeys(_SCALE_QUIET, "torch's scaler finds its own scale"))
-    drop_listed(conversion, part, {"immediate_grad_update": "it changes when, not what", "auto_cast": "inputs are ids"})
-    for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if taken := part.take(key):
-            wanted = as_bool(*taken)
-            conversion.drop(taken[0], "master weights and moments are fp32 here", differs=wanted and on)
-    drop_unknown(conversion, part, (*_SCALE_QUIET, "enabled", "loss_scale"), "the section")
+def put_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None:
+    """Stage 0 keeps whole models, 1 and 2 become ``shard_grad_op`` and 3 ``full_shard``, with fsdp2."""
+    sharding = stage.read(_STAGES)
+    put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)
+    conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
 
 
-def _clipping(conversion: Conversion, section: Section) -> None:
-    if not (taken := section.take("gradient_clipping")):
-        return
-    norm = as_number(*taken)
-    if norm:
-        conversion.keep(taken[0], "trainer.gradient_clip_val", norm)
-    else:
-        conversion.drop(taken[0], "0 clips nothing")
+def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:
+    """The engine, or else the one that keeps the whole model on every rank, with what it takes by default."""
+    conversion.put("engine", engine or ("single" if ranks == 1 else "ddp"))
+    conversion.put("sharding", "full_shard" if engine else "no_shard")
+    conversion.put("state_dict", state_dict or ("sharded" if engine else "full"))
+
+
+def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: str = "--ranks") -> None:
+    """Nodes, and devices per node: all at hand where the ranks are not known."""
+    fits = num_nodes > 0 and (ranks or 0) % num_nodes == 0
+    require(fits, key, ranks, f"a multiple of {num_nodes} nodes", f"write {key} {num_nodes}")
+    conversion.put("trainer.num_nodes", num_nodes)
+    conversion.put("trainer.devices", ranks // num_nodes if ranks else "auto")
+
+
+def put_precision(conversion: Conversion, word: Given) -> None:
+    """Convert no, bf16, fp16 or fp8: fp32 weights; with FSDP sums of gradients in it, with version 1 buffers too."""
+    mode, engine = word.read(_MODES), conversion.get("engine")
+    conversion.keep(word, "precision.mode", mode, _NOTES.get(mode, ""), differs=mode == "fp8")
+    if mode in ("mixed", "fp16_mixed") and engine.startswith("fsdp"):
+        short = "bf16" if mode == "mixed" else "fp16"
+        conversion.put("precision.reduce_dtype", short)
+        if engine == "fsdp1":
+            conversion.put("precision.buffer_dtype", short)

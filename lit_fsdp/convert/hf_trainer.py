@@ -1,256 +1,161 @@
-"""Transformers ``TrainingArguments`` as JSON or YAML: strategy and precision; the training loop has its own file."""
+"""Transformers ``TrainingArguments`` as JSON or YAML."""
 
 from __future__ import annotations
 
-import base64
-import json
+import math
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.deepspeed import convert_deepspeed
-from lit_fsdp.convert.deepspeed_auto import Auto, trainer_fills_in, with_precision
-from lit_fsdp.convert.fsdp_section import (
-    STRATEGIES,
-    TRANSFORMERS,
-    convert_fsdp,
-    drop_on_cpu,
-    put_sharding,
-    refuse_xla,
-    version_of,
-)
-from lit_fsdp.convert.hf_loop import KNOWN as LOOP_KEYS
-from lit_fsdp.convert.hf_loop import convert_loop, loop_values
-from lit_fsdp.convert.hf_switches import Precision, convert_accelerator, convert_compile, precision_switches
-from lit_fsdp.convert.precision import put_precision
-from lit_fsdp.convert.read import as_bool, as_mapping, as_number, drop_listed, drop_unknown
-from lit_fsdp.convert.result import Conversion, Section, shown
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
+from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
+from lit_fsdp.convert.deepspeed import convert_deepspeed, put_engine, put_precision, put_ranks
+from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows
 
-_KNOWN = (*LOOP_KEYS, "fsdp", "fsdp_config", "deepspeed", "bf16", "fp16", "gradient_checkpointing", "use_cpu",
-          "activation_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "ddp_timeout",
-          "ddp_backend", "accelerator_config", "gradient_checkpointing_kwargs",
-          "activation_checkpointing_kwargs")  # fmt: skip
-
-_MAY_BE_FILES = ("fsdp_config", "deepspeed", "accelerator_config")
-_MAPPINGS = (*_MAY_BE_FILES, "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+              "cosine_with_min_lr": "cosine"}  # fmt: skip
+_ARGUMENTS: Table = {
+    **rows("fsdp deepspeed use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
+           "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
+    "seed": Keep("seed_everything"),
+    "per_device_train_batch_size": Keep("data.micro_batch_size"),
+    **rows("gradient_accumulation_steps accelerator_config.gradient_accumulation_kwargs.num_steps",
+           Keep("trainer.accumulate_grad_batches")),
+    "max_grad_norm": Keep("trainer.gradient_clip_val"),
+    "learning_rate": Keep("model.optim.lr"),
+    "weight_decay": Keep("model.optim.weight_decay", why="matrices only, as there"),
+    "adam_beta1": Keep("model.optim.beta1"),
+    "adam_beta2": Keep("model.optim.beta2"),
+    "adam_epsilon": Keep("model.optim.eps"),
+    "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="there is no such schedule here"),
+    "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
+    "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
+    "save_total_limit": Keep("checkpoint.keep_last", why="and the best one"),
+    "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
+    "per_device_eval_batch_size": Keep("data.val_micro_batch_size"),
+    "data_seed": Keep("data.seed"),
+    "dataloader_num_workers": Keep("data.num_workers"),
+    **rows("max_seq_length max_length", Keep("data.max_seq_length")),
+    "model_name_or_path": Keep("model.name", lambda key, value: value or None),
+    "train_file": Keep("data.train", lambda key, value: value or None),
+    "validation_file": Keep("data.val", lambda key, value: value or None),
+    "train_sampling_strategy": Keep("data.shuffle", {"random": True, "sequential": False}, other="rows are shuffled"),
+    **rows("gradient_checkpointing activation_checkpointing", _RECOMPUTE),
+    "torch_compile": Keep("compile", {"true": True, "false": None}, "block by block"),
+    "torch_compile_backend": Keep("compile", {"inductor": True}, other="only inductor compiles blocks"),
+    "ddp_timeout": Keep("timeout_seconds"),
+    "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="gloo and nccl exist here"),
+    "tf32": Drop("fp32 means fp32 here; under bf16 and fp16 it changes nothing"),
+    "average_tokens_across_devices": Drop("every token counts alike here, whatever its rank", "true"),
+    **rows("label_smoothing_factor neftune_noise_alpha auto_find_batch_size optim_args optim_target_modules "
+           "group_by_length parallelism_config accelerator_config.split_batches",
+           Drop("there is no such method here", OFF)),
+    **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",
+           Drop("the command decides: lit-fsdp fit, validate, export, --ckpt_path")),
+    "logging_steps": Keep("trainer.log_every_n_steps", lambda key, value: int(number(key, value)) or None),
+    **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
+           Drop("logging is trainer.logger and trainer.log_every_n_steps")),
+    **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe decides about validation")),
+    **rows("save_* enable_jit_checkpoint load_best_model_at_end restore_callback_states_from_checkpoint "
+           "ignore_data_skip metric_for_best_model greater_is_better", Drop("the checkpoint section decides")),
+    **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
+           Drop("the data module has its own loader, with whole global batches only")),
+    **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "
+           "torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
+           Drop("it changes speed and memory, not what is computed")),
+}  # fmt: skip
 
 
 def convert_hf_trainer(
     conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
 ) -> None:
     """Convert TrainingArguments; files they name are looked for from here, then from ``folder``."""
-    _read_texts(values, folder)
-    section = Section(values)
-    if ranks and ranks % num_nodes:
-        raise ConfigError("--ranks", f"{ranks} on {num_nodes} nodes", f"a multiple of {num_nodes}", "mend --num_nodes")
-    conversion.put("trainer.devices", ranks // num_nodes if ranks else "auto")
-    conversion.put("trainer.num_nodes", num_nodes)
-    cpu = section.take("use_cpu")
-    on_cpu = bool(cpu and as_bool(*cpu))
-    conversion.put("trainer.accelerator", "cpu" if on_cpu else "auto")
-    if cpu:
-        conversion.keep(cpu[0], "trainer.accelerator", "cpu" if on_cpu else "auto")
-    conversion.put("compile", False)
-    precision = precision_switches(section)
-    if on_cpu and precision.word == "fp16":
-        raise ConfigError("fp16", "true with use_cpu", "fp16 on GPUs only", "write bf16: true instead of fp16")
-    accelerator = convert_accelerator(conversion, section, ranks)
-    loop = loop_values(section)
-    checkpointing = _recompute_keys(section)
-    version = _fsdp(conversion, section, on_cpu, any(on for _, on in checkpointing))
-    deepspeed = section.take("deepspeed")
-    if deepspeed and not deepspeed[1]:
-        conversion.drop(deepspeed[0], "it is empty, so DeepSpeed is off")
-        deepspeed = None
-    if deepspeed and version:
-        raise ConfigError("fsdp", "given beside deepspeed", "one of the two", "drop fsdp, or drop deepspeed")
-    zero: dict[str, Any] = {}
-    if deepspeed:
-        zero = as_mapping(*deepspeed, folder=folder)
-        _deepspeed(conversion, zero, loop, precision, ranks, deepspeed[0])
-    elif version is None:
-        _whole_model(conversion, ranks)
-    if not deepspeed:
-        put_precision(conversion, precision.key, precision.word, version)
-    for key in precision.off:
-        conversion.drop(key, "it is off")
-    for path, on in checkpointing:
-        if on:
-            conversion.keep(path, "activation_checkpointing", "full", "the blocks of the wrap choice")
-        else:
-            conversion.drop(path, "it is off")
-    convert_loop(conversion, section, ranks, zero, accelerator)
-    _strategy_rest(conversion, section)
-    drop_unknown(conversion, section, _KNOWN, "TrainingArguments")
-    if conversion.get("data.max_seq_length") is None:
-        conversion.to_give.append("Set data.max_seq_length as your script cuts its samples.")
+    for key in ("fsdp_config", "deepspeed", "accelerator_config", "lr_scheduler_kwargs"):
+        if isinstance(values.get(key), str):
+            values[key] = read_mapping(key, values[key], folder) if values[key] else None
+    first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
+    version, table = fsdp_table(values, "2", first)
+    source = Source(conversion, {**_ARGUMENTS, **table}, values)
+    put_ranks(conversion, ranks, num_nodes)
+    cpu, zero = source.take("use_cpu", False), source.take("deepspeed", {}).value
+    conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
+    switches = [source.take(name, False) for name in ("bf16", "fp16")]
+    words = [Given(one.key, one.key) for one in switches if one.on]
+    for one in switches:
+        if not one.on:
+            conversion.drop(one, "it is off")
+    if not zero:
+        _strategy(conversion, source, version, ranks, cpu.on)
+        for word in words:
+            put_precision(conversion, word)
+    elif zero.get("scheduler"):
+        source.ignore("lr_scheduler_", "the scheduler of the deepspeed configuration takes its place")
+    _loop(conversion, source, values)
+    source.rest()
+    for path, value in FILLED_IN.items():
+        conversion.put(path, value)
+    if zero:
+        convert_deepspeed(conversion, zero, ranks, "deepspeed", words[0] if words else None)
+    conversion.put("precision.mode", "fp32")
 
 
-def _read_texts(values: dict[str, Any], folder: Path) -> None:
-    """Put mappings in the place of the JSON texts and files that stand for them, as Transformers does."""
-    for key in _MAPPINGS:
-        text = values.get(key)
-        if isinstance(text, str) and text.strip() and (key in _MAY_BE_FILES or text.lstrip().startswith("{")):
-            values[key] = _encoded(text) if key == "deepspeed" else None
-            values[key] = values[key] or as_mapping(key, text, folder)
-
-
-def _encoded(text: str) -> dict[str, Any] | None:
-    """JSON in base64, as Transformers accepts for DeepSpeed; ``None`` where it is not that."""
-    try:
-        found = json.loads(base64.urlsafe_b64decode(text))
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _recompute_keys(section: Section) -> list[tuple[str, bool]]:
-    found = []
-    for key in ("gradient_checkpointing", "activation_checkpointing"):
-        if taken := section.take(key):
-            found.append((taken[0], as_bool(*taken)))
-    return found
-
-
-def _fsdp(conversion: Conversion, section: Section, on_cpu: bool, recomputes: bool) -> int | None:
-    """Convert ``fsdp`` and ``fsdp_config``; gives the FSDP version, or ``None`` where it is off."""
-    switch, config = section.take("fsdp"), section.take("fsdp_config")
-    words = _fsdp_words(switch)
-    if not words:
-        if switch:
-            conversion.drop(switch[0], "it is off")
-        if config:
-            conversion.drop(config[0], "fsdp is off, so Transformers does not read it")
-        return None
-    assert switch is not None
-    part = Section(config[1] if config else None, "fsdp_config", "fsdp_")
-    if on_cpu:
-        conversion.replace(switch[0], "engine: ddp", "on a CPU Transformers trains with DDP: FSDP is for GPUs there")
-        drop_on_cpu(conversion, part)
-        return None
-    for key in ("xla", "xla_fsdp_v2"):
-        if part.has(key) and as_bool(part.name(key), part.peek(key)):
-            raise refuse_xla(part.name(key), "true")
-    version = version_of(part, TRANSFORMERS.version)
-    named = part.has("reshard_after_forward") or (version == 1 and part.has("sharding_strategy"))
-    strategy = [word for word in words if word.upper() in STRATEGIES]
-    if len(strategy) > 1:
-        raise ConfigError(switch[0], " ".join(strategy), "one sharding strategy", f"write fsdp: {strategy[0]}")
-    if "offload" in words and not strategy:
-        raise ConfigError(
-            switch[0], "offload alone", "offload with full_shard or shard_grad_op", "write fsdp: full_shard offload"
-        )
-    if version == 2 and strategy and strategy[0] not in ("full_shard", "shard_grad_op"):
-        raise ConfigError(
-            switch[0],
-            f"{strategy[0]} with version 2",
-            "full_shard | shard_grad_op, or version 1",
-            "add version: 1 to fsdp_config",
-        )
-    if recomputes and as_bool("activation_checkpointing", part.peek("activation_checkpointing", False)):
-        raise ConfigError(
-            part.name("activation_checkpointing"),
-            "true beside gradient_checkpointing true",
-            "one of the two: both would recompute and gather twice",
-            "drop gradient_checkpointing",
-        )
-    convert_fsdp(conversion, part, TRANSFORMERS)
-    _apply_words(conversion, switch[0], words, strategy, named)
-    return version
-
-
-def _fsdp_words(switch: tuple[str, Any] | None) -> list[str]:
-    if switch is None:
-        return []
-    value = switch[1]
-    if isinstance(value, bool):
-        return ["on"] if value else []
-    words = value.split() if isinstance(value, str) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(switch[0], repr(value), "true, words with spaces, or a list of words", "write fsdp: true")
-    words = [word.strip().lower() for word in words]
-    if words in (["true"], ["false"]):
-        return ["on"] if words == ["true"] else []
-    known = [strategy.lower() for strategy in STRATEGIES] + ["offload", "auto_wrap"]
+def _strategy(conversion: Conversion, source: Source, version: str, ranks: int | None, on_cpu: bool) -> None:
+    switch = source.take("fsdp", [])
+    words = [word.lower() for word in switch.read(names)]
+    if on_cpu or words in ([], ["false"]):
+        put_engine(conversion, "", ranks)
+        why = "Transformers trains with DDP on a CPU" if on_cpu else "fsdp is off"
+        conversion.say(switch, f"replaced by engine: {conversion.get('engine')} ({why})")
+        source.ignore("fsdp_config.", why)
+        return
+    convert_fsdp(conversion, source, version, "full", "TRANSFORMER_BASED_WRAP", 0)
+    conversion.put("cpu_ram_efficient_loading", False)
+    on = ("engine", f"fsdp{version}")
+    shardings = list(SHARDINGS.values())[: 2 if version == "2" else 5]  # version 2 has no others
+    known = {"true": on, "auto_wrap": on, "offload": ("cpu_offload", True), **{w: ("sharding", w) for w in shardings}}
     for word in words:
-        if word not in known:
-            raise ConfigError(switch[0], word, " | ".join(known), "write fsdp: full_shard auto_wrap")
-    return words
+        conversion.keep(switch, *choose("fsdp", word, known))
 
 
-def _apply_words(conversion: Conversion, path: str, words: list[str], strategy: list[str], named: bool) -> None:
-    plain = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
-    if strategy and named and conversion.get("sharding") not in (strategy[0], plain.get(strategy[0])):
-        raise ConfigError(
-            path,
-            f"{strategy[0]} beside fsdp_config with {conversion.get('sharding')}",
-            "one sharding strategy",
-            f"drop {strategy[0]} from fsdp",
-        )
-    if strategy:
-        put_sharding(conversion, path, strategy[0])
-    if "offload" in words:
-        conversion.keep(path, "cpu_offload", True, "offload")
-    if "auto_wrap" in words:
-        conversion.keep(path, "wrap", conversion.get("wrap"), "auto_wrap")
-    if not strategy:
-        conversion.keep(path, "engine", conversion.get("engine"))
+def _loop(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
+    """Convert what several arguments decide together: length, warm-up, checkpoints and validation."""
+    length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", 3)
+    total = max(0, length.read(number))
+    if total:
+        conversion.keep(length, "trainer.max_steps", total)
+        conversion.drop(epochs, "max_steps is above it")
+    else:
+        conversion.drop(length, "it leaves the length to num_train_epochs")
+        whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
+        conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
+    if str(values.get("lr_scheduler_type")).lower() == "constant":
+        source.ignore("warmup_", "lr_scheduler_type constant does not read it")
+    warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
+    used, other = (warmup, share) if warmup.read(number) else (share, warmup)
+    conversion.drop(other, "the other warm-up decides")
+    if 0 < used.read(number) < 1 and not total:
+        conversion.drop(used, "a share of the steps needs max_steps: set model.optim.warmup_steps", differs=True)
+    else:
+        rise = math.ceil(used.read(number) * (total if used.read(number) < 1 else 1))
+        conversion.keep(used, "model.optim.warmup_steps", rise, "the first step has 1/n of the rate instead of 0")
+    minimum = source.take("lr_scheduler_kwargs.min_lr")
+    if minimum.key:
+        peak = number("learning_rate", values.get("learning_rate") or FILLED_IN["model.optim.lr"])
+        conversion.keep(minimum, "model.optim.min_lr_ratio", float(f"{minimum.read(number) / peak:.9g}"))
 
-def _deepspeed(
-    conversion: Conversion, zero: dict[str, Any], loop: dict[str, Any], precision: Precision, ranks: int | None,
-    path: str,
-) -> None:  # fmt: skip
-    auto = Auto(trainer_fills_in(loop, precision.word, ranks), exact=True)
-    _agree(zero, loop, path, ranks)
-    convert_deepspeed(conversion, with_precision(zero, precision.word), auto, ranks, path)
-    if precision.word not in zero:
-        conversion.rename({f"{path}.{precision.word}.enabled": precision.key})
-    if precision.given:
-        by = f"precision: {shown(conversion.get('precision'))}"
-        conversion.replace(precision.key, by, "it fills in auto in the deepspeed configuration, which decides")
-
-
-def _agree(zero: dict[str, Any], loop: dict[str, Any], path: str, ranks: int | None) -> None:
-    """Transformers refuses a DeepSpeed number that is neither auto nor its own argument."""
-    names = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
-             "gradient_accumulation_steps": "gradient_accumulation_steps"}  # fmt: skip
-    for key, name in names.items():
-        given = zero.get(key)
-        if given not in (None, "auto") and as_number(f"{path}.{key}", given) != loop[name]:
-            raise ConfigError(
-                f"{path}.{key}", f"{given} with {name} {loop[name]}", f"{loop[name]}, or auto", f"write {key}: auto"
-            )
-    total = (ranks or 0) * loop["per_device_train_batch_size"] * loop["gradient_accumulation_steps"]
-    key, given = f"{path}.train_batch_size", zero.get("train_batch_size")
-    if total and given not in (None, "auto") and as_number(key, given) != total:
-        allowed = f"{total} (per_device_train_batch_size * gradient_accumulation_steps * {ranks} ranks), or auto"
-        raise ConfigError(key, f"{given}", allowed, "write train_batch_size: auto")
-    section = zero.get("optimizer")
-    params = section.get("params") if isinstance(section, dict) else None
-    rate = params.get("lr") if isinstance(params, dict) else None
-    wanted = loop["learning_rate"]
-    if rate not in (None, "auto") and as_number(f"{path}.optimizer.params.lr", rate) != wanted:
-        raise ConfigError(
-            f"{path}.optimizer.params.lr", f"{rate} with learning_rate {wanted}", f"{wanted}, or auto", "write lr: auto"
-        )
-
-
-def _whole_model(conversion: Conversion, ranks: int | None) -> None:
-    conversion.put("engine", "single" if ranks == 1 else "ddp")
-    for field, value in (("sharding", "no_shard"), ("wrap", "auto"), ("activation_checkpointing", "none"),
-                         ("state_dict", "full")):  # fmt: skip
-        conversion.put(field, value)
-
-
-def _strategy_rest(conversion: Conversion, section: Section) -> None:
-    convert_compile(conversion, section)
-    if taken := section.take("ddp_timeout"):
-        conversion.keep(taken[0], "timeout_seconds", as_number(*taken, least=1))
-    if taken := section.take("ddp_backend"):
-        if taken[1] in ("nccl", "gloo"):
-            conversion.keep(taken[0], "process_group_backend", taken[1])
-        else:
-            conversion.replace(taken[0], "process_group_backend by device", "gloo and nccl exist here")
-    quiet = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-    drop_listed(conversion, section, dict.fromkeys(quiet, "its switch decides, with torch's defaults"))
+    batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))
+    old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
+    logging = values.get("logging_steps") or 500
+    for name, default, every, steps_by_default, path, factor in (
+        ("save_strategy", "steps", "save_steps", 500, "checkpoint.every_steps", 1),
+        (old, "no", "eval_steps", logging, "trainer.val_check_interval", batches),  # which counts micro-batches
+    ):
+        strategy, steps = source.take(name, default), source.take(every, steps_by_default)
+        for given in (strategy, steps):
+            if str(strategy.value).lower() == "steps" and steps.read(number) >= 1:
+                conversion.keep(given, path, int(steps.read(number)) * factor)
+            else:
+                conversion.drop(given, f"{name} is {strategy.value}: see {path}")
+    if conversion.get("trainer.val_check_interval"):
+        conversion.put("trainer.check_val_every_n_epoch", None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_fsdp.convert.convert import convert_file
+from lit_fsdp.convert import convert_file
 from tests.dist.workers import Workers
 
 STEPS = 4

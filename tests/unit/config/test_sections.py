@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import math
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_section_is_frozen_takes_keywords_only_and_explains_each_field(config:
     with pytest.raises(TypeError):
         config(None)
     body = ast.parse(inspect.getsource(config)).body[0].body
-    after = dict(zip(body, body[1:], strict=False))
+    after = dict(itertools.pairwise(body))
     docs = {node.target.id: after[node].value.value for node in body if isinstance(node, ast.AnnAssign)}
     assert sorted(docs) == sorted(names)
     assert all(text.endswith(".") for text in docs.values())

@@ -8,43 +8,30 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_fsdp.convert.convert import convert_file
+from lit_fsdp.convert import convert_file
+from tests.unit.convert.inputs import strategy
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "all of version 1": {
-        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP",
-        "fsdp_backward_prefetch": "BACKWARD_POST",
-        "fsdp_forward_prefetch": True,
-        "fsdp_offload_params": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_use_orig_params": True,
-        "fsdp_activation_checkpointing": True,
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP", "fsdp_backward_prefetch": "BACKWARD_POST",
+        "fsdp_forward_prefetch": True, "fsdp_offload_params": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_use_orig_params": True, "fsdp_activation_checkpointing": True,
     },
     "without prefix, in numbers": {
-        "sharding_strategy": 1,
-        "backward_prefetch": "1",
-        "auto_wrap_policy": "SIZE_BASED_WRAP",
-        "min_num_params": 2000,
-        "state_dict_type": "FULL_STATE_DICT",
-        "sync_module_states": False,
-        "cpu_ram_efficient_loading": False,
+        "sharding_strategy": 1, "backward_prefetch": "1", "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000,
+        "state_dict_type": "FULL_STATE_DICT", "sync_module_states": False, "cpu_ram_efficient_loading": False,
     },
     "no prefetch, hybrid": {"fsdp_sharding_strategy": 4, "fsdp_backward_prefetch": "NO_PREFETCH"},
     "version 2": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "version 2, gathered": {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": False,
-        "fsdp_offload_params": True,
-        "fsdp_activation_checkpointing": True,
-        "fsdp_activation_checkpointing_offload": True,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_transformer_layer_cls_to_wrap": "Block",
+        "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True,
+        "fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_transformer_layer_cls_to_wrap": "Block",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     },
-}
+}  # fmt: skip
 
 
 def _plugin(file: Path, mixed_precision: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -71,43 +58,33 @@ def _plugin(file: Path, mixed_precision: str, monkeypatch: pytest.MonkeyPatch) -
 
 def _resolved(plugin: Any) -> dict[str, Any]:
     """What the plugin decided, in the words of a recipe."""
-    policy = plugin.auto_wrap_policy
-    kind = "none" if policy is None else policy.__name__
+    policy, offload, first = plugin.auto_wrap_policy, plugin.cpu_offload, plugin.fsdp_version == 1
     wrap: Any = "auto"
-    if kind == "transformer_auto_wrap_policy" and plugin.transformer_cls_names_to_wrap:
-        wrap = {"classes": plugin.transformer_cls_names_to_wrap, "embedding_and_head": False}
-    elif kind == "size_based_auto_wrap_policy":
+    if policy is not None and policy.__name__ == "size_based_auto_wrap_policy":
         wrap = {"min_num_params": plugin.min_num_params}
-    first = plugin.fsdp_version == 1
+    elif plugin.transformer_cls_names_to_wrap:
+        wrap = {"classes": plugin.transformer_cls_names_to_wrap, "embedding_and_head": False}
     zero = "full_shard" if plugin.reshard_after_forward else "shard_grad_op"
-    offload = plugin.cpu_offload.offload_params if first else type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
     checkpointing: Any = "full" if plugin.activation_checkpointing else "none"
     if plugin.activation_checkpointing_offload:
         checkpointing = {"mode": "full", "offload_activations": True}
-    prefetch = (
-        str(plugin.backward_prefetch.name).removeprefix("BACKWARD_").lower() if plugin.backward_prefetch else "none"
-    )
     found = {
         "engine": f"fsdp{plugin.fsdp_version}",
         "sharding": plugin.sharding_strategy.name.lower().removeprefix("_") if first else zero,
         "wrap": wrap,
-        "cpu_offload": offload,
+        "cpu_offload": offload.offload_params if first else type(offload).__name__ == "CPUOffloadPolicy",
         "state_dict": plugin.state_dict_type.name.split("_")[0].lower(),
         "activation_checkpointing": checkpointing,
         "cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
     }
     if first:
-        found |= {"backward_prefetch": prefetch, "forward_prefetch": plugin.forward_prefetch}
+        prefetch = plugin.backward_prefetch and plugin.backward_prefetch.name.removeprefix("BACKWARD_").lower()
+        found |= {"backward_prefetch": prefetch or "none", "forward_prefetch": plugin.forward_prefetch}
         found |= {"limit_all_gathers": plugin.limit_all_gathers, "sync_module_states": plugin.sync_module_states}
+    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    for part in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        found[part] = names.get(str(getattr(plugin.mixed_precision_policy, part, None)))
     return found
-
-
-def _dtypes(plugin: Any) -> dict[str, str]:
-    """The dtypes of the policy: short names by part, without what FSDP2 computes its outputs in anyway."""
-    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-    policy = plugin.mixed_precision_policy
-    parts = ("param_dtype", "reduce_dtype", "buffer_dtype")
-    return {part: names[str(getattr(policy, part))] for part in parts if getattr(policy, part, None) is not None}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
@@ -116,31 +93,16 @@ def _dtypes(plugin: Any) -> dict[str, str]:
 def test_the_plugin_decides_what_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mixed_precision: str
 ) -> None:
-    config = CASES[name]
-    nodes = 2 if "hybrid" in name else 1
     file = tmp_path / "accelerate.yaml"
-    whole = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
-        "num_processes": 8,
-        "num_machines": nodes,
-        "machine_rank": 0,
-        "main_process_ip": "127.0.0.1",
-        "main_process_port": 29500,
-        "mixed_precision": mixed_precision,
-        "fsdp_config": config,
-    }
+    whole = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8, "machine_rank": 0,
+             "num_machines": 2 if "hybrid" in name else 1, "main_process_ip": "127.0.0.1", "main_process_port": 29500,
+             "mixed_precision": mixed_precision, "fsdp_config": CASES[name]}  # fmt: skip
     file.write_text(yaml.safe_dump(whole))
-    plugin = _plugin(file, mixed_precision, monkeypatch)
+    theirs = _resolved(_plugin(file, mixed_precision, monkeypatch))
     found = convert_file("accelerate", file)
-    ours = found.recipe["trainer"]["strategy"]["init_args"]
-    theirs = _resolved(plugin)
-    assert {key: ours.get(key) for key in theirs} == theirs
-    if mixed_precision == "no":
-        assert (ours["precision"], plugin.mixed_precision_policy) == ("fp32", None)
-    else:
-        precision = ours["precision"]
-        compute = {"mixed": "bf16", "fp16_mixed": "fp16"}[precision["mode"]]
-        parts = {key: value for key, value in precision.items() if key != "mode"}
-        assert {"param_dtype": compute, **parts} == _dtypes(plugin)
+    ours = strategy(found)
+    precision = {"mode": ours["precision"]} if mixed_precision == "no" else dict(ours["precision"])
+    dtypes = {"fp32": None, "mixed": "bf16", "fp16_mixed": "fp16"}
+    ours |= {"reduce_dtype": None, "buffer_dtype": None, "param_dtype": dtypes[precision.pop("mode")], **precision}
+    assert {key: ours[key] for key in theirs} == theirs
     assert not found.differs

@@ -1,0 +1,123 @@
+"""One row per key of a configuration, and the walker that does what the rows say."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lit_fsdp.convert.conversion import Conversion, Given, Reader, as_is, shown
+from lit_fsdp.errors import require
+
+_PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
+FILLED_IN: dict[str, Any] = {
+    "model.optim.lr": 5e-5, "model.optim.beta1": 0.9, "model.optim.beta2": 0.999, "model.optim.eps": 1e-8,
+    "model.optim.weight_decay": 0.0, "model.optim.warmup_steps": 0, "trainer.gradient_clip_val": 1.0,
+    "data.micro_batch_size": 8, "trainer.accumulate_grad_batches": 1, "model.optim.schedule": "linear",
+    "seed_everything": 42, "checkpoint.keep_last": -1,
+}  # fmt: skip
+"""What Transformers takes where no argument says otherwise, for ``auto`` too; by path of the recipe."""
+OFF = "false 0 0.0 none no []"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A key with a counterpart in the recipe."""
+
+    to: str
+    """Path in the recipe, a bare word being a field of the strategy; two paths for a list of two values."""
+    read: Reader = as_is
+    """Turns the value into the recipe's."""
+    why: str = ""
+    """Note in the report."""
+    other: str = ""
+    """Why a word that is not in the table is dropped; empty: it is an error."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A key without one."""
+
+    why: str
+    fine: str = ""
+    """The values with which training is the same, as words; empty: all."""
+
+
+Table = Mapping[str, Keep | Drop | None]
+"""Dotted key without prefixes, or a pattern with a star, to its row; ``None``: code takes it, with other keys."""
+
+
+def rows(words: str, row: Keep | Drop | None) -> dict[str, Keep | Drop | None]:
+    """The same row for several keys."""
+    return dict.fromkeys(words.split(), row)
+
+
+def under(section: str, table: Table) -> dict[str, Keep | Drop | None]:
+    """The rows of a section, for the table of the whole file."""
+    return {f"{section}.{key}": row for key, row in table.items()}
+
+
+class Source:
+    """The keys of a file (at ``path`` of the input, if inside another), taken one by one so that none is forgotten."""
+
+    def __init__(self, conversion: Conversion, table: Table, values: Mapping[str, Any], path: str = "") -> None:
+        self.conversion, self.table = conversion, table
+        self._left: dict[str, Given] = {}
+        self._flatten(values, "", path)
+
+    def _flatten(self, values: Mapping[str, Any], section: str, path: str) -> None:
+        for key, value in values.items():
+            name = str(key).removeprefix(_PREFIXES.get(section, ""))
+            name, written = f"{section}.{name}".lstrip("."), f"{path}.{key}".lstrip(".")
+            if value is None or value == {}:
+                self.conversion.drop(Given(written, value), "it is null or empty: the default holds")
+            elif name not in self.table and any(known.startswith(f"{name}.") for known in self.table):
+                require(isinstance(value, dict), written, repr(value), "a mapping", f"write {written}: {{key: value}}")
+                self._flatten(value, name, written)
+            else:
+                self._left[name] = Given(written, value)
+
+    def take(self, name: str, default: Any = None) -> Given:
+        """The value of a key, which is gone then; ``default`` without a key where it is missing or null."""
+        return self._left.pop(name, Given("", default))
+
+    def ignore(self, starts: str, why: str) -> None:
+        """Drop all keys that begin with one of these words."""
+        for name in [name for name in self._left if name.startswith(tuple(starts.split()))]:
+            self.conversion.drop(self._left.pop(name), why)
+
+    def rest(self) -> None:
+        """Do what the table says with every key that is left, in its order, then with those of patterns and unknown."""
+        for name, row in self.table.items():
+            if name in self._left:
+                self._apply(row or Drop("other keys decide"), self._left.pop(name))
+        for name, given in self._left.items():
+            row = next((row for pattern, row in self.table.items() if row and fnmatchcase(name, pattern)), None)
+            if row:
+                self._apply(row, given)
+            else:
+                near = difflib.get_close_matches(name, self.table, n=1)
+                hint = f"; the nearest is {near[0]}" if near else ""
+                self.conversion.drop(given, f"there is no such key{hint}", differs=True)
+
+    def _apply(self, row: Keep | Drop, given: Given) -> None:
+        value, conversion, same = given.value, self.conversion, f"{shown(given.value)} is so here too"
+        if isinstance(row, Drop):
+            off = isinstance(value, dict) and value.get("enabled") is False
+            fine = not row.fine or off or str(value).strip().lower() in (*row.fine.split(), "", "auto")
+            conversion.drop(given, same if fine and row.fine else row.why, differs=not fine)
+        elif " " in row.to:
+            for path, part in zip(row.to.split(), value if isinstance(value, list) else [value] * 2, strict=False):
+                self._apply(replace(row, to=path), Given(given.key, part))
+        elif value == "auto":
+            held = conversion.put(row.to, FILLED_IN[row.to]) if row.to in FILLED_IN else conversion.get(row.to)
+            words = f"{row.to}: {shown(held)}" if held is not None else f"the {row.to} that you set"
+            conversion.say(given, f"replaced by {words} (auto: as Transformers fills it in)")
+        elif row.other and isinstance(row.read, Mapping) and str(value).lower() not in map(str.lower, row.read):
+            conversion.drop(given, row.other, differs=True)
+        elif (read := given.read(row.read)) is None:
+            conversion.drop(given, f"with {shown(value)} the default holds")
+        else:
+            conversion.keep(given, row.to, read, row.why)

@@ -1,0 +1,164 @@
+"""Whole files: loops, values of auto, files named inside, refusals that name the key, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.commands import run
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.convert import FORMATS, convert_file
+from lit_fsdp.errors import ConfigError
+from tests.unit.convert.inputs import convert, said, strategy
+
+FSDP = {"distributed_type": "FSDP", "num_processes": 8}
+# The usual file: everything that Transformers can fill in is auto.
+USUAL: dict[str, Any] = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
+}  # fmt: skip
+
+
+def test_the_loop_of_training_arguments() -> None:
+    given = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": "2e-5", "adam_beta2": 0.95,
+        "warmup_ratio": 0.1, "max_steps": 200, "lr_scheduler_type": "cosine_with_min_lr", "max_grad_norm": 0.5,
+        "lr_scheduler_kwargs": {"min_lr": 1e-6}, "save_steps": 50, "save_total_limit": 3, "seed": 7, "hub_token": None,
+        "eval_strategy": "steps", "eval_steps": 25, "model_name_or_path": "a/b", "train_file": ["r.jsonl", "s.jsonl"],
+    }  # fmt: skip
+    recipe = convert("hf-trainer", given, 16, 2).recipe
+    optim = {"lr": 2e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    schedule = {"schedule": "cosine", "warmup_steps": 20, "min_lr_ratio": 0.05}
+    trainer = {"max_steps": 200, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "val_check_interval": 50}
+    assert recipe["model"] == {"name": "a/b", "optim": {**optim, **schedule}}
+    assert recipe["data"] == {"micro_batch_size": 4, "train": ["r.jsonl", "s.jsonl"]}
+    assert recipe["checkpoint"] == {"every_steps": 50, "keep_last": 3}
+    assert recipe["seed_everything"] == 7
+    assert {key: recipe["trainer"][key] for key in trainer} == trainer
+    assert (recipe["trainer"]["devices"], recipe["trainer"]["num_nodes"]) == (8, 2)
+
+
+def test_accumulation_needs_no_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, words = tmp_path / "args.json", ("full_shard auto_wrap", ["shard_grad_op", "offload", "auto_wrap"])
+    for fsdp, expected in zip(words, (("full_shard", False), ("shard_grad_op", True)), strict=True):
+        file.write_text(json.dumps({"fsdp": fsdp, "gradient_accumulation_steps": 4, "model_name_or_path": "a/b"}))
+        out = tmp_path / f"{expected[0]}.yaml"
+        assert run(["convert", "hf-trainer", str(file), "-o", str(out)]) == 0
+        loaded = load_recipe(["--config", str(out), "--data.train", "rows.jsonl"], "audit").run.strategy
+        assert (loaded.sharding, loaded.cpu_offload) == expected
+        assert "accumulate_grad_batches: 4\n" in out.read_text()
+        assert "global_batch_size:" not in out.read_text()
+    assert "gradient_accumulation_steps: kept as trainer.accumulate_grad_batches: 4" in capsys.readouterr().err
+
+
+def test_every_auto_is_named_and_is_what_transformers_fills_in() -> None:
+    alone = convert("deepspeed", USUAL, 4)
+    assert not alone.differs
+    assert said(alone)["optimizer.params.lr"].startswith("replaced by model.optim.lr: 5.0e-05 (auto: ")
+    assert any("auto in" in line and "optimizer.params.lr" in line for line in alone.to_give)
+    within = convert("hf-trainer", {"deepspeed": USUAL}, 4)
+    assert alone.recipe["model"] == within.recipe["model"]
+    assert alone.recipe["data"] == within.recipe["data"] == {"micro_batch_size": 8}
+    assert strategy(alone) == strategy(within)
+    arguments = {"learning_rate": 3e-4, "adam_beta2": 0.95, "per_device_train_batch_size": 2, "bf16": True,
+                 "warmup_steps": 0.1, "max_steps": 50, "gradient_accumulation_steps": 3}  # fmt: skip
+    filled = convert("hf-trainer", {"deepspeed": USUAL, **arguments})
+    optim = filled.recipe["model"]["optim"]
+    assert (optim["lr"], optim["beta2"], optim["warmup_steps"]) == (3e-4, 0.95, 5)
+    assert (filled.recipe["data"]["micro_batch_size"], filled.recipe["trainer"]["accumulate_grad_batches"]) == (2, 3)
+    assert strategy(filled)["precision"]["mode"] == "mixed"
+
+
+def test_a_fixed_total_decides_about_the_accumulation() -> None:
+    for open_ones in ({}, {"gradient_accumulation_steps": 4}, {"train_micro_batch_size_per_gpu": "auto"}):
+        found = convert("deepspeed", {"train_batch_size": 64, **open_ones}, 4)
+        assert found.recipe["data"] == {"global_batch_size": 64}
+        assert "accumulate_grad_batches" not in found.recipe["trainer"]
+        assert not found.differs
+
+
+def test_files_named_inside_are_read_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}')
+    (tmp_path / "fsdp.json").write_text('\ufeff{\n\t"transformer_layer_cls_to_wrap": "Block"}', encoding="utf-8")
+    accelerate, trainer = tmp_path / "a.yaml", tmp_path / "t.json"
+    accelerate.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+                          "deepspeed_config: {deepspeed_config_file: zero.json}\n")  # fmt: skip
+    trainer.write_text('{"fsdp": "full_shard", "fsdp_config": "fsdp.json"}')
+    zero = convert_file("accelerate", accelerate)
+    assert strategy(zero)["precision"] == {"mode": "mixed", "reduce_dtype": "bf16"}
+    assert zero.recipe["trainer"]["gradient_clip_val"] == 1.0
+    assert strategy(convert_file("hf-trainer", trainer, 2))["wrap"]["classes"] == ["Block"]
+
+
+def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
+    for content in (b"", b"{}", b"- a\n", b"words", b"a: [1,\n", b"\xff\xfe\x00", b"a: !!python/object:os.system x"):
+        (tmp_path / "in.yaml").write_bytes(content)
+        for kind in FORMATS:
+            with pytest.raises(ConfigError) as error:
+                convert_file(kind, tmp_path / "in.yaml")
+            assert error.value.field == "file"
+
+
+def test_refusals_name_the_key_of_the_input() -> None:
+    mesh = {"fsdp_config": {"version": 2}, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 3}}
+    unsynced = {"sync_module_states": False, "cpu_ram_efficient_loading": True}
+    for kind, given, field in (
+        ("accelerate", {"distributed_type": "XLA"}, "distributed_type"),
+        ("accelerate", {**FSDP, "num_machines": 3}, "num_processes"),
+        ("accelerate", {**FSDP, "fsdp_config": [1]}, "fsdp_config"),
+        ("accelerate", {**FSDP, "fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version"),
+        ("accelerate", {**FSDP, "fsdp_config": {"sharding_strategy": 6}}, "fsdp_config.sharding_strategy"),
+        ("accelerate", {**FSDP, "fsdp_config": {"offload_params": "maybe"}}, "fsdp_config.offload_params"),
+        ("accelerate", {**FSDP, "fsdp_config": unsynced}, "fsdp_config.cpu_ram_efficient_loading"),
+        ("accelerate", {**FSDP, **mesh}, "parallelism_config.dp_shard_size"),
+        ("hf-trainer", {"fsdp": "hybrid_shard"}, "fsdp"),
+        ("hf-trainer", {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}},
+         "fsdp_config.reshard_after_forward"),
+        ("hf-trainer", {"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config"),
+        ("hf-trainer", {"bf16": True, "fp16": True}, "fp16"),
+        ("hf-trainer", {"learning_rate": "fast"}, "learning_rate"),
+        ("hf-trainer", {"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
+        ("hf-trainer", {"max_grad_norm": 1.0, "deepspeed": {"gradient_clipping": 5}}, "deepspeed.gradient_clipping"),
+        ("deepspeed", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            convert(kind, given)
+        assert error.value.field == field, given
+        assert error.value.fix
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_ignored_modules: x}\n"
+    file, out = tmp_path / "in.yaml", tmp_path / "recipe.yaml"
+    file.write_text(text)
+    assert run(["convert", "accelerate", str(file)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "fsdp_config.fsdp_ignored_modules: dropped because every parameter is in a unit here [trains" in shown.err
+    assert run(["convert", "accelerate", str(file), "--allow-differences", "-o", str(out)]) == 0
+    assert out.read_text().startswith("# Converted from in.yaml (accelerate).\n# Set model.name, data.train, ")
+    with pytest.raises(ConfigError, match="a new file"):
+        run(["convert", "accelerate", str(file), "--allow-differences", "-o", str(out)])
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert run(["convert", "accelerate", "-", "--allow-differences"]) == 0
+    assert capsys.readouterr().out.startswith("# Converted from standard input (accelerate).")
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "in.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    code = (
+        "import sys; from lit_fsdp.commands import run; "
+        f"rc = run(['convert', 'accelerate', {str(tmp_path / 'in.yaml')!r}]); "
+        "sys.exit(rc or any(m in sys.modules for m in ('torch', 'lightning', 'accelerate')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

@@ -1,0 +1,123 @@
+"""Snippets that train the same, with the strategy they become and what is said; and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.convert.inputs import convert, said, strategy
+
+BF16 = {"mode": "mixed", "reduce_dtype": "bf16"}
+ZERO = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
+NAMED = {"classes": ["A", "B"], "embedding_and_head": False}
+
+
+def _fsdp(beside: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
+    whole = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16", "fsdp_config": config}
+    return {**whole, **(beside or {})}
+
+
+# input, arguments of the strategy, {key: beginning of its last line}
+ACCELERATE: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    (_fsdp(),
+     {"engine": "fsdp1", "sharding": "full_shard", "wrap": "auto", "precision": {**BF16, "buffer_dtype": "bf16"},
+      "backward_prefetch": "none", "state_dict": "full", "cpu_ram_efficient_loading": True},
+     {"num_processes": "kept as trainer.devices: 8 (per node)"}),
+    (_fsdp(sharding_strategy="no_shard", offload_params="true"), {"sharding": "no_shard", "cpu_offload": True},
+     {"fsdp_config.sharding_strategy": "kept as sharding: no_shard"}),
+    (_fsdp({"num_machines": 2}, fsdp_sharding_strategy=5), {"sharding": "hybrid_shard_zero2"},
+     {"num_machines": "kept as trainer.num_nodes: 2", "num_processes": "kept as trainer.devices: 4"}),
+    (_fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), {"sharding": "full_shard"},
+     {"fsdp_config.fsdp_sharding_strategy": "replaced by sharding: full_shard (hybrid_shard has one copy"}),
+    (_fsdp(fsdp_reshard_after_forward=False), {"sharding": "full_shard"},
+     {"fsdp_config.fsdp_reshard_after_forward": "dropped because version 1 does not read it"}),
+    (_fsdp(fsdp_version=2, fsdp_sharding_strategy="SHARD_GRAD_OP", fsdp_backward_prefetch="BACKWARD_POST"),
+     {"sharding": "full_shard", "backward_prefetch": "pre"}, {"fsdp_config.fsdp_version": "kept as engine: fsdp2"}),
+    (_fsdp(fsdp_auto_wrap_policy="transformer_based_wrap", fsdp_transformer_layer_cls_to_wrap="A, B"), {"wrap": NAMED},
+     {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": "kept as wrap: {classes: [A, B], embedding_"}),
+    (_fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), {"wrap": {"min_num_params": 100_000_000}}, {}),
+    (_fsdp(fsdp_auto_wrap_policy="NO_WRAP", fsdp_min_num_params=5), {"wrap": "auto"},
+     {"fsdp_config.fsdp_min_num_params": "dropped because auto_wrap_policy NO_WRAP"}),
+    (_fsdp(fsdp_state_dict_type="LOCAL_STATE_DICT"), {"state_dict": "sharded"}, {}),
+    (_fsdp({"mixed_precision": False}), {"precision": "fp32"}, {"mixed_precision": "kept as precision.mode: fp32"}),
+    (_fsdp({"dynamo_config": {}}, fsdp_min_num_params=None), {"wrap": "auto"}, {"dynamo_config": "dropped because"}),
+    (_fsdp({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}), {"compile": True}, {}),
+    (_fsdp({"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1}},
+           fsdp_version=2), {"sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 4}, {}),
+    ({"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "0,3"}, {"engine": "ddp", "sharding": "no_shard"},
+     {"gpu_ids": "kept as trainer.devices: [0, 3]"}),
+    (_fsdp({"use_cpu": True}, fsdp_offload_params=True), {"engine": "ddp", "precision": "mixed", "cpu_offload": False},
+     {"distributed_type": "replaced by engine: ddp (Accelerate trains with DDP on a CPU)"}),
+    ({"distributed_type": False}, {"engine": "single", "precision": "fp32"}, {}),
+    ({"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
+      "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 0.5,
+                           "gradient_accumulation_steps": 2, "zero3_init_flag": True}},
+     {"engine": "fsdp2", "sharding": "full_shard", "precision": BF16, "cpu_offload": True},
+     {"deepspeed_config.gradient_clipping": "kept as trainer.gradient_clip_val: 0.5",
+      "deepspeed_config.gradient_accumulation_steps": "kept as trainer.accumulate_grad_batches: 2"}),
+]  # fmt: skip
+TRAINER: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    ({"max_steps": 10}, {"engine": "ddp", "precision": "fp32"}, {"max_steps": "kept as trainer.max_steps: 10"}),
+    ({"fsdp": True, "bf16": True}, {"engine": "fsdp2", "precision": BF16, "state_dict": "full"},
+     {"fsdp": "kept as engine: fsdp2"}),
+    ({"fsdp": "hybrid_shard_zero2 auto_wrap", "fsdp_config": {"fsdp_version": 1, "fsdp_limit_all_gathers": False}},
+     {"engine": "fsdp1", "sharding": "hybrid_shard_zero2", "limit_all_gathers": False}, {}),
+    ({"fsdp": "", "fsdp_config": {"min_num_params": 5}}, {"engine": "ddp"},
+     {"fsdp_config.min_num_params": "dropped because fsdp is off"}),
+    ({"use_cpu": True, "bf16": True, "fsdp": "full_shard offload"}, {"engine": "ddp", "cpu_offload": False}, {}),
+    ({"fsdp": True, "gradient_checkpointing": True}, {"activation_checkpointing": "full"}, {}),
+    ({"bf16": True, "max_grad_norm": 0.5, "deepspeed": {"zero_optimization": {"stage": "auto"},
+      "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto"}},
+     {"sharding": "shard_grad_op", "precision": BF16},
+     {"deepspeed.gradient_clipping": "replaced by trainer.gradient_clip_val: 0.5 (auto: "}),
+    ({"bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, {"precision": BF16}, {}),
+]  # fmt: skip
+DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    ({**ZERO, "zero_optimization": {"stage": 0}}, {"engine": "ddp", "precision": "fp32"}, {}),
+    ({**ZERO, "zero_optimization": {"stage": 1}}, {"engine": "fsdp2", "sharding": "shard_grad_op"}, {}),
+    ({**ZERO, "bf16": {"enabled": True}, "zero_optimization": {
+        "stage": 3, "overlap_comm": True, "offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 1e9}},
+     {"cpu_offload": True, "precision": BF16}, {"zero_optimization.offload_param.device": "kept as cpu_offload: true"}),
+    ({**ZERO, "communication_data_type": "fp32", "fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}},
+     {"precision": {"mode": "fp16_mixed", "reduce_dtype": "fp32"}}, {}),
+    ({**ZERO, "fp16": {"enabled": False, "loss_scale": 128}}, {"precision": "fp32"}, {}),
+    ({**ZERO, "curriculum_learning": {"enabled": False, "min_difficulty": 8}}, {}, {}),
+    ({**ZERO, "scheduler": {"type": "WarmupDecayLR", "params": {
+        "warmup_max_lr": 1e-3, "warmup_num_steps": 5, "warmup_type": "linear", "total_num_steps": 50}}}, {},
+     {"scheduler.params.total_num_steps": "kept as trainer.max_steps: 50"}),
+]  # fmt: skip
+
+
+def test_what_trains_the_same() -> None:
+    for kind, table in (("accelerate", ACCELERATE), ("hf-trainer", TRAINER), ("deepspeed", DEEPSPEED)):
+        for given, arguments, lines in table:
+            found = convert(kind, given, *((8, 2) if kind == "hf-trainer" else ()))
+            ours = strategy(found)
+            assert {name: ours[name] for name in arguments} == arguments, given
+            assert {key: said(found)[key][: len(text)] for key, text in lines.items()} == lines
+            assert not found.differs, [str(fate) for fate in found.fates]
+
+
+def test_what_does_not_names_the_key() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}}
+    for kind, given, line in (
+        ("accelerate", _fsdp({"mixed_precision": "fp8"}), "mixed_precision: kept as precision.mode: fp8"),
+        ("accelerate", _fsdp(fsdp_ignored_modules="x"), "fsdp_config.fsdp_ignored_modules: dropped"),
+        ("accelerate", _fsdp(fsdp_xla=True), "fsdp_config.fsdp_xla: dropped because FSDP through XLA is for TPUs"),
+        ("accelerate", _fsdp(fsdp_ofload_params=True), "fsdp_config.fsdp_ofload_params: dropped because there is no "
+         "such key; the nearest is fsdp_config.offload_params"),
+        ("accelerate", _fsdp({"dynamo_backend": "EAGER"}), "dynamo_backend: dropped because only inductor"),
+        ("accelerate", _fsdp({"parallelism_config": {"tp_size": 2}}, version=2), "parallelism_config.tp_size: dropped"),
+        ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because AdamW is the optimizer here"),
+        ("hf-trainer", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type: dropped"),
+        ("hf-trainer", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: dropped"),
+        ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
+        ("hf-trainer", {"warmup_ratio": 0.1}, "warmup_ratio: dropped because a share of the steps needs max_steps"),
+        ("hf-trainer", {"learnin_rate": 1}, "learnin_rate: dropped because there is no such key; the nearest is learn"),
+        ("deepspeed", {**ZERO, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale: dropped"),
+        ("deepspeed", {"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weig"),
+        ("deepspeed", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "optimizer.type: dropped because AdamW"),
+        ("deepspeed", {"scheduler": scheduler}, "scheduler.params.warmup_type (log by default): replaced by a linear"),
+    ):  # fmt: skip
+        found = [str(fate) for fate in convert(kind, given).fates if fate.differs]
+        assert [one[: len(line)] for one in found] == [line]
+        assert found[0].endswith(" [trains differently]")
