@@ -60,17 +60,22 @@ class WrapConfig:
         require(size is None or size >= 1, "min_num_params", size, "at least 1", "write min_num_params: 1.0e6")
         others = named or size is not None or self.experts or self.embedding_and_head is not None
         require(not (self.manual and others), "manual", "true beside another choice", "manual alone")
-        for pattern in self.patterns or ():
-            well_formed = "**" not in pattern and all(part.strip() for part in pattern.split("."))
-            require(well_formed, "patterns", pattern, "a path such as model.layers.*.mlp, in which * is one part")
+        _check_patterns(self.patterns or [], "patterns")
         share = self.max_root_share
         require(share is None or 0 <= share <= 1, "max_root_share", share, "0 to 1")
+
+
+def _check_patterns(patterns: list[str], field: str) -> None:
+    for pattern in patterns:
+        well_formed = "**" not in pattern and all(part.strip() for part in pattern.split("."))
+        require(well_formed, field, pattern, "a path such as model.layers.*.mlp, in which * is one part")
 
 
 def wrap_from_words(words: list[str]) -> WrapConfig:
     """A list of class names and path patterns (those with a dot or a star) as its mapping."""
     require(words and all(word.strip() for word in words), "wrap", words, "auto, or at least one class name or path")
     patterns = [word for word in words if "." in word or "*" in word]
+    _check_patterns(patterns, "wrap")
     return WrapConfig(classes=[word for word in words if word not in patterns] or None, patterns=patterns or None)
 
 
@@ -265,6 +270,9 @@ class StrategyConfig:
     def activation_config(self) -> ActivationConfig:
         """``activation_checkpointing`` as its mapping."""
         given = self.activation_checkpointing
+        fix = "write activation_checkpointing: {mode: memory_budget, memory_budget: 0.5}"
+        allowed = "{mode: memory_budget, memory_budget: 0 to 1}"
+        require(given != "memory_budget", "activation_checkpointing", "memory_budget without a budget", allowed, fix)
         return given if isinstance(given, ActivationConfig) else ActivationConfig(mode=given)
 
     @property

@@ -68,7 +68,7 @@ def test_the_factorys_arguments_are_the_fields():
     assert [f.name for f in dataclasses.fields(StrategyConfig)] == list(inspect.signature(fsdp_strategy).parameters)
     assert strategy_config({}, "") == StrategyConfig()
     defaults = {name: p.default for name, p in inspect.signature(fsdp_strategy).parameters.items()}
-    assert defaults == vars(StrategyConfig())
+    assert defaults | {"precision": "mixed"} == vars(StrategyConfig())
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,15 @@ def test_copies_that_do_not_divide_the_ranks_are_refused(copies, nodes, ranks, g
 
 @pytest.mark.parametrize(("batch", "micro", "ranks", "steps"), [(16, 4, 2, 2), (8, 1, 8, 1), (6, 3, 1, 2)])
 def test_accumulation_follows_from_the_batches(batch: int, micro: int, ranks: int, steps: int):
-    assert accumulation_steps(batch, micro, ranks) == steps
+    config = DataConfig(global_batch_size=batch, micro_batch_size=micro)
+    assert accumulation_steps(config, ranks) == steps == accumulation_steps(config, ranks, steps)
     assert steps * micro * ranks == batch
 
 
 @pytest.mark.parametrize(("batch", "nearest"), [(1, 6), (7, 6), (10, 12), (20, 18)])
 def test_a_batch_that_cannot_be_split_gets_the_nearest_that_can(batch: int, nearest: int):
     with pytest.raises(ConfigError, match=f"set global_batch_size: {nearest},"):
-        accumulation_steps(batch, 3, 2)
+        accumulation_steps(DataConfig(global_batch_size=batch, micro_batch_size=3), 2)
 
 
 # -- schedule
