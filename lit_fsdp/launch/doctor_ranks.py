@@ -181,7 +181,7 @@ def judge_arrivals(
 
 def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: int) -> list[str]:
     """Run the ranks from ``first`` on to their end; one line for each that was in trouble."""
-    ranks = mp.start_processes(run_rank, (plan, first), count, join=False, daemon=True)
+    ranks = mp.start_processes(run_rank, ({**plan, "parent": os.getpid()}, first), count, join=False, daemon=True)
     deadline, problems = time.monotonic() + RANKS_SECONDS, []
     try:
         with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
@@ -204,6 +204,8 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
     """One rank: rendezvous, all-reduce, trial save, each announced in the store before it begins."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent is gone, whatever blocks here
     os.dup2(2, 1)  # NCCL_DEBUG writes to standard output, which is the report's
+    if os.getppid() != plan["parent"]:  # it went before it could be watched
+        return
     store = _connect(is_master=False)
     rank, device, backend = first + index, torch.device("cpu"), "gloo"
     try:
@@ -213,8 +215,8 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
             local_rank = int(os.environ["LOCAL_RANK"]) + index
             device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(device)
-        meeting = {"store": dist.PrefixStore("ranks", store), "timeout": timedelta(seconds=COLLECTIVE_SECONDS)}
-        dist.init_process_group(backend, rank=rank, world_size=plan["world"], **meeting)
+        group, limit = dist.PrefixStore("ranks", store), timedelta(seconds=COLLECTIVE_SECONDS)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=plan["world"], timeout=limit)
         rates = []
         for size in _SIZES[plan["backend"]] if plan["world"] > 1 else ():
             store.set(f"phase/{rank}", f"all-reduce of {size} bytes")
@@ -291,7 +293,8 @@ def _report_ranks(store: dist.Store, plan: Mapping[str, Any], started: int, repo
         fix = "free space, see the owner of the run folder, or set another trainer.default_root_dir"
         report.rows.append(Row("trial save", found, "fail", fix))
     else:
-        report.rows.append(judge_save(*json.loads(store.get("saved")), plan, wanted))
+        num_bytes, seconds = json.loads(store.get("saved"))
+        report.rows.append(judge_save(num_bytes, seconds, plan, wanted))
 
 
 def judge_save(num_bytes: int, seconds: float, plan: Mapping[str, Any], wanted: Wanted) -> Row:

