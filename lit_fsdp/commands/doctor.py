@@ -77,11 +77,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _name_launch(environment: MutableMapping[str, str]) -> int:
-    """Say in torchrun's variables which process this is, whoever started it.
-
-    Returns:
-        Processes that share the GPUs and cores which this one sees; 0 where the recipe says it.
-    """
+    """Name this process in torchrun's variables, and say how many share its GPUs and cores; 0: as the recipe says."""
     from lit_fsdp.launch.launcher import adopt_step
 
     adopt_step(environment)

@@ -36,15 +36,11 @@ def begin(tmp_path: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def rows_of(report: dict[str, Any]) -> dict[str, dict[str, str]]:
-    return {row["name"]: row for row in report["rows"]}
-
-
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
     out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE))).communicate(timeout=400)
     assert out, err
     report = json.loads(out)
-    rows = rows_of(report)
+    rows = {row["name"]: row for row in report["rows"]}
     # how fast this machine is, and its limits, are not what is tested
     assert process.returncode == report["exit_code"] == int("fail" in {row["grade"] for row in report["rows"]})
     assert "4 checkpoint(s) of" in rows["run folder"]["found"]
@@ -65,7 +61,7 @@ def test_two_nodes_are_examined_together(tmp_path: Path) -> None:
     (out, err), (other, _) = [process.communicate(timeout=250) for process in started]
     assert out, err
     assert other == ""  # one table
-    rows = rows_of(json.loads(out))
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
     assert rows["ranks"]["found"] == "2 on node0, node1"
     assert rows["shared run folder"]["grade"] == "ok"
     assert rows["all-reduce by gloo"]["found"].endswith("on 2 ranks")

@@ -20,7 +20,7 @@ import yaml
 from lit_fsdp.__main__ import main
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import GIB, MIB, Row, Wanted
-from lit_fsdp.launch.doctor_ranks import judge_arrivals, judge_save
+from lit_fsdp.launch.doctor_ranks import judge_arrivals
 
 WANTED = Wanted(run_folder=Path("/proc/run"), cache=Path("/proc/cache"))
 H100 = {"name": "NVIDIA H100", "gib": 80.0}
@@ -79,9 +79,8 @@ def test_room_is_held_against_what_is_kept_at_a_time(monkeypatch: pytest.MonkeyP
         (GIB, None, 0, ["ok", "warn"]),
     ):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: Usage(9 * GIB, 0, free))
-        wanted = Wanted(
-            run_folder=tmp_path / "a" / "b", cache=tmp_path, checkpoint_bytes=num_bytes, num_checkpoints=count
-        )
+        asked = {"checkpoint_bytes": num_bytes, "num_checkpoints": count}
+        wanted = Wanted(run_folder=tmp_path / "a" / "b", cache=tmp_path, **asked)
         assert [row.grade for row in doctor.judge_disks(wanted)] == expected
     assert os.listdir(tmp_path) == []
 
@@ -92,24 +91,18 @@ def test_memory_and_cores_are_held_against_the_processes(monkeypatch: pytest.Mon
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=shm: Usage(GIB, 0, free))
         found = grades(doctor.judge_host(WANTED, processes))
         assert f"{found['/dev/shm']} {found['cores']}" == expected
-    for copies, nodes, expected in ((True, 1, "fail"), (True, 10**9, "ok"), (False, 1, "ok")):
-        wanted = Wanted(run_folder=Path(), cache=Path(), checkpoint_bytes=10**18, copies_to_host=copies, nodes=nodes)
+    for copies, expected in ((True, "fail"), (False, "ok")):
+        wanted = Wanted(run_folder=Path(), cache=Path(), checkpoint_bytes=10**18, copies_to_host=copies)
         assert grades(doctor.judge_host(wanted, 1))["host memory"] == expected
 
 
 def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     (tmp_path / "config.json").write_text("{}")
-    for name, expected in (
-        (str(tmp_path), "ok"),
-        (str(MODEL), "ok"),
-        ("./no", "fail"),
-        ("org/name", "fail"),
-        (None, None),
-    ):
-        rows = doctor.judge_hub(name)
+    for name, expected in ((tmp_path, "ok"), (MODEL, "ok"), ("./no", "fail"), ("org/name", "fail")):
+        rows = doctor.judge_hub(str(name))
         assert "hf_secret" not in str(rows)
-        assert grades(rows) == {"hub": "ok"} | ({"model": expected} if expected else {})
+        assert grades(rows) == {"hub": "ok", "model": expected}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert grades(doctor.judge_hub("org/name")) == {"hub": "warn", "model": "warn"}
@@ -146,14 +139,6 @@ def test_nodes_are_compared() -> None:
         assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
 
 
-def test_a_slow_save_is_a_warning_and_is_scaled_to_a_checkpoint() -> None:
-    plan = {"world": 2, "nodes": 1}
-    assert judge_save(40 * MIB, 4.0, plan, WANTED).grade == "warn"
-    wanted = Wanted(run_folder=Path(), cache=Path(), checkpoint_bytes=100 * GIB, nodes=4)
-    row = judge_save(GIB, 1.0, plan, wanted)
-    assert (row.grade, row.found.endswith("about 25 s for a checkpoint of 100 GiB")) == ("ok", True)
-
-
 @pytest.fixture
 def plainly_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither by srun nor by torchrun; what the command changes in this process is put back."""
@@ -183,25 +168,14 @@ def test_a_recipe_says_what_is_wanted(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["doctor", "--config", f"{tmp_path}/r.yaml", "--nodes", "4", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["exit_code"] == 1
-    assert report["rows"][0] | {"fix": ""} == {
-        "name": "torch loads",
-        "found": "undefined symbol",
-        "grade": "fail",
-        "fix": "",
-    }
+    assert [(row["name"], row["grade"], row["found"]) for row in report["rows"]] == [
+        ("torch loads", "fail", "undefined symbol")
+    ]
     (wanted, processes), *_ = asked
     assert (wanted.run_folder, wanted.accelerator, wanted.copies_to_host) == (Path("/shared/run"), "gpu", True)
     assert (wanted.nodes, wanted.devices, processes, wanted.precision) == (4, 8, 8, "mixed")
     assert main(["doctor"]) == 1
     assert "0 ok, 0 warn, 1 fail" in capsys.readouterr().out
-
-
-def test_a_wrong_command_line_is_refused(capsys: Any) -> None:
-    for words, said in (
-        (["--nodes", "x"], "invalid int value"),
-        (["--config", "no_such.yaml"], "no_such.yaml"),
-        (["--quik"], "quik"),
-    ):
+    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
         assert main(["doctor", *words]) == 2
         assert said in capsys.readouterr().err
