@@ -5,6 +5,7 @@ Nothing here imports torch, which may be what is broken: a process of its own is
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -198,10 +199,10 @@ def judge_hub(model: str | None) -> list[Row]:
     if folder.exists() or model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf")):
         is_there = folder.is_file() or (folder / "config.json").is_file()
         return [*rows, judged("model", model, is_there, "check model.name, and that this machine sees it")]
-    try:
-        huggingface_hub.snapshot_download(model, local_files_only=True)
-        return [*rows, Row("model", f"{model}: in the hub's cache")]
-    except huggingface_hub.errors.LocalEntryNotFoundError:
-        fix = f"lit-fsdp model prepare --name {model} where there is a network, with the same HF_HOME"
-        grade: Grade = "fail" if constants.HF_HUB_OFFLINE else "warn"
-        return [*rows, Row("model", f"{model}: not in the hub's cache", grade, fix)]
+    is_there = False
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        is_there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    found = f"{model}: weights {'' if is_there else 'not '}in the hub's cache"
+    fix = f"lit-fsdp model prepare --name {model} where there is a network, with the same HF_HOME"
+    return [*rows, judged("model", found, is_there, fix, "fail" if constants.HF_HUB_OFFLINE else "warn")]
