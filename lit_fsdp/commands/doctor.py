@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -109,11 +110,9 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
         validates = run.data.val is not None or run.data.val_split is not None
         steps = trainer.get("max_steps") or -1
         count = peak_count(run.checkpoint, Plan(steps if steps > 0 else None, validates)) or 2
-        try:
+        with contextlib.suppress(CheckpointError, ConfigError, OSError):  # a run says what is wrong with the model
             ranks = audit_recipe(run)["state_per_rank"]
             num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)
-        except (ConfigError, OSError):  # a run says what is wrong with the model; here its size is not known
-            pass
     return Wanted(
         run_folder=Path(trainer.get("default_root_dir") or f"runs/{name}"),
         cache=Path(run.data.cache_dir or cache_root()),

@@ -1,7 +1,7 @@
 """What ``lit-fsdp doctor`` finds with several ranks: who came, one run folder, a timed all-reduce and a trial save.
 
-Who was started (by srun, torchrun, or alone) starts the ranks as processes of their own, so that one that hangs or
-dies is a row and not the end of the table. All that is said goes through the ``TCPStore`` where the launch meets.
+Each process that was started, by srun, by torchrun or alone, runs its rank as a process of its own, so that one that
+hangs or dies is a row and not the end of the table. All messages go through the ``TCPStore`` of the launch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from lit_fsdp.launch.doctor import GIB, MIB, Report, Row, Wanted, gib, judged, n
 
 ARRIVE_SECONDS = 180.0
 COLLECTIVE_SECONDS = 60.0
-RANKS_SECONDS = 300.0
-"""For everything that the ranks do, their imports included."""
+RANKS_SECONDS = 300.0  # for everything that the ranks do, their imports included
 _SEE_SECONDS = 5.0
 _SAVE_BYTES = 48 * MIB
 _SLOW_SAVE = 20 * MIB
@@ -164,7 +163,7 @@ def judge_arrivals(
         found += f"; not there: {', '.join(map(str, absent))}" if absent else ""
         fix = "see what they wrote on standard error; open all TCP ports between the nodes"
         rows.append(judged("ranks", found, not absent, fix))
-    if len(leaders) > 1:
+    if len(leaders) > 1 and arrived[0]["sees"]:
         blind = ", ".join(dict.fromkeys(one["node"] for one in arrived if not one["sees"]))
         found = f"{wanted.run_folder} is {f'not the same on {blind}' if blind else 'the same'}"
         fix = "set trainer.default_root_dir to a folder on a file system that all nodes see"
