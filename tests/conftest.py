@@ -62,8 +62,6 @@ _EVERY = {
     "test_experts_as_units": 3,
     "test_reductions_are_held_back_until_the_last_micro_batch": 3,
     "test_the_others_end_in_time": 3,
-    "test_a_rank_in_trouble_is_a_bad_row_and_no_hang": 2,
-    "test_what_ends_the_doctor_ends_its_ranks": 2,
     "test_a_recipe_runs_in_miniature": 8,
     "test_as_a_job_it_passes_lint": 4,
     # tables of two by two: the first and the last, in which everything differs

@@ -4,196 +4,138 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
-import shlex
 import signal
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import MutableMapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from lit_fsdp.commands.parsing import verb_parser
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.host import cache_root
-from lit_fsdp.signals import EXIT_STOPPED
+from lit_fsdp.host import cache_root, free_port
 
 if TYPE_CHECKING:
-    from lit_fsdp.config.run import RunConfig
-    from lit_fsdp.launch.checks.row import Wanted
-    from lit_fsdp.launch.doctor import Report
+    from lit_fsdp.config.parser import LoadedRecipe
+    from lit_fsdp.launch.doctor import Report, Wanted
 
-_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_OWN = ("nodes", "json", "quick")
+_TEXT = "Look at this machine, or under srun or torchrun at all nodes, and say what would fail later, with the fix."
 _USAGE = "lit-fsdp doctor [--config RECIPE.yaml ...] [--key value ...] [--nodes N] [--json] [--quick]"
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    """Run ``lit-fsdp doctor`` and return the exit code: 1 if anything is bad."""
-    options, rest = _options(list(argv))
-    if options is None:
-        return 0
-    run, values, name = _recipe(rest, options.nodes)
-    from lit_fsdp.launch.meeting import started_as
+    """Run ``lit-fsdp doctor`` and return the exit code: 1 if a row is ``fail``."""
+    from lit_fsdp.config.parser import load_recipe
+
+    options, words = _options(argv)
+    recipe = load_recipe(words, "fit", also=_OWN) if words else None
+
+    from lit_fsdp.launch.doctor import Report, ask_torch, judge_machine
     from lit_fsdp.speak import speak
 
-    place = started_as(os.environ)
     speak()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed on the way out
+    processes = _name_launch(os.environ)
+    rank, is_leader = os.environ["RANK"], os.environ["LOCAL_RANK"] == "0"
+    facts = ask_torch() if is_leader else {"gpus": []}
+    num_gpus = len(facts.get("gpus", ()))
+    if recipe is not None and recipe.run.world_size is None:
+        recipe = load_recipe([*words, "--trainer.devices", str(num_gpus or 1)], "fit", also=_OWN)
+    wanted = _wanted(recipe, options.nodes, is_leader and "error" not in facts)
+    rows = judge_machine(wanted, facts, processes or wanted.devices or num_gpus or 1) if is_leader else []
+    report = Report(rows)
+    if "error" in facts:
+        if rank != "0":
+            raise CheckpointError(f"doctor: torch does not load: {facts['error']}")
+    else:
+        import torch.distributed as dist
 
-    def complete(wanted: Wanted, num_gpus: int) -> Wanted:
-        return wanted if run is None else _with_bytes(wanted, run, num_gpus)
+        from lit_fsdp.launch.doctor_ranks import examine
 
-    words = [*rest, *(f"--{flag}" for flag in ("json", "quick") if getattr(options, flag))]
-    wanted = _wanted(run, values, name, options.nodes)
-    wanted = dataclasses.replace(wanted, words="".join(f" {shlex.quote(word)}" for word in words))
-    with _ended_by_signals():
-        if place is None:
-            from lit_fsdp.launch.doctor import examine
-
-            report = examine(wanted, complete, options.quick)
-            _print(report, options.json)
-            return report.exit_code
-        return _together(place, wanted, complete, options)
-
-
-def _together(place: Any, wanted: Wanted, complete: Any, options: argparse.Namespace) -> int:
-    from lit_fsdp.launch.doctor import Report
-    from lit_fsdp.launch.doctor_together import Together, port_is_taken
-
-    together = Together(place, wanted, options.quick)
-    if place.rank:
         try:
-            return together.attend(complete)
-        except ConnectionError as error:
-            raise CheckpointError(f"doctor on rank {place.rank}: {error}; see what rank 0 says") from error
-    try:
-        together.open()
-    except OSError as error:
-        _print(Report([port_is_taken(place, error)]), options.json)
-        return 1
-    report = together.report(complete)
-    _print(report, options.json)
-    together.part(report.exit_code)
+            report = examine(rows, wanted, num_gpus, options.quick)
+        except dist.DistError as error:
+            raise CheckpointError(f"doctor: the ranks do not meet, see what rank 0 says: {error}") from error
+    if rank == "0":
+        _print(report, options.json)
     return report.exit_code
 
 
-def _options(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
-    text = "Look at this machine, or under srun or torchrun at all nodes, and say what would fail later, with the fix."
-    parser = verb_parser("doctor", text)
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Flags of this verb, and the words of a recipe."""
+    parser = verb_parser("doctor", _TEXT)
     parser.usage = _USAGE
-    parser.add_argument("--config", action="append", help="recipe and fragments; without one the machine alone")
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    parser.add_argument("--quick", action="store_true", help="without collectives and trial save")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        return None, []
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
+    parser.add_argument("--quick", action="store_true", help="without all-reduce and trial save")
     try:
-        options, rest = parser.parse_known_args(argv)
+        options, words = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), _USAGE, f"see {parser.prog} --help") from None
-    if options.nodes is not None and options.nodes < 1:
-        raise ConfigError("--nodes", options.nodes, "a whole number >= 1", "write --nodes 2")
-    return options, [word for path in options.config or () for word in ("--config", path)] + rest
+        raise ConfigError(parser.prog, str(error), _USAGE) from None
+    return options, [*words, "--trainer.num_nodes", str(options.nodes)] if words and options.nodes else words
 
 
-def _recipe(words: list[str], nodes: int | None) -> tuple[RunConfig | None, dict[str, Any], str]:
-    """The checked recipe, its values and its name; ``None`` where the command line names no recipe."""
-    from lit_fsdp.config.miniature import adapt_to_miniature
-    from lit_fsdp.config.recipe import read_recipe
-    from lit_fsdp.config.run import check_recipe
+def _name_launch(environment: MutableMapping[str, str]) -> int:
+    """Name this process in torchrun's variables, and say how many share its GPUs and cores; 0: as the recipe says."""
+    from lit_fsdp.launch.launcher import adopt_step
 
-    recipe = read_recipe(words, also=("nodes", "json", "quick"))
-    if not recipe.files:
-        for given in (*recipe.values, *recipe.flags):
-            fix = "write --config RECIPE.yaml in front of it"
-            raise ConfigError(f"lit-fsdp doctor --{given.lstrip('-')}", "a key without a recipe", _USAGE, fix)
-        return None, {}, "run"
-    if recipe.only_shows:
-        raise ConfigError("lit-fsdp doctor", recipe.flags[0], _USAGE, "lit-fsdp fit --print_config shows a recipe")
-    values = recipe.values
-    trainer = values.get("trainer")
-    if nodes is not None and (trainer is None or isinstance(trainer, dict)):
-        values["trainer"] = {**(trainer or {}), "num_nodes": nodes}
-    for line in adapt_to_miniature(values, recipe.replaced):
-        print(f"miniature: {line}", file=sys.stderr)
-    return check_recipe(values, "fit"), values, recipe.files[0].stem
+    adopt_step(environment)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return int(environment["LOCAL_WORLD_SIZE"])
+    if "SLURM_STEP_ID" in environment and environment["SLURM_STEP_NUM_TASKS"] != "1":
+        names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        environment.update({name: environment[slurm] for name, slurm in names.items()})
+        return 1
+    environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return 0
 
 
-def _wanted(run: RunConfig | None, values: dict[str, Any], name: str, nodes: int | None) -> Wanted:
-    from lit_fsdp.launch.checks.row import Wanted
+def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -> Wanted:
+    """What the recipe asks of the machine; the size of a checkpoint where torch and the model's config are there."""
+    from lit_fsdp.launch.doctor import Wanted
 
-    if run is None:
-        return Wanted(run_folder=Path("runs").absolute(), cache=cache_root().absolute(), nodes=nodes or 1)
-    trainer, kept = run.trainer, run.checkpoint
-    folder = Path(trainer.get("default_root_dir") or f"runs/{name}").expanduser().absolute()
-    word = trainer.get("accelerator")
-    model = run.model.name if isinstance(run.model.name, str) and not run.model.miniature else None
-    precision = run.strategy.precision_config
-    extras = {
-        "lora": run.model.lora is not None,
-        "fp8": precision.mode == "fp8",
-        "gguf": bool(model and model.endswith(".gguf")),
-    }
-    per_node = None if run.world_size is None else run.world_size // run.num_nodes
+    if recipe is None:
+        return Wanted(run_folder=Path("runs"), cache=cache_root(), nodes=nodes or 1)
+    run, trainer = recipe.run, recipe.run.trainer
+    name = recipe.files[0].stem if recipe.files else "run"
+    model = None if run.model.miniature or run.model.name is None else str(run.model.name)
+    accelerator, save_async = trainer.get("accelerator"), run.checkpoint.async_save
+    num_bytes, count = None, 1
+    if can_measure:
+        from lit_fsdp.audit import audit_recipe
+        from lit_fsdp.checkpoint.space import Plan, peak_count
+
+        validates = run.data.val is not None or run.data.val_split is not None
+        steps = trainer.get("max_steps") or -1
+        count = peak_count(run.checkpoint, Plan(steps if steps > 0 else None, validates)) or 2
+        with contextlib.suppress(CheckpointError, ConfigError, OSError):  # a run says what is wrong with the model
+            ranks = audit_recipe(run)["state_per_rank"]
+            num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)
     return Wanted(
-        run_folder=folder,
-        cache=Path(run.data.cache_dir or cache_root()).expanduser().absolute(),
-        accelerator="cpu" if word == "cpu" else "gpu" if word in ("gpu", "cuda") else "auto",
-        devices=per_node,
+        run_folder=Path(trainer.get("default_root_dir") or f"runs/{name}"),
+        cache=Path(run.data.cache_dir or cache_root()),
+        accelerator=accelerator,
+        devices=(run.world_size or 1) // run.num_nodes,
         nodes=run.num_nodes,
-        num_checkpoints=(2 if kept.keep_last == -1 else kept.keep_last) + kept.keep_best + 1,
-        copies_to_host=kept.async_save if kept.async_save is not None else word != "cpu",
+        precision=run.strategy.precision_config.mode,
         model=model,
-        needs_weights=model is not None and not model.endswith(".json"),
-        extras=tuple(extra for extra, holds in extras.items() if holds),
-        compute_dtype=precision.mode if precision.mode in ("auto", "fp8") else precision.row.compute,
-        signal_lead_seconds=run.slurm.signal_lead_seconds if values.get("slurm") else None,
+        checkpoint_bytes=num_bytes,
+        num_checkpoints=count,
+        copies_to_host=save_async if save_async is not None else accelerator != "cpu",
     )
 
 
-def _with_bytes(wanted: Wanted, run: RunConfig, num_gpus: int) -> Wanted:
-    """The same with the size of a checkpoint, as far as the model's config is at hand."""
-    from lit_fsdp.commands.slurm import checkpoint_bytes, num_checkpoints
-
-    if run.world_size is None:
-        devices = num_gpus if num_gpus and wanted.accelerator != "cpu" else 1
-        run = dataclasses.replace(run, trainer={**run.trainer, "devices": devices})
-    try:
-        count = num_checkpoints(run) or wanted.num_checkpoints
-        return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run), num_checkpoints=count)
-    except (CheckpointError, ConfigError):  # a run says what is wrong with the model; here its size is not known
-        return wanted
-
-
-def _print(report: Report, as_values: bool) -> None:
-    from lit_fsdp.launch.doctor_table import as_json, print_report
-
-    if as_values:
-        print(json.dumps(as_json(report), indent=1))
-    else:
-        print_report(report, sys.stdout)
-    sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Turn the signals that end a command into exceptions, once, so that what was written is removed on the way out."""
-    before = {}
-
-    def end(number: int, frame: Any) -> NoReturn:
-        for other in (*_ENDING, signal.SIGINT):
-            signal.signal(other, signal.SIG_IGN)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_STOPPED)
-
-    for number in (*_ENDING, signal.SIGINT):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+def _print(report: Report, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"exit_code": report.exit_code, **asdict(report)}, indent=1))
+        return
+    for row in report.rows:
+        print(f"{row.grade:<5} {row.name:<24} {row.found}")
+        if row.fix:
+            print(f"{'':<30} fix: {row.fix}")
+    for rate in report.rates:
+        print(f"all-reduce {rate['bytes']:>13,} bytes {rate['ms']:>9.3f} ms {rate['bus_gb_per_second']:>8.3f} GB/s bus")
+    counts = {grade: sum(row.grade == grade for row in report.rows) for grade in ("ok", "warn", "fail")}
+    print(", ".join(f"{count} {grade}" for grade, count in counts.items()), flush=True)

@@ -1,173 +1,208 @@
-"""Everything that ``lit-fsdp doctor`` looks at, in its order, on one machine or on all that were started.
+"""What ``lit-fsdp doctor`` finds on one machine, judged: versions, devices, limits, disks and the hub.
 
-Nothing is loaded that a broken installation could break: torch is asked in processes of its own, after the versions
-have been compared.
+Nothing here imports torch, which may be what is broken: a process of its own is asked for the devices.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import importlib.metadata
+import json
 import os
+import platform
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lit_fsdp.host import free_port
-from lit_fsdp.launch.bandwidth_report import SIZES, Rate, judge_ranks, rates
-from lit_fsdp.launch.checks import places
-from lit_fsdp.launch.checks.devices import judge_devices
-from lit_fsdp.launch.checks.host import host_facts, judge_host
-from lit_fsdp.launch.checks.hub import hub_facts, judge_hub
-from lit_fsdp.launch.checks.row import MIB, Row, Wanted
-from lit_fsdp.launch.checks.slurm import judge_nodes, judge_slurm
-from lit_fsdp.launch.checks.torch_facts import ask_torch
-from lit_fsdp.launch.checks.versions import installed, judge_versions, lacks_torch
-from lit_fsdp.launch.rank_processes import run_ranks
-
-_log = logging.getLogger(__name__)
-WRITE_BYTES = 128 * MIB
-SAVE_BYTES = 48 * MIB
-_CPU_RANKS = 2
+MIB, GIB = 2**20, 2**30
+Grade = Literal["ok", "warn", "fail"]
+_SHM = "/dev/shm"  # noqa: S108 (its size is looked at)
+_SHM_BYTES_PER_PROCESS = 256 * MIB  # for NCCL, and for batches that loader workers hand over
+_CACHE_BYTES = 2 * GIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long and how much."""
+@dataclass(frozen=True)
+class Row:
+    """What was looked at, what was found, and what to do about it."""
 
-    rank_seconds: float = 300.0
-    """For the ranks that measure, their imports included."""
-    collective_seconds: float = 60.0
-    """For one collective; a rank that is gone is noticed by then."""
-    gather_seconds: float = 180.0
-    """For the other nodes to come."""
-    write_bytes: int = WRITE_BYTES
-    repeats: int = 5
+    name: str
+    found: str
+    grade: Grade = "ok"
+    fix: str = ""
 
 
 @dataclass
 class Report:
-    """What was found."""
+    """Everything that was found, on one machine or on all ranks of a job."""
 
     rows: list[Row] = field(default_factory=list)
-    rates: list[Rate] = field(default_factory=list)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank that was started: number, node, versions; empty after a plain start."""
+    rates: list[dict[str, Any]] = field(default_factory=list)
+    """Of the timed all-reduce: ``bytes``, ``ms`` of the slowest rank, ``ranks``, ``bus_gb_per_second``."""
 
     @property
     def exit_code(self) -> int:
-        """1 if anything is bad."""
-        return int(any(row.grade == "bad" for row in self.rows))
+        """1 if a row is ``fail``."""
+        return int(any(row.grade == "fail" for row in self.rows))
 
 
-@dataclass
-class Here:
-    """What this machine turned out to be."""
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the recipe asks of the machine; without one, the defaults."""
 
-    rows: list[Row]
-    wanted: Wanted
-    num_gpus: int
-    can_measure: bool
-    """Whether torch is there to start ranks with."""
-
-
-Complete = Callable[[Wanted, int], Wanted]
-"""Fills in what needs torch, given the number of GPUs: bytes of a checkpoint."""
-
-
-def examine(wanted: Wanted, complete: Complete, quick: bool, limits: Limits | None = None) -> Report:
-    """Look at this machine alone.
-
-    Args:
-        wanted: By the recipe.
-        complete: See :data:`Complete`.
-        quick: Leave out collectives and the trial save.
-        limits: How long and how much.
-    """
-    limits = limits or Limits()
-    with trial_folder(wanted) as (folder, rows):
-        here = look_here(wanted, complete, folder, limits)
-        report = Report([*here.rows, *rows, *judge_nodes(here.wanted, 1)])
-        if quick or not here.can_measure:
-            return report
-        backend = here.wanted.backend(here.num_gpus)
-        world = _CPU_RANKS if backend == "gloo" else min(here.wanted.devices or here.num_gpus, here.num_gpus)
-        plan = measuring_plan("127.0.0.1", backend, world, folder, limits)
-        _log.info("measuring on %d rank(s) by %s", world, backend)
-        outcomes = run_ranks([{**plan, "rank": rank, "device": rank} for rank in range(world)], limits.rank_seconds)
-        report.rates = rates(outcomes, world)
-        report.rows += judge_ranks(outcomes, backend, ["this machine"], world)
-        return report
+    run_folder: Path  # as the cache, it may not be there yet
+    cache: Path
+    accelerator: str | None = None  # as the Trainer takes it
+    devices: int | None = None  # per node; None: all that are there
+    nodes: int = 1
+    precision: str | None = None  # mode of the strategy
+    model: str | None = None  # hub name, folder or file; None: random init
+    checkpoint_bytes: int | None = None  # of one; None: not known
+    num_checkpoints: int = 0  # on the disk at the same time, the one being written included
+    copies_to_host: bool = False  # before a save in the background
 
 
-@contextlib.contextmanager
-def trial_folder(wanted: Wanted) -> Iterator[tuple[Path | None, list[Row]]]:
-    """A scratch folder at the place of the run's checkpoints, or ``None`` and the row that says why not."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(places.scratch(wanted.run_folder))
-        except OSError as error:
-            place = places.nearest(wanted.run_folder / places.CHECKPOINTS)
-            yield None, [places.unwritable(place, error, "trainer.default_root_dir")]
-            return
-        yield folder, []
+def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
+    """A row that is ok, or has another grade and its fix."""
+    return Row(name, found) if is_ok else Row(name, found, otherwise, fix)
 
 
-def look_here(wanted: Wanted, complete: Complete, folder: Path | None, limits: Limits) -> Here:
-    """Rows on this machine, without starting ranks.
+def gib(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / GIB:.4g} GiB"
 
-    Args:
-        wanted: By the recipe.
-        complete: See :data:`Complete`.
-        folder: To write into; ``None``: the run folder is not looked at.
-        limits: How much is written.
-    """
-    rows = judge_versions(installed(), wanted.extras)
-    num_gpus, can_measure = 0, not lacks_torch(rows)
-    if can_measure:
-        _log.info("asking torch for devices")
-        facts = ask_torch()
-        can_measure = "error" not in facts
-        num_gpus = len(facts.get("devices", ()))
-        rows += judge_devices(facts, wanted)
-    if can_measure:
-        wanted = complete(wanted, num_gpus)
+
+def nearest(folder: Path) -> Path:
+    """The folder itself or the closest one above it that exists, links followed."""
+    folder = folder.expanduser().absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
+
+
+def ask_torch(seconds: float = 120) -> dict[str, Any]:
+    """``device_facts`` of :mod:`lit_fsdp.launch.doctor_ranks` from a process of its own, or ``{"error": why}``."""
+    words = [sys.executable, "-m", "lit_fsdp.launch.doctor_ranks"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)  # noqa: S603
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer in {seconds:.0f} s"}
+    except (IndexError, ValueError):
+        return {"error": " ".join(done.stderr.split())[-300:] or f"ended with exit code {done.returncode}"}
+
+
+def judge_machine(wanted: Wanted, facts: Mapping[str, Any], processes: int) -> list[Row]:
+    """All rows on this machine, by the facts of :func:`ask_torch`, for ``processes`` on the devices and cores seen."""
+    rows = [*judge_versions(), *judge_devices(facts, wanted, processes)]
+    return [*rows, *judge_host(wanted, processes), *judge_disks(wanted), *judge_hub(wanted.model)]
+
+
+def judge_versions() -> list[Row]:
+    """A row for each package that a run imports, against the floors of our own metadata."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    rows = [Row("Python", platform.python_version())]
+    try:
+        lines = importlib.metadata.requires("lit-fsdp") or ()
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed, so the versions it needs are not known"
+        return [*rows, Row("lit-fsdp", found, "warn", "python -m pip install -e . in the checkout")]
+    for need in map(Requirement, lines):
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            version = next((d.version for d in importlib.metadata.distributions(name=need.name)), None)
+            fix = f'python -m pip install "{need.name}{need.specifier}"'
+            # containers ship 2.11.0a0+... as their 2.11
+            is_ok = version is not None and need.specifier.contains(Version(version).base_version)
+            rows.append(judged(need.name, f"{version or 'not installed'} ({need.specifier})", is_ok, fix))
+    return rows
+
+
+def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> list[Row]:
+    """Rows on torch, GPUs, precision and NCCL."""
+    if "error" in facts:
+        return [Row("torch loads", facts["error"], "fail", "install torch again: pytorch.org/get-started")]
+    gpus, build, in_dev = facts["gpus"], facts["build"], facts["device_files"]
+    if wanted.accelerator == "cpu":
+        return [Row("GPUs", f"{len(gpus)}, not used: the recipe is for the CPU (torch for {build})")]
+    if not gpus:
+        fix = "see nvidia-smi; in a job --gpus-per-node, in a container --gpus all; or a torch built for the driver"
+        found = f"none (torch for {build}: {facts['why_not']}); {in_dev} in /dev"
+        return [Row("GPUs", found, "fail" if wanted.accelerator in ("gpu", "cuda") or in_dev else "warn", fix)]
+    kinds = sorted({f"{gpu['name']} {gpu['gib']:.0f} GiB" for gpu in gpus})
+    found = f"{len(gpus)} × {', '.join(kinds)} (torch for {build}, driver {facts['driver']})"
+    fix = f"set trainer.devices: {len(gpus)}, or run where there are {processes}"
+    rows = [judged("GPUs", found, len(gpus) >= processes, fix)]
+    needs = {"mixed": "bf16", "low_precision": "bf16", "fp8": "fp8"}.get(wanted.precision or "", "")
+    found = f"{'' if facts['bf16'] else 'no '}bf16, {'' if facts['fp8'] else 'no '}fp8 in hardware"
+    fix = f"set precision: {'mixed' if facts['bf16'] else 'fp16_mixed'}, or use a newer GPU"
+    rows.append(judged("precision", found, not needs or facts[needs], fix))
+    found, fix = f"{facts['nccl'] or 'not in this torch'}", "install a CUDA build of torch"
+    return [*rows, judged("NCCL", found, facts["nccl"] is not None, fix)]
+
+
+def judge_host(wanted: Wanted, processes: int) -> list[Row]:
+    """Rows on shared memory, host memory and cores."""
+    free = shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) else 0
+    fix = f"in a container --shm-size=16g or --ipc=host; else mount -o remount,size=16G {_SHM}"
+    is_ok = free >= _SHM_BYTES_PER_PROCESS * processes
+    otherwise: Grade = "warn" if free > 64 * MIB else "fail"  # which a container gets where nobody asked
+    rows = [judged(_SHM, f"{gib(free)} free for {processes} process(es)", is_ok, fix, otherwise)]
+
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    available = int(memory["MemAvailable"].split()[0]) * 1024
+    needed = (wanted.checkpoint_bytes or 0) // wanted.nodes if wanted.copies_to_host else 0
+    found = f"{gib(available)} available" + (f"; a background save copies {gib(needed)} of it" if needed else "")
+    rows.append(judged("host memory", found, available >= needed, "set checkpoint.async_save: false, or add nodes"))
+
+    cores = len(os.sched_getaffinity(0))
+    fix = "set slurm.cpus_per_task, or srun --cpus-per-task=8: a rank has loader workers"
+    return [*rows, judged("cores", f"{cores} for {processes} process(es)", cores >= max(2, processes), fix, "warn")]
+
+
+def judge_disks(wanted: Wanted) -> list[Row]:
+    """Rows on the room for checkpoints and for the cache."""
+    folder, count = nearest(wanted.run_folder / "checkpoints"), wanted.num_checkpoints
+    free = shutil.disk_usage(folder).free
+    found, needed = f"{gib(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
+    if count and wanted.checkpoint_bytes is None:
+        row = Row("run folder", f"{found}; the size of a checkpoint is not known", "warn", "see the row on the model")
     else:
-        text = "not looked at: torch or lightning is missing, too old or cannot be loaded"
-        rows.append(Row("devices, collectives, trial save", text, "warning", "mend the rows above first"))
-    processes = wanted.devices or num_gpus or _CPU_RANKS
-    rows += judge_host(host_facts(), wanted, processes)
-    if folder is not None:
-        _log.info("writing into %s", folder.parent)
-        rows.append(places.judge_room(folder.parent, wanted, shutil.disk_usage(folder.parent).free))
-        rows += places.look_at_run_folder(folder, wanted, limits.write_bytes)
-    rows += places.look_at_cache(wanted)
-    rows += judge_hub(hub_facts(os.environ, wanted), wanted)
-    rows.append(judge_slurm(os.environ, wanted))
-    return Here(rows, wanted, num_gpus, can_measure)
+        found += f"; {count} checkpoint(s) of {gib(needed / count)} at a time" if count else ""
+        fix = f"free {gib(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
+        row = judged("run folder", found, free >= needed, fix)
+    cache = nearest(wanted.cache)
+    free = shutil.disk_usage(cache).free
+    is_ok, fix = os.access(cache, os.W_OK) and free >= _CACHE_BYTES, "set LIT_FSDP_CACHE (or data.cache_dir) elsewhere"
+    return [row, judged("cache", f"{gib(free)} free at {cache}, to be written", is_ok, fix, "warn")]
 
 
-def measuring_plan(address: str, backend: str, world: int, folder: Path | None, limits: Limits) -> dict[str, Any]:
-    """What all ranks are told; ``rank`` and ``device`` are each one's own.
+def judge_hub(model: str | None) -> list[Row]:
+    """Rows on the Hugging Face hub and on the recipe's model; a token is never shown."""
+    import huggingface_hub
+    from huggingface_hub import constants
 
-    Args:
-        address: Where rank 0, on this machine, can be reached.
-        backend: ``gloo`` or ``nccl``.
-        world: All ranks.
-        folder: For the trial save; ``None``: without one.
-        limits: How long and how often.
-    """
-    return {
-        "address": address,
-        "port": free_port(),
-        "backend": backend,
-        "world": world,
-        "timeout": limits.collective_seconds,
-        "sizes": list(SIZES["nccl" if backend == "nccl" else "gloo"]),
-        "repeats": limits.repeats,
-        "leaders": [],
-        "save_folder": None if folder is None else str(folder / "step-00000001"),
-        "save_bytes": SAVE_BYTES,
-    }
+    found = f"cache {constants.HF_HUB_CACHE}, {'a token' if huggingface_hub.get_token() else 'no token'}"
+    rows = [Row("hub", f"offline (HF_HUB_OFFLINE); {found}")]
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            huggingface_hub.utils.get_session().head(constants.ENDPOINT, timeout=5)
+            rows = [Row("hub", f"{constants.ENDPOINT} answers; {found}")]
+        except Exception as error:  # of whichever HTTP library the hub's client is built on
+            fix = "fetch models where there is a network (lit-fsdp model prepare), then set HF_HUB_OFFLINE=1"
+            rows = [Row("hub", f"{constants.ENDPOINT} cannot be reached ({error}); {found}", "warn", fix)]
+    if model is None:
+        return rows
+    folder = Path(model).expanduser()
+    if folder.exists() or model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf")):
+        is_there = folder.is_file() or (folder / "config.json").is_file()
+        return [*rows, judged("model", model, is_there, "check model.name, and that this machine sees it")]
+    is_there = False
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        is_there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    found = f"{model}: weights {'' if is_there else 'not '}in the hub's cache"
+    fix = f"lit-fsdp model prepare --name {model} where there is a network, with the same HF_HOME"
+    return [*rows, judged("model", found, is_there, fix, "fail" if constants.HF_HUB_OFFLINE else "warn")]

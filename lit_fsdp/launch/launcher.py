@@ -11,7 +11,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.meeting import first_node
 
 _INTERACTIVE = ("bash", "interactive")
 """Names of jobs that Lightning takes for a shell, in which it starts processes by itself."""
@@ -190,6 +189,15 @@ def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
     """``2(x2),1`` → 2, 2, 1; empty outside of a step."""
     found = _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def first_node(nodes: str) -> str:
+    """The first name in SLURM's short form: ``a[03-05,7],b1`` → ``a03``."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.split(",")[0]
+    number = rest.replace("-", ",").replace("]", ",").split(",")[0]
+    return f"{head}{number}"
 
 
 def _devices(trainer: Mapping[str, Any]) -> int | None:

@@ -13,7 +13,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import Job
 from lit_fsdp.launch.slurm_lint_cluster import partition_has_it, time_limit
-from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, hub_has_it, place_is_shared
+from lit_fsdp.launch.slurm_lint_places import disk_is_enough, files_exist, place_is_shared
 from lit_fsdp.launch.slurm_lint_shell import no_launcher_inside, shell_is_whole
 from lit_fsdp.launch.slurm_lint_words import no_variable_wins, not_interactive, options_are_ours
 from lit_fsdp.launch.slurm_nodes import fewer_nodes_fit
@@ -167,7 +167,6 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     _start_is_clear,
     place_is_shared,
     files_exist,
-    hub_has_it,
     disk_is_enough,
 ]
 """Each yields errors, and notes on what it could not check."""

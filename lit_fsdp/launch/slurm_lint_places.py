@@ -12,8 +12,6 @@ from pathlib import Path
 from lit_fsdp.config.data import GENERATED, HUB_SLICE, check_sources
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.checks.hub import hub_facts
-from lit_fsdp.launch.checks.row import Wanted
 from lit_fsdp.launch.slurm_facts import GIB, Facts, Found
 from lit_fsdp.launch.slurm_job import IMAGES, Job
 
@@ -192,37 +190,6 @@ def files_exist(job: Job, run: RunConfig, facts: Facts) -> Found:
         ]
         if unseen:
             yield f"below none of slurm.container_mounts, so the image has to bring it: {', '.join(unseen)}"
-
-
-def hub_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
-    """Refuse a model of the hub that is not in its cache, where the job may not ask the hub."""
-    config = job.config
-    if config.container:
-        return
-    environment = {**facts.environment, **(config.env or {})}
-    names = {"model.name": run.model.name if _asks_hub(run) else None}
-    tokenizer = run.model.tokenizer
-    if not run.model.miniature and tokenizer and not _is_path(tokenizer) and not os.path.exists(tokenizer):
-        names["model.tokenizer"] = tokenizer
-    for field, name in names.items():
-        if not isinstance(name, str):
-            continue
-        is_model = field == "model.name"
-        wanted = Wanted(run_folder=job.run_folder, cache=job.run_folder, model=name, needs_weights=is_model)
-        found = hub_facts(environment, wanted)
-        if found.model not in ("missing", "incomplete" if is_model else "missing"):
-            continue
-        lacks = f"which lacks {found.lacks} in" if found.lacks else "which is not in"
-        prepare = f"lit-fsdp model prepare --name {name}"
-        if not found.is_offline:
-            yield f"{field} {name} is fetched when the job starts, if its nodes reach the hub; before: {prepare}"
-        elif config.env_file or config.setup:
-            yield f"{field} {name}: not in the hub's cache {found.home}, unless env_file or setup choose another"
-        else:
-            given = f"{name}, {lacks} the hub's cache {found.home}, and HF_HUB_OFFLINE forbids to fetch it"
-            yield ConfigError(
-                field, given, "a model that the job finds there", f"where there is a network, run {prepare}"
-            )
 
 
 def disk_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:

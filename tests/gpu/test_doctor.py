@@ -21,15 +21,10 @@ def test_gpus_are_examined(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     rows = {row["name"]: row for row in report["rows"]}
     count = torch.cuda.device_count()
-    assert rows["GPUs"]["found"].startswith(f"{count} (torch: CUDA")
-    assert torch.cuda.get_device_name() in rows["kind of GPU"]["found"]
-    for name in ("GPUs", "driver", "gloo", "trial save"):
-        assert rows[name]["grade"] == "good", rows[name]
-    assert rows["NCCL"]["grade"] != "bad", rows["NCCL"]
+    assert rows["GPUs"]["found"].startswith(f"{count} × {torch.cuda.get_device_name()}")
+    for name in ("GPUs", "NCCL", "trial save"):
+        assert rows[name]["grade"] == "ok", rows[name]
     assert f"by {count} rank(s)" in rows["trial save"]["found"]
-    sizes = {rate["bytes"] for rate in report["rates"]}
-    assert sizes == ({2**20, 2**24, 2**27, 2**29} if count in (2, 4, 8) else sizes)
-    assert bool(sizes) == (count > 1)
-    if count > 1:
-        assert rows["collectives by nccl"]["grade"] != "bad", rows["collectives by nccl"]
+    sizes = [2**20, 2**24, 2**27, 2**29] if count > 1 else []
+    assert [rate["bytes"] for rate in report["rates"]] == sizes
     assert os.listdir(tmp_path) == []

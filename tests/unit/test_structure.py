@@ -24,8 +24,8 @@ FLOORS = {
     "signals": 2,
     "speak": 2,
     "config": 1,
-    **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert", "launch"), 2),
-    **dict.fromkeys(("plan", "report"), 3),
+    **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert"), 2),
+    **dict.fromkeys(("plan", "report", "launch"), 3),
     **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit", "trainer_keys"), 4),
     **dict.fromkeys(("cli", "cli_parse", "commands", "__main__"), 5),
 }

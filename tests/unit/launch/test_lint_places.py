@@ -77,12 +77,6 @@ def test_python_of_one_node_is_refused_for_several(here: Path):
     assert found({"command": [str(python), "-m", "lit_fsdp"]}, trainer=ONE) == {}
 
 
-def test_the_cache_of_the_hub_matters_where_the_model_comes_from_it(here: Path):
-    facts = dataclasses.replace(FINE, environment={**FINE.environment, "HF_HOME": str(here / "hf")})
-    assert list(found(facts=facts, model={"name": "org/model"})) == ["HF_HOME"]
-    assert found(facts=facts) == {}  # a config file: nothing is fetched
-
-
 def test_a_single_node_gets_a_note_and_a_disk_of_this_machine_too(monkeypatch: pytest.MonkeyPatch, here: Path):
     job, run = planned(COMMAND, trainer={**ONE, "default_root_dir": str(here / "run")})
     assert "only if it runs on this very machine" in " ".join(lint(job, run, FINE)[1])

@@ -1,0 +1,306 @@
+"""What ``lit-fsdp doctor`` finds with several ranks: who came, one run folder, a timed all-reduce and a trial save.
+
+Each process that was started, by srun, by torchrun or alone, runs its rank as a process of its own, so that one that
+hangs or dies is a row and not the end of the table. All messages go through the ``TCPStore`` of the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lit_fsdp.launch.doctor import GIB, MIB, Report, Row, Wanted, gib, judged, nearest
+
+ARRIVE_SECONDS = 180.0
+COLLECTIVE_SECONDS = 60.0
+RANKS_SECONDS = 300.0  # for everything that the ranks do, their imports included
+_SEE_SECONDS = 5.0
+_SAVE_BYTES = 48 * MIB
+_SLOW_SAVE = 20 * MIB
+_SIZES = {"gloo": (64 * 1024, MIB, 16 * MIB, 64 * MIB), "nccl": (MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
+_LEAST = {"gloo": 0.02, "nccl": 2.0}  # bus GB/s of the largest size under which something is wrong, not merely modest
+_WAY_OUT = {
+    "gloo": "open all TCP ports between the nodes; set GLOO_SOCKET_IFNAME to the network they share (alone: lo)",
+    "nccl": "NCCL_DEBUG=INFO in front of the same command shows its way; see nvidia-smi topo -m, NCCL_SOCKET_IFNAME",
+}
+_SAME_ON_ALL = ("Python", "torch", "lightning", "transformers", "datasets")
+_log = logging.getLogger(__name__)
+
+
+def device_facts() -> dict[str, Any]:
+    """What torch says of its own build and of the GPUs that this process may use."""
+    from torch.utils import collect_env
+
+    why_not, cuda = "", torch.version.cuda
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        why_not = str(error).split("\n")[0]
+    gpus = [] if why_not else [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "build": f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
+        "why_not": why_not,
+        "device_files": len(glob.glob("/dev/nvidia[0-9]*")),
+        "gpus": [{"name": gpu.name, "gib": gpu.total_memory / GIB} for gpu in gpus],
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
+        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
+        "fp8": bool(gpus) and (not cuda or min((gpu.major, gpu.minor) for gpu in gpus) >= (8, 9)),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
+    }
+
+
+def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int, quick: bool) -> Report:
+    """Examine all nodes together with the other processes of this launch; an empty report but on rank 0.
+
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which one this is; ``rows`` are
+    what the first process of each node has found there; ``quick`` leaves out all-reduce and trial save.
+
+    Raises:
+        torch.distributed.DistError: The processes do not meet, or rank 0 is gone.
+    """
+    arrive, report = timedelta(seconds=ARRIVE_SECONDS), Report()
+    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _connect(is_master=rank == 0 and not has_store, timeout=arrive)
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            report.rows += rows
+            store.set("folder", _scratch(stack, wanted, report.rows))
+        folder = store.get("folder").decode()
+        store.set(f"arrived/{rank}", json.dumps(_arrival(rank, rows, folder)))
+        if rank == 0:
+            arrived = [json.loads(text) for text in _collect(store, "arrived", started, ARRIVE_SECONDS) if text]
+            report.rows += judge_arrivals(arrived, started, wanted, report.rows)
+            plan: dict[str, Any] = {}
+            if not quick and len(arrived) == started and all(one["sees"] for one in arrived):
+                on_gpu = bool(num_gpus) and wanted.accelerator != "cpu"
+                own = min(wanted.devices or num_gpus, num_gpus) if on_gpu else 2
+                nodes = sum(one["is_leader"] for one in arrived)
+                world, backend = started if started > 1 else own, "nccl" if on_gpu else "gloo"
+                plan = {"backend": backend, "world": world, "nodes": nodes, "folder": folder}
+                _log.info("measuring on %d rank(s) by %s", world, backend)
+            store.set("plan", json.dumps(plan))
+        store.wait(["plan"], 2 * arrive)
+        if plan := json.loads(store.get("plan")):
+            problems = _run_ranks(store, plan, rank, plan["world"] if started == 1 else 1)
+            store.set(f"ended/{rank}", json.dumps(problems))
+            if rank == 0:
+                _report_ranks(store, plan, started, report, wanted)
+    return report
+
+
+def _connect(**options: Any) -> dist.Store:
+    tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), **options)
+    return dist.PrefixStore("lit_fsdp_doctor", tcp)
+
+
+def _collect(store: dist.Store, key: str, count: int, seconds: float = 0.0) -> list[str]:
+    """What ``count`` ranks have set as ``key``, once all have or the time is over; empty where one has not."""
+    names, deadline = [f"{key}/{rank}" for rank in range(count)], time.monotonic() + seconds
+    for name in names:
+        left = deadline - time.monotonic()
+        with contextlib.suppress(dist.DistError):
+            if left > 0:
+                store.wait([name], timedelta(seconds=left))
+    return [store.get(name).decode() if store.check([name]) else "" for name in names]
+
+
+def _scratch(stack: contextlib.ExitStack, wanted: Wanted, rows: list[Row]) -> str:
+    """A hidden folder where the run's checkpoints will lie, gone with ``stack``; empty if none can be made."""
+    folder = nearest(wanted.run_folder / "checkpoints")
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".lit-fsdp-doctor-", dir=folder, ignore_cleanup_errors=True)
+        return stack.enter_context(made)
+    except OSError as error:
+        fix = f"set trainer.default_root_dir to a folder that you may write; see findmnt -T {folder}"
+        rows.append(Row("write to the run folder", f"{folder}: {error.strerror}", "fail", fix))
+        return ""
+
+
+def _arrival(rank: int, rows: Sequence[Row], folder: str) -> dict[str, Any]:
+    """What a process tells rank 0: what its node is like, and whether it sees the folder that rank 0 has made."""
+    deadline = time.monotonic() + _SEE_SECONDS
+    while folder and not os.path.isdir(folder) and time.monotonic() < deadline:  # a network file system takes a moment
+        time.sleep(0.2)
+    return {
+        "rank": rank,
+        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "is_leader": os.environ["LOCAL_RANK"] == "0",
+        "rows": [asdict(row) for row in rows],
+        "sees": os.path.isdir(folder),
+    }
+
+
+def judge_arrivals(
+    arrived: Sequence[Mapping[str, Any]], started: int, wanted: Wanted, here: Sequence[Row]
+) -> list[Row]:
+    """Rows on which processes came, what their nodes share, and what is amiss on one of them but not ``here``."""
+    leaders = [one for one in arrived if one["is_leader"]]
+    rows = []
+    if len(leaders) != wanted.nodes:
+        fix = f"srun --nodes={wanted.nodes} --ntasks-per-node={wanted.devices or 1} in front of the same command"
+        found = f"{wanted.nodes} wanted, {len(leaders)} looked at"
+        rows.append(Row("nodes", found, "fail" if started > 1 else "warn", fix))
+    if started > 1:
+        absent = sorted({*range(started)} - {one["rank"] for one in arrived})
+        found = f"{started} on {', '.join(one['node'] for one in leaders)}"
+        found += f"; not there: {', '.join(map(str, absent))}" if absent else ""
+        fix = "see what they wrote on standard error; open all TCP ports between the nodes"
+        rows.append(judged("ranks", found, not absent, fix))
+    if len(leaders) > 1 and arrived[0]["sees"]:
+        blind = ", ".join(dict.fromkeys(one["node"] for one in arrived if not one["sees"]))
+        found = f"{wanted.run_folder} is {f'not the same on {blind}' if blind else 'the same'}"
+        fix = "set trainer.default_root_dir to a folder on a file system that all nodes see"
+        rows.append(judged("shared run folder", found, not blind, fix))
+    for one in leaders[1:]:
+        for row in (Row(**values) for values in one["rows"]):
+            name = f"{row.name} on {one['node']}"
+            if row.name in _SAME_ON_ALL and row not in here:
+                rows.append(Row(name, row.found, "fail", "install into one folder that all nodes see"))
+            elif row.fix and row not in here:
+                rows.append(Row(name, row.found, row.grade, row.fix))
+    return rows
+
+
+def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: int) -> list[str]:
+    """Run the ranks from ``first`` on to their end; one line for each that was in trouble."""
+    ranks = mp.start_processes(run_rank, ({**plan, "parent": os.getpid()}, first), count, join=False, daemon=True)
+    deadline, problems = time.monotonic() + RANKS_SECONDS, []
+    try:
+        with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
+            while not ranks.join(0.5, grace_period=5) and time.monotonic() < deadline:
+                pass
+        for rank, process in enumerate(ranks.processes, first):
+            code, keys = process.exitcode, (f"phase/{rank}", f"error/{rank}")
+            phase, what = (store.get(key).decode() if store.check([key]) else "" for key in keys)
+            if code is not None and code < 0 and code != -signal.SIGTERM:  # by which torch ends who still waits
+                what = f"killed by {signal.Signals(-code).name}"
+            if code != 0:
+                problems.append(f"rank {rank} in {phase or 'its imports'}: {what or 'did not come to an end'}")
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return problems
+
+
+def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
+    """One rank: rendezvous, all-reduce, trial save, each announced in the store before it begins."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent is gone, whatever blocks here
+    os.dup2(2, 1)  # NCCL_DEBUG writes to standard output, which is the report's
+    if os.getppid() != plan["parent"]:  # it went before it could be watched
+        return
+    store = _connect(is_master=False)
+    rank, device, backend = first + index, torch.device("cpu"), "gloo"
+    try:
+        store.set(f"phase/{rank}", "rendezvous")
+        torch.set_num_threads(1)
+        if plan["backend"] == "nccl":
+            local_rank = int(os.environ["LOCAL_RANK"]) + index
+            device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(device)
+        group, limit = dist.PrefixStore("ranks", store), timedelta(seconds=COLLECTIVE_SECONDS)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=plan["world"], timeout=limit)
+        rates = []
+        for size in _SIZES[plan["backend"]] if plan["world"] > 1 else ():
+            store.set(f"phase/{rank}", f"all-reduce of {size} bytes")
+            rates.append((size, time_all_reduce(size, device)))
+        store.set(f"rates/{rank}", json.dumps(rates))
+        store.set(f"phase/{rank}", "trial save")
+        saved = trial_save(Path(plan["folder"], "step-00000001"), _SAVE_BYTES * plan["nodes"], device)
+        store.set("saved", json.dumps(saved))
+        dist.destroy_process_group()
+    except Exception as error:
+        store.set(f"error/{rank}", " ".join(f"{type(error).__name__}: {error}".split())[:600])
+        os._exit(1)  # the orderly end of a broken group could wait forever
+
+
+def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> float:
+    """Milliseconds of one all-reduce in fp32, whose sums are compared first; collective."""
+    tensor = torch.ones(num_bytes // 4, device=device)
+    dist.all_reduce(tensor)  # makes connections and buffers too
+    if not bool((tensor == dist.get_world_size()).all()):
+        raise RuntimeError("wrong sums")
+    tensor.zero_()  # stays finite however often it is summed
+    tensor[0].item()  # waits for the device
+    start = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce(tensor)
+    tensor[0].item()
+    return (time.perf_counter() - start) * 1000 / repeats
+
+
+def trial_save(folder: Path, num_bytes: int, device: torch.device) -> tuple[int, float]:
+    """Bytes and seconds of a checkpoint by the code that a run saves with, every file of it verified; collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from lit_fsdp.checkpoint.store import save_checkpoint, verify_files
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = torch.randn(max(1, num_bytes // 4096 // world), 1024, device=device)
+    tensor = DTensor.from_local(local, init_device_mesh(device.type, (world,)), [Shard(0)], run_check=False)
+    start = time.perf_counter()
+    save_checkpoint(folder, {"model/trial": tensor}, {"trial": True}, {"global_step": 1}, "sharded", rank_state=rank)
+    seconds = time.perf_counter() - start
+    verify_files(folder)
+    return tensor.numel() * 4, seconds
+
+
+def _report_ranks(store: dist.Store, plan: Mapping[str, Any], started: int, report: Report, wanted: Wanted) -> None:
+    """Add rates and rows, once the ranks of all processes have ended."""
+    name, world = f"all-reduce by {plan['backend']}", plan["world"]
+    ended = _collect(store, "ended", started, RANKS_SECONDS)
+    problems = [f"rank {rank}: killed, with its parent" for rank, text in enumerate(ended) if not text]
+    problems += [problem for text in ended if text for problem in json.loads(text)]
+    problems.sort(key=lambda text: (": killed" not in text, "did not come" in text))  # the cause before those it hit
+    found, way_out = "; ".join(problems[:3]), _WAY_OUT[plan["backend"]]
+    rates = [json.loads(text) for text in _collect(store, "rates", world) if text]
+    for of_size in zip(*rates, strict=True):
+        size, ms = of_size[0][0], max(ms for _, ms in of_size)
+        bus = size / ms / 1e6 * 2 * (world - 1) / world
+        report.rates.append({"bytes": size, "ms": ms, "ranks": world, "bus_gb_per_second": bus})
+    if found and len(rates) < world:
+        fix = "dmesg says who ended it: a lack of memory does" if "SIGKILL" in found else way_out
+        report.rows.append(Row(name, found, "fail", fix))
+        return
+    if report.rates:
+        last, least = report.rates[-1], _LEAST[plan["backend"]]
+        text = f"{last['bus_gb_per_second']:.2f} GB/s bus at {last['bytes']:,} bytes on {world} ranks"
+        report.rows.append(judged(name, text, last["bus_gb_per_second"] >= least, way_out, "warn"))
+    if found:
+        fix = "free space, see the owner of the run folder, or set another trainer.default_root_dir"
+        report.rows.append(Row("trial save", found, "fail", fix))
+    else:
+        num_bytes, seconds = json.loads(store.get("saved"))
+        report.rows.append(judge_save(num_bytes, seconds, plan, wanted))
+
+
+def judge_save(num_bytes: int, seconds: float, plan: Mapping[str, Any], wanted: Wanted) -> Row:
+    """A row on how fast the trial save was, and on what that means for a whole checkpoint."""
+    rate = num_bytes / seconds
+    found = f"{num_bytes / MIB:.0f} MiB by {plan['world']} rank(s) at {rate / MIB:.0f} MiB/s, verified"
+    if wanted.checkpoint_bytes is not None:
+        needed = wanted.checkpoint_bytes / rate * plan["nodes"] / wanted.nodes
+        found += f"; about {needed:.0f} s for a checkpoint of {gib(wanted.checkpoint_bytes)}"
+    fix = "name a faster file system (trainer.default_root_dir), or save less often (checkpoint.every_steps)"
+    return judged("trial save", found, rate >= _SLOW_SAVE, fix, "warn")
+
+
+if __name__ == "__main__":
+    print(json.dumps(device_facts()), flush=True)

@@ -1,0 +1,181 @@
+"""What ``doctor`` makes of facts: every grade of every row, who came from which node, and its command line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+
+from lit_fsdp.__main__ import main
+from lit_fsdp.launch import doctor
+from lit_fsdp.launch.doctor import GIB, MIB, Row, Wanted
+from lit_fsdp.launch.doctor_ranks import judge_arrivals
+
+WANTED = Wanted(run_folder=Path("/proc/run"), cache=Path("/proc/cache"))
+H100 = {"name": "NVIDIA H100", "gib": 80.0}
+GPUS: dict[str, Any] = {"build": "CUDA 12.8", "why_not": "", "device_files": 2, "gpus": [H100, H100], "driver": "570"}
+GPUS |= {"bf16": True, "fp8": True, "nccl": "2.27.5"}
+NONE = {**GPUS, "gpus": [], "device_files": 0, "why_not": "no NVIDIA driver", "bf16": False, "fp8": False, "nccl": None}
+MODEL = Path(__file__).parents[3] / "configs" / "model" / "SmolLM2-135M-Instruct.json"
+Usage = namedtuple("Usage", "total used free")
+
+
+def grades(rows: list[Row]) -> dict[str, str]:
+    """Grade by name; what is not ok has a fix."""
+    assert all(bool(row.fix) == (row.grade != "ok") for row in rows)
+    return {row.name: row.grade for row in rows}
+
+
+def test_versions_are_held_against_the_floors_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"torch": "2.11.0a0+git12", "lightning": "2.6.5", "rich": "14.0", "peft": "0.1"}
+    needs = ["torch>=2.11", "lightning>=2.6.6", "rich>=13", "datasets>=4.0", 'peft>=0.17; extra == "lora"']
+
+    def distributions(name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(version=found[name])] if name in found else []
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
+    rows = doctor.judge_versions()
+    assert grades(rows) == {"Python": "ok", "torch": "ok", "lightning": "fail", "rich": "ok", "datasets": "fail"}
+    assert [row.fix for row in rows if row.name == "datasets"] == ['python -m pip install "datasets>=4.0"']
+
+
+def test_devices_are_held_against_the_recipe() -> None:
+    good = {"GPUs": "ok", "precision": "ok", "NCCL": "ok"}
+    for facts, asked, processes, expected in (
+        (GPUS, {"precision": "fp8"}, 2, good),
+        (GPUS, {}, 4, {**good, "GPUs": "fail"}),
+        ({**GPUS, "fp8": False}, {"precision": "fp8"}, 2, {**good, "precision": "fail"}),
+        ({**GPUS, "bf16": False}, {"precision": "mixed"}, 2, {**good, "precision": "fail"}),
+        ({**GPUS, "bf16": False}, {"precision": "auto"}, 2, good),
+        ({**GPUS, "nccl": None}, {}, 2, {**good, "NCCL": "fail"}),
+        (NONE, {}, 2, {"GPUs": "warn"}),
+        ({**NONE, "device_files": 8}, {}, 2, {"GPUs": "fail"}),  # they are there, but torch cannot use them
+        (NONE, {"accelerator": "gpu"}, 2, {"GPUs": "fail"}),
+        (NONE, {"accelerator": "cpu"}, 2, {"GPUs": "ok"}),
+        ({"error": "undefined symbol"}, {}, 2, {"torch loads": "fail"}),
+    ):
+        wanted = Wanted(run_folder=Path(), cache=Path(), **asked)
+        assert grades(doctor.judge_devices(facts, wanted, processes)) == expected
+
+
+def test_room_is_held_against_what_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for free, num_bytes, count, expected in (
+        (5 * GIB, None, 0, ["ok", "ok"]),
+        (5 * GIB, GIB, 4, ["ok", "ok"]),
+        (3 * GIB, GIB, 4, ["fail", "ok"]),
+        (5 * GIB, None, 4, ["warn", "ok"]),
+        (GIB, None, 0, ["ok", "warn"]),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: Usage(9 * GIB, 0, free))
+        asked = {"checkpoint_bytes": num_bytes, "num_checkpoints": count}
+        wanted = Wanted(run_folder=tmp_path / "a" / "b", cache=tmp_path, **asked)
+        assert [row.grade for row in doctor.judge_disks(wanted)] == expected
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_and_cores_are_held_against_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for shm, processes, expected in ((GIB, 2, "ok ok"), (GIB, 8, "warn warn"), (64 * MIB, 1, "fail ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=shm: Usage(GIB, 0, free))
+        found = grades(doctor.judge_host(WANTED, processes))
+        assert f"{found['/dev/shm']} {found['cores']}" == expected
+    for copies, expected in ((True, "fail"), (False, "ok")):
+        wanted = Wanted(run_folder=Path(), cache=Path(), checkpoint_bytes=10**18, copies_to_host=copies)
+        assert grades(doctor.judge_host(wanted, 1))["host memory"] == expected
+
+
+def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
+    (tmp_path / "config.json").write_text("{}")
+    for name, expected in ((tmp_path, "ok"), (MODEL, "ok"), ("./no", "fail"), ("org/name", "fail")):
+        rows = doctor.judge_hub(str(name))
+        assert "hf_secret" not in str(rows)
+        assert grades(rows) == {"hub": "ok", "model": expected}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert grades(doctor.judge_hub("org/name")) == {"hub": "warn", "model": "warn"}
+
+
+def test_torch_that_fails_or_hangs_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.ask_torch(0.01) == {"error": "no answer in 0 s"}
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # a Python that cannot start
+    assert "Python" in doctor.ask_torch()["error"]
+
+
+def arrival(rank: int, node: str, **change: Any) -> dict[str, Any]:
+    return {"rank": rank, "node": node, "is_leader": True, "rows": [], "sees": True, **change}
+
+
+def test_nodes_are_compared() -> None:
+    here, other, worse = Row("torch", "2.13"), Row("torch", "2.12"), Row("cores", "1", "warn", "f")
+    two = Wanted(run_folder=Path("/run"), cache=Path(), nodes=2)
+    rows_of_b = [{"name": row.name, "found": row.found, "grade": row.grade, "fix": row.fix} for row in (other, worse)]
+    for arrived, started, wanted, expected in (
+        ([arrival(0, "a"), arrival(1, "b")], 2, two, {"ranks": "ok", "shared run folder": "ok"}),
+        ([arrival(0, "a")], 1, two, {"nodes": "warn"}),
+        ([arrival(0, "a")], 2, two, {"nodes": "fail", "ranks": "fail"}),
+        ([arrival(0, "a"), arrival(1, "a", is_leader=False)], 2, WANTED, {"ranks": "ok"}),
+        ([arrival(0, "a"), arrival(1, "b", sees=False)], 2, two, {"ranks": "ok", "shared run folder": "fail"}),
+        (
+            [arrival(0, "a"), arrival(1, "b", rows=rows_of_b)],
+            2,
+            two,
+            {"ranks": "ok", "shared run folder": "ok", "torch on b": "fail", "cores on b": "warn"},
+        ),
+    ):
+        assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
+
+
+@pytest.fixture
+def plainly_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither by srun nor by torchrun; what the command changes in this process is put back."""
+    for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("plainly_started")
+def test_a_recipe_says_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With ``torch`` not loading, nothing else is started, and the table says so."""
+    asked: list[tuple[Wanted, int]] = []
+
+    def judge(wanted: Wanted, facts: dict[str, Any], processes: int) -> list[Row]:
+        asked.append((wanted, processes))
+        return doctor.judge_devices(facts, wanted, processes)
+
+    monkeypatch.setattr("lit_fsdp.speak.speak", lambda: None)
+    monkeypatch.setattr(doctor, "ask_torch", lambda: {"error": "undefined symbol"})
+    monkeypatch.setattr(doctor, "judge_machine", judge)
+    recipe = {"trainer": {"max_steps": 9, "devices": 8, "accelerator": "gpu", "default_root_dir": "/shared/run"}}
+    recipe |= {"model": {"name": str(MODEL)}, "data": {"train": "generated:64", "global_batch_size": 64}}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["doctor", "--config", f"{tmp_path}/r.yaml", "--nodes", "4", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["grade"], row["found"]) for row in report["rows"]] == [
+        ("torch loads", "fail", "undefined symbol")
+    ]
+    (wanted, processes), *_ = asked
+    assert (wanted.run_folder, wanted.accelerator, wanted.copies_to_host) == (Path("/shared/run"), "gpu", True)
+    assert (wanted.nodes, wanted.devices, processes, wanted.precision) == (4, 8, 8, "mixed")
+    assert main(["doctor"]) == 1
+    assert "0 ok, 0 warn, 1 fail" in capsys.readouterr().out
+    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
+        assert main(["doctor", *words]) == 2
+        assert said in capsys.readouterr().err
