@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import is_first_process, is_requeued
+from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
 from lit_fsdp.signals import SignalFlags
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _resolve_checkpoint(verb: str, values: dict[str, Any]) -> Sequence[Path]:
         if choice.damaged and is_first_process():
             print(f"going on from {choice.path} as {word} (resume.fallback)", file=sys.stderr)
         return choice.others if fallback else ()
-    if verb == "fit" and is_first_process():
+    if verb == "fit" and not is_launched_by_lightning():  # every rank by itself: none waits for one that is gone
         there = survey(run_folder / FOLDER)
         if there:
             raise ConfigError(

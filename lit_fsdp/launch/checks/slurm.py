@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from lit_fsdp.launch.checks.row import Row, Wanted
-from lit_fsdp.launch.slurm_lint_places import local_place
+from lit_fsdp.launch.slurm_checks import local_place
 
 _COMMANDS = ("sbatch", "srun", "scontrol")
 
