@@ -12,7 +12,6 @@ from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataErr
 from lit_fsdp.host import global_rank, is_first_process, tell_job
 from lit_fsdp.redaction import OutputError, guarded_streams
 
-
 EXIT_LOST = 76
 """Of a rank that lost the others; the batch script of a job may start it again."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -37,7 +37,9 @@ def run_slurm_verb(argv: Sequence[str]) -> int:
 
 
 def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
-    parser = verb_parser(f"slurm {verb}", "A recipe as a job of a SLURM cluster; every key of the recipe is a flag too.")
+    parser = verb_parser(
+        f"slurm {verb}", "A recipe as a job of a SLURM cluster; every key of the recipe is a flag too."
+    )
     parser.add_argument("--nodes", type=int, help="nodes of the job: slurm.nodes and trainer.num_nodes")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs per node, one process each; trainer.devices follows")
     for name in _FLAGS:
@@ -53,7 +55,7 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         raise ConfigError(parser.prog, str(error), "its options and keys of the recipe", "see --help") from None
     job, run, values = _planned(options, rest)
     from lit_fsdp.launch.slurm_checks import check_job
-    from lit_fsdp.launch.slurm_script import render
+    from lit_fsdp.launch.slurm_job import render
 
     errors, warnings = check_job(job, run, _facts(job, run))
     for text in [*(f"warning: {warning}" for warning in warnings), *(f"error: {error}" for error in errors)]:
@@ -127,32 +129,17 @@ def _facts(job: Job, run: RunConfig) -> Facts:
 
     there = checkpoints(job.run_folder)
     measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
-    sinfo: str | None = None
-    living: list[str] = []
-    try:
+    sinfo, living = None, []
+    with contextlib.suppress(SlurmError):  # which is said as a warning
         sinfo = run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
         living = living_jobs(job)
-    except SlurmError:
-        pass  # said as a warning
     return Facts(
-        environment=dict(os.environ),
         sinfo=sinfo,
         checkpoint_bytes=checkpoint_bytes(run),
-        num_checkpoints=num_checkpoints(run),
         save_seconds=max((seconds for seconds in measured if isinstance(seconds, (int, float))), default=None),
         num_kept=len(there),
-        kept_bytes=sum(entry.num_bytes for entry in there),
-        living_jobs=tuple(living),
+        living_jobs=living,
     )
-
-
-def num_checkpoints(run: RunConfig) -> int:
-    """Checkpoints of a run that lie on the disk at the same time, the first few only where it keeps more and more."""
-    from lit_fsdp.checkpoint.space import Plan, peak_count
-
-    steps = run.trainer.get("max_steps")
-    validates = run.data.val is not None or run.data.val_split is not None
-    return peak_count(run.checkpoint, Plan(steps if isinstance(steps, int) and steps > 0 else None, validates)) or 3
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:

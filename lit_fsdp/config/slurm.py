@@ -17,31 +17,21 @@ _OURS = re.compile(
 )
 """Variables that the script or srun sets; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
 _ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
-_SIZE = "trainer.num_nodes and trainer.devices say the size, one process per device"
-_FOLDER = "all output goes into the run folder"
+_KEYS = ("account", "constraint", "cpus_per_task", "dependency", "job_name", "mem", "partition", "qos", "time")
 _NOT_EXTRA = {
-    **dict.fromkeys(("--nodes", "--ntasks", "--ntasks-per-node", "--gpus", "--gpus-per-node", "--gres"), _SIZE),
-    **dict.fromkeys(
-        ("--gpus-per-task", "--ntasks-per-gpu", "--gpu-bind", "--tres-per-task", "--overcommit"),
-        "each process would see one GPU alone, and NCCL no peers",
+    "ranks are one task per device, and fill one node after the other: trainer.num_nodes and trainer.devices": (
+        *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--overcommit", "-O"),
+        *("--gpus", "-G", "--gres", "--gpus-per-node", "--gpus-per-task", "--gpu-bind", "--distribution", "-m"),
     ),
-    **dict.fromkeys(("--output", "--error", "--open-mode"), _FOLDER),
-    **dict.fromkeys(("--distribution", "--spread-job", "--het-group"), "ranks fill one node after the other"),
-    **dict.fromkeys(("--array", "--chdir", "--clusters", "--wrap", "--wait"), "the job is one run, submitted from here"),
-    "--signal": "slurm.signal_lead_seconds says it",
-    **dict.fromkeys(("--requeue", "--no-requeue"), "slurm.requeue and slurm.max_requeues say it"),
-    **{
-        f"--{key.replace('_', '-')}": f"slurm.{key} says it"
-        for key in ("account", "constraint", "cpus_per_task", "dependency", "job_name", "mem", "partition", "qos", "time")
-    },
+    "all output goes into the run folder": ("--output", "-o", "--error", "-e", "--open-mode"),
+    "a job is one run, submitted from here": ("--array", "-a", "--chdir", "-D", "--clusters", "-M", "--wait", "-W"),
+    "slurm.signal_lead_seconds and slurm.max_requeues": ("--signal", "--requeue", "--no-requeue"),
+    "a key of the slurm section": (
+        *("-A", "-C", "-c", "-d", "-J", "-p", "-q", "-t"),
+        *(f"--{key.replace('_', '-')}" for key in _KEYS),
+    ),
 }
-"""Options of sbatch that the script sets itself, or that break one task per process, and why."""
-_SHORT = {
-    **{"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-O": "--overcommit", "-o": "--output", "-e": "--error"},
-    **{"-m": "--distribution", "-a": "--array", "-D": "--chdir", "-M": "--clusters", "-W": "--wait", "-t": "--time"},
-    **{"-A": "--account", "-C": "--constraint", "-c": "--cpus-per-task", "-d": "--dependency", "-J": "--job-name"},
-    **{"-p": "--partition", "-q": "--qos"},
-}
+"""Options of sbatch that the script sets itself, or that break it, by what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +131,9 @@ class SlurmConfig:
         for i, text in enumerate(self.extra or []):
             require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch, such as --exclusive")
             for word in text.partition("=")[0].split():  # the script quotes what stands after the first =
-                why = _NOT_EXTRA.get(word) or _NOT_EXTRA.get(_SHORT.get(word[:2], ""))
-                require(why is None, f"extra[{i}]", text, f"no {word}: {why}", f"drop {word} from slurm.extra")
+                name = word if word.startswith("--") else word[:2]
+                why = next((why for why, names in _NOT_EXTRA.items() if name in names), None)
+                require(why is None, f"extra[{i}]", text, f"no {name}: {why}", f"drop {name} from slurm.extra")
 
 
 def time_seconds(text: str) -> int | None:

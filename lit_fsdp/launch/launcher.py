@@ -18,8 +18,10 @@ _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LSB_JOBID")
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_TORCHRUN = "start torchrun --nnodes {nodes} --nproc-per-node {devices}; in a batch script exec torchrun with \
-#SBATCH --signal=B:TERM@120, as torchrun dies of USR1"
+_TORCHRUN = (
+    "start torchrun --nnodes {nodes} --nproc-per-node {devices} (in a batch script: exec torchrun, and "
+    "#SBATCH --signal=B:TERM@120, as torchrun dies of USR1)"
+)
 
 
 def adopt_step(environment: MutableMapping[str, str]) -> None:
@@ -68,12 +70,11 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
         _check_srun(devices, nodes, environment)
     elif nodes > 1 and not any(name in environment for name in _OTHER_LAUNCHERS):
         missing = ", ".join(name for name in _BY_HAND if not environment.get(name))
-        given = f"{nodes}, but neither srun nor torchrun started this process, and {missing} not set: the other nodes \
-would never come"
-        fix = f"lit-fsdp slurm submit, srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..., or set \
-{', '.join(_BY_HAND)} on each node"
-        allowed = "1, or a launcher that starts the processes of every node"
-        require(not missing, "trainer.num_nodes", given, allowed, fix)
+        given = f"{nodes}, but nothing started the processes of the other nodes, and {missing} not set here"
+        fix = (
+            f"lit-fsdp slurm submit, srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..., or set these on each node"
+        )
+        require(not missing, "trainer.num_nodes", given, f"1, or a launcher, or {', '.join(_BY_HAND)}", fix)
 
 
 def _check_torchrun(devices: int | None, nodes: int, environment: Mapping[str, str]) -> None:
@@ -98,8 +99,10 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     per_node = max(1, tasks // nodes)
     again = f"start srun --nodes={nodes} --ntasks-per-node={devices or per_node}"
     given = f"started once, by the shell of a job with {tasks} tasks: the others would never come"
-    fix = "write srun lit-fsdp fit ... with #SBATCH --signal=USR1@120; with --ntasks=1 exec lit-fsdp fit ... and \
---signal=B:USR1@120, as a signal ends a shell that waits; or let lit-fsdp slurm submit write the script"
+    fix = (
+        "write srun lit-fsdp fit ..., and #SBATCH --signal=USR1@120; or --ntasks=1, exec lit-fsdp fit ... and "
+        "#SBATCH --signal=B:USR1@120; or let lit-fsdp slurm submit write the script"
+    )
     require("SLURM_STEP_ID" in environment, "command line", given, "srun in front, which starts every task", fix)
     fix = f"set trainer.num_nodes: {job_nodes}, or ask for --nodes={nodes}"
     require(nodes == job_nodes, "trainer.num_nodes", f"{nodes} in a step of {job_nodes} node(s)", f"{job_nodes}", fix)

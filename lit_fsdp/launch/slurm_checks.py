@@ -1,15 +1,16 @@
-"""What would fail an hour later, said before a job is submitted: errors, and warnings where something is only assumed."""
+"""What would fail an hour later, said before a job is submitted: errors; warnings where something is only assumed."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,7 @@ from lit_fsdp.config.slurm import time_seconds
 from lit_fsdp.config.sources import check_sources
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import GIB, cache_root
-from lit_fsdp.launch.slurm_job import Job
-from lit_fsdp.launch.slurm_script import render
+from lit_fsdp.launch.slurm_job import Job, render
 
 Found = Iterator[ConfigError | str]
 """Errors, and warnings as text."""
@@ -29,11 +29,8 @@ _WRITE_GIB_PER_SECOND_PER_NODE = 0.5
 """Assumed where nothing was measured: a shared file system under load, all ranks of a node together."""
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local", "/local")  # noqa: S108 (named to refuse them)
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".gz", ".gguf")
-_LAUNCHER = re.compile(
-    r"(?:^|[;&|({]|\b(?:exec|time|then|do|else))\s*(srun|salloc|sbatch|mpirun|mpiexec|torchrun|deepspeed|accelerate launch)"
-    r"(?=\s+[^\s(]|$)",
-    re.MULTILINE,
-)
+_LAUNCHERS = "srun|salloc|sbatch|mpirun|mpiexec|torchrun|deepspeed|accelerate launch"
+_LAUNCHER = re.compile(rf"(?:^|[;&|({{]|\bexec|\btime)[ \t]*({_LAUNCHERS})(?=[ \t]+[^\s(]|[ \t]*$)", re.MULTILINE)
 SINFO = "%P|%l|%D|%c|%m|%G"
 """Partition, time limit, nodes, cores, MiB and other resources (``man sinfo``, ``--format``)."""
 _GPU = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
@@ -42,23 +39,17 @@ _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known beside the recipe, of its run folder, this shell and the cluster."""
+    """What is known beside the recipe."""
 
-    environment: Mapping[str, str]
-    """Of the shell that submits."""
     sinfo: str | None = None
-    """What ``sinfo`` says in :data:`SINFO`; ``None``: it does not answer."""
+    """What ``sinfo`` says in the form :data:`SINFO`; ``None``: it does not answer."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint, from shapes; ``None`` where the model's config is not at hand."""
-    num_checkpoints: int = 0
-    """That lie on the disk at the same time."""
     save_seconds: float | None = None
     """Measured in this run folder."""
     num_kept: int = 0
     """Checkpoints that lie in the run folder already."""
-    kept_bytes: int = 0
-    """Of these."""
-    living_jobs: tuple[str, ...] = ()
+    living_jobs: Sequence[str] = ()
     """Numbers of earlier jobs of this run folder that wait or run."""
 
 
@@ -90,7 +81,7 @@ def _shell_is_whole(job: Job, run: RunConfig, facts: Facts) -> Found:
     if config.env_file and (path := Path(config.env_file).expanduser()).is_file():
         texts["slurm.env_file"] = path.read_text(encoding="utf-8", errors="replace")
     for field, text in texts.items():
-        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S603, S607
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607
         if done.returncode:
             yield ConfigError(field, done.stderr.strip(), "lines that bash can read", f"mend {field}")
     added = "\n".join([*(config.setup or []), texts.get("slurm.env_file", ""), shlex.join(config.command or [])])
@@ -172,70 +163,59 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
 
 
 def _cluster_has_it(job: Job, run: RunConfig, facts: Facts) -> Found:
-    """Whether some partition that the job may use has such nodes and allows the time: sbatch takes jobs that wait on."""
-    if facts.sinfo is None:
+    """Whether a partition that the job may use has such nodes and allows the time: sbatch takes jobs that wait on."""
+    rows = [line.strip().split("|") for line in (facts.sinfo or "").splitlines() if line.count("|") == 5]  # sites greet
+    if not rows:
         yield "the cluster's limits are not compared: sinfo does not answer"
         return
-    rows = [line.strip().split("|") for line in facts.sinfo.splitlines() if line.count("|") == 5]  # sites greet
-    by_name: dict[str, list[list[str]]] = {}
-    for row in rows:
-        by_name.setdefault(row[0].rstrip("*"), []).append(row)
-    given = job.config.partition or facts.environment.get("SBATCH_PARTITION")
-    names = given.split(",") if given else [name for name in by_name if any(row[0] == f"{name}*" for row in rows)]
-    unknown = next((name for name in names if name not in by_name), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown, by_name, n=1) or list(by_name)
-        yield ConfigError("slurm.partition", unknown, ", ".join(by_name), f"set slurm.partition: {near[0]}")
-        return
-    problems = [_lacking(job, name, by_name[name]) for name in names]
-    yield from problems[:1] if all(problems) else ()  # type: ignore[misc]  # one partition that can is enough
+    given = job.config.partition or os.environ.get("SBATCH_PARTITION")
+    names = given.split(",") if given else {row[0].rstrip("*") for row in rows if row[0].endswith("*")}
+    problems = [_lacking(job, name, rows) for name in names]
+    yield from [problem for problem in problems if problem][:1] if all(problems) else []  # one that can is enough
 
 
 def _lacking(job: Job, name: str, rows: list[list[str]]) -> ConfigError | None:
     """What the nodes of one partition, of which those that are alike share a row, cannot give."""
-    config, most = job.config, rows[0][1]
-    if config.time is not None and most[:1].isdigit():
-        wanted_seconds, allows = time_seconds(str(config.time)), time_seconds(most)
-        if allows is not None and (wanted_seconds is None or wanted_seconds > allows):
-            given = f"{config.time} in partition {name}"
-            return ConfigError("slurm.time", given, f"at most {most}", f'set slurm.time: "{most}"')
-    number, unit = re.fullmatch(r"(\d*)(\w?).*", str(config.mem or 0)).groups()  # type: ignore[union-attr]
-    mib = float(number or 0) * _MIB.get(unit.upper(), 1)
-    cores = job.tasks_per_node * (config.cpus_per_task or 1)
-    nodes = [
-        (int(row[2]), {"gpus_per_node": sum(map(int, _GPU.findall(row[5]))), "cpus_per_task": _number(row[3]),
-                       "mem": _number(row[4])})
-        for row in rows
-    ]  # fmt: skip
-    here = " or ".join(
-        f"{count} of {has['gpus_per_node']} GPUs, {has['cpus_per_task']} cores and {has['mem']} MiB"
-        for count, has in nodes
-    )
-    able, wanted = nodes, {"gpus_per_node": job.gpus_per_node, "cpus_per_task": cores, "mem": mib}
-    for field, needed in wanted.items():
-        able = [(count, has) for count, has in able if has[field] >= needed]
+    config, own = job.config, [row for row in rows if row[0].rstrip("*") == name]
+    if not own:
+        known = sorted({row[0].rstrip("*") for row in rows})
+        near = difflib.get_close_matches(name, known, n=1) or known
+        return ConfigError("slurm.partition", name, ", ".join(known), f"set slurm.partition: {near[0]}")
+    limit = own[0][1]
+    has_limit = config.time is not None and limit[0].isdigit()
+    if has_limit and (time_seconds(str(config.time)) or math.inf) > (time_seconds(limit) or math.inf):
+        given = f"{config.time} in partition {name}"
+        return ConfigError("slurm.time", given, f"at most {limit}", f'set slurm.time: "{limit}"')
+    number, unit = re.findall(r"(\d*)(\w?)", str(config.mem or 0))[0]
+    wanted = {
+        "slurm.gpus_per_node": job.gpus_per_node,
+        "slurm.cpus_per_task": job.tasks_per_node * (config.cpus_per_task or 1),
+        "slurm.mem": int(number or 0) * _MIB.get(unit.upper(), 1),
+    }
+    able = [
+        (int(row[2]), (sum(map(int, _GPU.findall(row[5]))), int(row[3].rstrip("+")), int(row[4].rstrip("+"))))
+        for row in own
+    ]
+    here = " or ".join(f"{count} with {has[0]} GPUs, {has[1]} cores and {has[2]} MiB" for count, has in able)
+    for i, (field, needed) in enumerate(wanted.items()):
+        able = [(count, has) for count, has in able if has[i] >= needed]
         if not able:
-            given = f"{needed:g}{' cores' if field == 'cpus_per_task' else ''} on each node of partition {name}"
-            return ConfigError(f"slurm.{field}", given, f"what its nodes have: {here}", "see sinfo for other partitions")
-    least, most_nodes = min(job.node_counts or [job.nodes]), sum(count for count, _ in able)
-    allowed = f"at most {most_nodes} that can take it: {here}"
-    return ConfigError("slurm.nodes", f"{job.nodes} in partition {name}", allowed) if least > most_nodes else None
-
-
-def _number(text: str) -> int:
-    return int(text.rstrip("+") or 0)
+            given = f"{needed:g} per node in partition {name}"
+            return ConfigError(field, given, f"what its nodes have: {here}", "ask for less, or name another partition")
+    least, most = min(job.node_counts or [job.nodes]), sum(count for count, _ in able)
+    allowed = f"at most {most} that can take it, of {here}"
+    return ConfigError("slurm.nodes", f"{job.nodes} in partition {name}", allowed) if least > most else None
 
 
 def _disk_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
     if facts.checkpoint_bytes is None:
         yield "time of a save and free disk are not compared, as the model's config is not at hand"
         return
-    place, count, each = _nearest(job.run_folder), facts.num_checkpoints, facts.checkpoint_bytes / GIB
-    free = (shutil.disk_usage(place).free + facts.kept_bytes) / GIB
-    if free < each * count:
-        given = f"{count} checkpoints of {each:.1f} GiB with {free:.1f} GiB free at {place}"
-        fix = "free space, name another trainer.default_root_dir, or keep fewer (checkpoint.keep_last, keep_best)"
-        yield ConfigError("checkpoint", given, f"{each * count:.1f} GiB free", fix)
+    place, kept = _nearest(job.run_folder), run.checkpoint
+    count = max(kept.keep_last, 1) + kept.keep_best + 1  # and the one being written
+    needed, free = count * facts.checkpoint_bytes / GIB, shutil.disk_usage(place).free / GIB
+    if free < needed:
+        yield f"checkpoint: {count} of them take {needed:.1f} GiB, and {free:.1f} GiB are free at {place}"
 
 
 def _ranks_have_cores(job: Job, run: RunConfig, facts: Facts) -> Found:

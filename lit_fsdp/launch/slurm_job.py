@@ -1,20 +1,33 @@
-"""A recipe as a SLURM job: everything its script says, as plain values."""
+"""A recipe as a SLURM job, and its sbatch file: the template ``job.sbatch`` beside this file, filled in.
+
+One task per process, one ``srun``. The batch shell runs on the first node of the job; all it does is to name a meeting
+point, start the step and, when the step has saved and stopped, put the job back into the queue. No value runs anything.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lit_fsdp import __version__
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.errors import ConfigError, require
 
-IMAGES = (".sif", ".sqsh", ".img")
-"""Endings of files that hold an image."""
+_TEMPLATE = Path(__file__).with_name("job.sbatch")
+_PLACE = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
+"""``{{name}}``; a line that holds nothing else goes if there is nothing to fill in."""
+_FREE = (
+    "while (exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    " # nobody listens"
+)
+_SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +69,7 @@ class Job:
         """The image that the processes run in: an absolute path where it is a file, else its name in a registry."""
         given = str(self.config.container)
         path = Path(given).expanduser()
-        is_file = ("/" in given or given.endswith(IMAGES)) and path.exists()
+        is_file = ("/" in given or given.endswith((".sif", ".sqsh", ".img"))) and path.exists()
         return str(path.absolute()) if is_file or given.startswith((".", "/", "~")) else given
 
     @property
@@ -77,12 +90,9 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
         ckpt_path: ``last``, ``best`` or the path that the first start resumes from.
 
     Raises:
-        ConfigError: Nodes, GPUs or accelerator of the job and of the Trainer differ, or the number of processes is not
-            known.
+        ConfigError: The job and the Trainer differ in size, or the number of processes is not known.
     """
     config, accelerator = run.slurm, run.trainer.get("accelerator")
-    allowed = "cpu | gpu | cuda | auto: a job asks SLURM for GPUs, or for none"
-    require(accelerator in (None, "auto", "cpu", "gpu", "cuda"), "trainer.accelerator", accelerator, allowed)
     fix = "set trainer.devices: 8, or give --gpus-per-node 8"
     require(run.world_size, "trainer.devices", run.trainer.get("devices"), "the number of processes per node", fix)
     tasks = (run.world_size or 1) // run.num_nodes
@@ -93,28 +103,21 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
     given = f"{wanted} with trainer.devices {tasks} and trainer.accelerator {accelerator or 'auto'}"
     fix = "give --gpus-per-node N; for processes on CPUs set trainer.accelerator: cpu and slurm.gpus_per_node: 0"
     require(wanted in (None, gpus), "slurm.gpus_per_node", given, f"{gpus}", fix)
+    folder = Path(run.trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
+    allowed = "one line without backslashes: SLURM puts no job number into a path that has one"
+    is_line = str(folder).isprintable() and "\\" not in str(folder)
+    require(is_line, "trainer.default_root_dir", repr(str(folder)), allowed, "rename the folder")
     if ckpt_path not in (None, "last", "best"):  # in the script it is quoted, and nothing expands it
         ckpt_path = str(Path(str(ckpt_path)).expanduser().absolute())
     return Job(
         config=config,
-        run_folder=_run_folder(run.trainer, is_mounted=config.container is not None),
+        run_folder=folder,
         nodes=nodes,
         tasks_per_node=tasks,
         gpus_per_node=gpus,
         ckpt_path=ckpt_path,
         node_counts=_node_counts(run, nodes, tasks),
     )
-
-
-def _run_folder(trainer: dict[str, Any], is_mounted: bool) -> Path:
-    field, fix = "trainer.default_root_dir", "rename the folder"
-    folder = Path(trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
-    allowed = "a path without : and , which part the mounts of slurm.container"
-    require(not (is_mounted and set(":,") & set(str(folder))), field, folder, allowed, fix)
-    is_line = all(ord(c) >= 32 and ord(c) != 127 and c != "\\" for c in str(folder))
-    allowed = "one line without backslashes: SLURM puts no job number into a path that has one"
-    require(is_line, field, repr(str(folder)), allowed, fix)
-    return folder
 
 
 def _node_counts(run: RunConfig, nodes: int, tasks: int) -> tuple[int, ...]:
@@ -133,3 +136,109 @@ def _fits(run: RunConfig, nodes: int, tasks: int) -> bool:
     except ConfigError:
         return False
     return not run.strategy.is_hybrid or nodes == 1 or shards % tasks == 0
+
+
+def render(job: Job) -> str:
+    """The script that ``sbatch`` takes."""
+    config, quoted = job.config, shlex.quote
+    size = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
+    processes = "one process per GPU" if job.gpus_per_node else f"{job.tasks_per_node} process(es) per node, on CPUs"
+    counts = " ".join(map(str, job.node_counts))
+    if counts:  # as many as the recipe can run on, of those that the job was given
+        nodes = f'for nodes in {counts}; do if [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ]; then break; fi; done'
+    else:
+        nodes = "nodes=$SLURM_JOB_NUM_NODES"
+    flags, command = _how(job)
+    address = config.master_addr or "{node}"
+    values = {
+        "version": __version__,
+        "title": f"{' '.join(job.name.split())} on {job.nodes} node(s) with {size} each",
+        "options": "\n".join(_options(job)),
+        "environment": "\n".join(_environment(job)),
+        "run_folder": quoted(str(job.run_folder)),
+        "cap": config.max_requeues if config.requeue else 0,
+        "ckpt_path": f"--ckpt_path {quoted(job.ckpt_path)}" if job.ckpt_path else "",
+        "nodes": nodes,
+        "master_addr": '"$node"'.join(quoted(part) if part else "" for part in address.split("{node}")),
+        "master_port": config.master_port or "$((20000 + SLURM_JOB_ID % 10000))",
+        "free_port": "" if config.master_port else _FREE,
+        "processes": processes,
+        "tasks": job.tasks_per_node,
+        "flags": "".join(f" \\\n  {flag}" for flag in flags),
+        "command": command,
+    }
+    return _PLACE.sub(lambda found: _filled(found, values), _TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _filled(found: re.Match[str], values: Mapping[str, object]) -> str:
+    text, end = str(values[found["name"]]), found["end"]
+    return "" if end and not text else text + (end or "")
+
+
+def sbatch_value(text: str) -> str:
+    """A value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but runs no shell."""
+    if text and all(c.isalnum() or c in "-_./:,=@%+[]&|*()" for c in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _options(job: Job) -> list[str]:
+    config, tasks = job.config, job.tasks_per_node
+    if job.node_counts:
+        # for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start, and a job that
+        # lost a node would wait for it (seen with SLURM 22.05)
+        size = {"nodes": f"{job.node_counts[-1]}-{job.nodes}", "mincpus": tasks * (config.cpus_per_task or 1)}
+    else:
+        size = {"nodes": job.nodes, "ntasks-per-node": tasks}
+    values: dict[str, str | int | None] = {"job-name": job.name, **size, "gpus-per-node": job.gpus_per_node or None}
+    for key in ("cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "dependency"):
+        values[key.replace("_", "-")] = getattr(config, key)
+    values["output"] = f"{job.folder}".replace("%", "%%") + "/%j.log"
+    values["open-mode"] = "append"
+    values["signal"] = f"USR1@{config.signal_lead_seconds}"  # to every process, before the time limit
+    found = [f"#SBATCH --{name}={sbatch_value(str(value))}" for name, value in values.items() if value is not None]
+    found.append(f"#SBATCH --{'requeue' if config.requeue and config.max_requeues else 'no-requeue'}")
+    for option in config.extra or []:
+        name, equals, value = option.partition("=")
+        found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
+    return found
+
+
+def _environment(job: Job) -> list[str]:
+    """What users add, without our shell options: files that load modules read unset variables."""
+    config, lines = job.config, []
+    if config.env_file:
+        path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
+        said = shlex.quote(f"slurm.env_file {path} ended with an error: let its last line succeed")
+        lines.append(f". {shlex.quote(str(path))} || {{ echo {said}; exit 1; }}")
+    for name, value in (config.env or {}).items():
+        lines.append(f"export {name}={shlex.quote(value)}")
+        if config.container and config.container_runtime == "apptainer":  # else the image's own value wins
+            lines.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")
+    if config.setup:
+        lines += ["set -e", f"trap 'echo \"{_SAID}\"' ERR", *config.setup]
+    return lines
+
+
+def _how(job: Job) -> tuple[list[str], str]:
+    """Further flags of srun, and the command as the shell reads it, inside of the image if there is one."""
+    config, flags = job.config, []
+    if config.cpu_bind:
+        flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
+    if config.cpus_per_task:
+        flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
+    command = shlex.join(job.command)
+    if config.container and config.container_runtime == "pyxis":
+        # the folder that the job was submitted from is the one that relative paths of the recipe mean
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in job.mounts)
+        flags += [
+            f"--container-image={shlex.quote(job.image)}",
+            f'--container-mounts={shlex.quote(mounts)}",$PWD:$PWD" --container-workdir="$PWD"',
+        ]
+        if config.env:  # else the image's own values win
+            flags.append(f"--container-env={','.join(config.env)}")
+    elif config.container:
+        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in job.mounts)
+        nvidia = "--nv " if job.gpus_per_node else ""
+        command = f'apptainer exec {nvidia}{binds} --bind "$PWD" --pwd "$PWD" {shlex.quote(job.image)} {command}'
+    return flags, command

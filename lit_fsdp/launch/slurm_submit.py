@@ -12,16 +12,12 @@ from typing import Any
 import yaml
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.slurm_job import Job
-from lit_fsdp.launch.slurm_script import render
+from lit_fsdp.launch.slurm_job import Job, render
 from lit_fsdp.redaction import hidden_keys, redact_values
 
 _SECONDS = 60.0
-_OF_SHELL = {
-    **{"SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos"},
-    **{"SBATCH_TIMELIMIT": "time", "SBATCH_CONSTRAINT": "constraint", "SBATCH_RESERVATION": ""},
-}
-"""Variables by which a shell may set what the recipe leaves open; sbatch lets them win over the script."""
+_OF_SHELL = {name.upper(): name for name in ("account", "partition", "qos", "constraint")} | {"TIMELIMIT": "time"}
+"""What SBATCH_... variables of a shell may say where the recipe does not; sbatch lets them win over the script."""
 
 
 class SlurmError(ConfigError):
@@ -105,13 +101,7 @@ def _recipe(job: Job, values: Mapping[str, Any]) -> str:
 
 def _environment(job: Job) -> dict[str, str]:
     """Of this shell, without what would win over the script, or is of the job that this shell is in."""
-    kept, dropped, is_in_job = {}, [], "SLURM_JOB_ID" in os.environ
-    for name, value in os.environ.items():
-        is_given = name in _OF_SHELL and getattr(job.config, _OF_SHELL[name], None) is not None
-        if name.startswith("SBATCH_") and (is_given or name not in _OF_SHELL):
-            dropped.append(name)
-        elif not (is_in_job and name.startswith("SLURM_") and name != "SLURM_CONF"):
-            kept[name] = value
-    if dropped:
-        print(f"note: not passed on to sbatch, the recipe holds: {', '.join(sorted(dropped))}", file=sys.stderr)
-    return kept
+    kept = {"SLURM_CONF"}
+    kept |= {f"SBATCH_{name}" for name, key in _OF_SHELL.items() if getattr(job.config, key) is None}
+    others = ("SBATCH_", "SLURM_") if "SLURM_JOB_ID" in os.environ else "SBATCH_"
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(others)}
