@@ -154,14 +154,13 @@ def _wanted(run: RunConfig | None, values: dict[str, Any], name: str, nodes: int
 
 def _with_bytes(wanted: Wanted, run: RunConfig, num_gpus: int) -> Wanted:
     """The same with the size of a checkpoint, as far as the model's config is at hand."""
-    from lit_fsdp.commands.slurm import checkpoint_bytes, num_checkpoints
+    from lit_fsdp.commands.slurm import checkpoint_bytes
 
     if run.world_size is None:
         devices = num_gpus if num_gpus and wanted.accelerator != "cpu" else 1
         run = dataclasses.replace(run, trainer={**run.trainer, "devices": devices})
     try:
-        count = num_checkpoints(run) or wanted.num_checkpoints
-        return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run), num_checkpoints=count)
+        return dataclasses.replace(wanted, checkpoint_bytes=checkpoint_bytes(run))
     except (CheckpointError, ConfigError):  # a run says what is wrong with the model; here its size is not known
         return wanted
 

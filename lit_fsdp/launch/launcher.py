@@ -136,4 +136,4 @@ def _devices(trainer: Mapping[str, Any]) -> int | None:
     given = trainer.get("devices")
     if isinstance(given, list):
         return len(given)
-    return int(given) if str(given).isdigit() and given is not True else None
+    return int(given) if given is not None and str(given).isdigit() else None

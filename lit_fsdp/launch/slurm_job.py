@@ -187,7 +187,7 @@ def _options(job: Job) -> list[str]:
     if job.node_counts:
         # for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start, and a job that
         # lost a node would wait for it (seen with SLURM 22.05)
-        size = {"nodes": f"{job.node_counts[-1]}-{job.nodes}", "mincpus": tasks * (config.cpus_per_task or 1)}
+        size: dict[str, str | int] = {"nodes": f"{job.node_counts[-1]}-{job.nodes}", "mincpus": tasks * (config.cpus_per_task or 1)}
     else:
         size = {"nodes": job.nodes, "ntasks-per-node": tasks}
     values: dict[str, str | int | None] = {"job-name": job.name, **size, "gpus-per-node": job.gpus_per_node or None}

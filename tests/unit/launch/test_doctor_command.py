@@ -22,7 +22,7 @@ from lit_fsdp.launch.bandwidth_report import FORMULA, Rate
 from lit_fsdp.launch.checks.row import Row, Wanted
 from lit_fsdp.launch.doctor import Report
 from lit_fsdp.launch.doctor_table import plain_text, print_report
-from tests.unit.launch.jobs import recipe
+from tests.unit.launch.conftest import recipe
 
 GOOD, BAD = Row("disk", "58 GiB free"), Row("GPUs [0]", "none", "bad", "run on a machine with GPUs")
 REPORT = Report([GOOD, BAD], [Rate("all-reduce", 2**20, 2.0, 4)])
