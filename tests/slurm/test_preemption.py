@@ -79,10 +79,6 @@ def test_a_signal_saves_requeues_and_the_losses_are_those_of_a_run_without_one(c
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
     assert steps_logged(cluster.folder / ODD) == list(range(20))
     assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
-    status = cluster.run("lit-fsdp", "slurm", "status", str(cluster.folder / ODD))
-    assert "COMPLETED" in status.stdout
-    assert "restarts 1" in status.stdout
-    assert status.stdout.count(f"{second}.rank-0.log: ") == 1
 
 
 @only_long
@@ -115,10 +111,9 @@ def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
 
 @only_long
 def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(cluster: Cluster):
-    """Of two minutes each time; lint would refuse so short a one in a recipe, so the controller is told."""
-    slurm = {**slow("step"), "max_requeues": 30, "signal_lead_seconds": 31}  # 3 s a step
+    """Of two minutes each time, as in a rehearsal in a debug queue."""
+    slurm = {**slow("step"), "max_requeues": 30, "signal_lead_seconds": 31, "time": "2:00"}  # 3 s a step
     number = cluster.submit(cluster.recipe("limited", trainer={"max_steps": 45}, slurm=slurm))
-    assert cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=2").returncode == 0
     whole = cluster.submit(cluster.recipe("unlimited", trainer={"max_steps": 45}))
     cluster.wait_until(whole, "COMPLETED")
     state = cluster.wait_until(number, "COMPLETED", seconds=1200)[0]
@@ -126,25 +121,6 @@ def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(clu
     assert int(state["Restarts"]) >= 1
     assert losses(cluster.folder / "limited") == losses(cluster.folder / "unlimited")
     assert steps_logged(cluster.folder / "limited") == list(range(45))
-
-
-@only_long
-def test_one_seed_of_an_array_that_is_preempted_leaves_the_other_alone(cluster: Cluster):
-    """One of the tasks has the number of the whole array; each is preempted once."""
-    recipe = cluster.recipe("apart", trainer={**ONE, "max_steps": 60}, slurm={"seeds": [3, 9]})
-    number = cluster.submit(recipe)
-    for index, seed in enumerate((3, 9)):
-        cluster.wait_for_step(f"apart/seed-{seed}", 3)
-        cluster.signal(f"{number}_{index}")
-        deadline = time.monotonic() + 120
-        while {state["ArrayTaskId"]: state["Restarts"] for state in cluster.states(number)}[str(index)] != "1":
-            assert time.monotonic() < deadline, cluster.logs()
-            time.sleep(0.3)
-    states = cluster.wait_until(number, "COMPLETED")
-    assert [state["Restarts"] for state in states] == ["1", "1"]
-    found = {seed: losses(cluster.folder / "apart" / f"seed-{seed}") for seed in (3, 9)}
-    assert len(found[3]) == len(found[9]) == 60
-    assert found[3] != found[9]
 
 
 @only_long
@@ -208,9 +184,9 @@ def test_a_signal_in_the_last_save_or_later_changes_nothing(cluster: Cluster, ph
 
 
 @only_long
-@pytest.mark.parametrize("how", ["scancel", "cancel", "kill", "requeue"])
+@pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
 def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
-    """What was saved before is whole; only a requeue starts the job again."""
+    """What was saved before is whole; scancel is for good, and a requeue or a killed rank starts the job again."""
     name = f"middle-{how}"
     trainer = {**ONE, "max_steps": 12}
     recipe = cluster.recipe(name, trainer=trainer, slurm=slow("save"), checkpoint={"every_steps": 4})
@@ -219,20 +195,13 @@ def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
     mark = cluster.folder / "save-0"
     mark.unlink(missing_ok=True)
     cluster.wait_for(mark)
-    commands = {
-        "scancel": ["scancel", number],
-        "cancel": ["lit-fsdp", "slurm", "cancel", str(cluster.folder / name)],
-        "kill": ["scancel", "--signal=KILL", "--full", number],
-        "requeue": ["scontrol", "requeue", number],
-    }
-    if how == "cancel":
-        mark.unlink(missing_ok=True)  # it takes seconds to start, so that this may be another save
-    assert cluster.run(*commands[how]).returncode == 0
-    wanted = {"requeue": ("COMPLETED",), "kill": ("FAILED", "CANCELLED")}.get(how, ("CANCELLED",))
-    state = cluster.wait_until(number, *wanted)[0]
-    assert state["Restarts"] == ("1" if how == "requeue" else "0")
-    time.sleep(14)  # cred_expire is 10: it would be in the queue again by now
-    assert cluster.states(number)[0]["JobState"] in wanted
+    commands = {"scancel": ["scancel"], "kill": ["scancel", "--signal=KILL"], "requeue": ["scontrol", "requeue"]}
+    assert cluster.run(*commands[how], number).returncode == 0
+    (state,) = cluster.wait_until(number, "CANCELLED" if how == "scancel" else "COMPLETED")
+    assert state["Restarts"] == ("0" if how == "scancel" else "1")
     assert check_whole(cluster.folder / name)[-1] >= 4
-    if how == "requeue":
+    if how == "scancel":
+        time.sleep(14)  # cred_expire is 10: it would be in the queue again by now
+        assert cluster.states(number)[0]["JobState"] == "CANCELLED"
+    else:
         assert steps_logged(cluster.folder / name) == list(range(12))
