@@ -24,7 +24,7 @@ _USAGE = """usage: lit-fsdp slurm VERB --config R.yaml [--config configs/slurm/C
   submit   submit it unless something is wrong; the job's number on standard output, how to follow it on standard error
 
 lit-fsdp fit --help explains the keys of the slurm section
-Exit codes: 0; 1 submit found an error, or SLURM refuses; 2 the recipe or the command line is wrong
+Exit codes: 0; 1 submit found an error; 2 the recipe or the command line is wrong, or SLURM refuses
 """
 _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
@@ -70,13 +70,9 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
 
 
 def _submit(job: Job, values: dict[str, Any]) -> int:
-    from lit_fsdp.launch.slurm_submit import SlurmError, submit
+    from lit_fsdp.launch.slurm_submit import submit
 
-    try:
-        number = submit(job, values)
-    except SlurmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    number = submit(job, values)
     print(number, flush=True)
     nodes = "-".join(str(count) for count in sorted({min(job.node_counts or [job.nodes]), job.nodes}))
     lines = [

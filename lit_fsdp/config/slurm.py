@@ -71,7 +71,7 @@ class SlurmConfig:
     master_addr: str | None = None
     """Address of the first node, where the ranks meet; {node} is its name, e.g. "{node}-ib0"; default: its name."""
     master_port: int | None = None
-    """Port where the ranks meet; default: one by the job's number that nobody listens on."""
+    """Port where the ranks meet, or the next one that nobody listens on; default: by the job's number."""
     env_file: str | None = None
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None

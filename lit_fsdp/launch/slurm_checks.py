@@ -7,7 +7,6 @@ import glob
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -84,13 +83,13 @@ def _shell_is_whole(job: Job, run: RunConfig, facts: Facts) -> Found:
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607
         if done.returncode:
             yield ConfigError(field, done.stderr.strip(), "lines that bash can read", f"mend {field}")
-    added = "\n".join([*(config.setup or []), texts.get("slurm.env_file", ""), shlex.join(config.command or [])])
+    added = "\n".join([*(config.setup or []), texts.get("slurm.env_file", ""), *(config.command or [])])
     if launcher := _LAUNCHER.search(added):
         yield f"{launcher[1]} in setup, env_file or command: the script calls srun itself, once, with all processes"
 
 
 def _files_are_there(job: Job, run: RunConfig, facts: Facts) -> Found:
-    """What is named must exist, and be seen from every node as far as its path and file system tell."""
+    """What is named must exist, and be seen from every node as far as its path tells."""
     local = []
     for field, path in _paths(job, run):
         is_output = field in ("trainer.default_root_dir", "data.cache_dir")
@@ -98,10 +97,13 @@ def _files_are_there(job: Job, run: RunConfig, facts: Facts) -> Found:
             yield ConfigError(field, f"{path}, which does not exist", "an existing file or folder", f"check {field}")
         elif why := local_place(path):
             local.append(f"{field} {path} ({why})")
+    program = job.command[0]
+    if not job.config.container and shutil.which(program) is None:
+        yield f"slurm.command {program}: not on this machine; the nodes must have it"
+    elif not job.config.container and (why := local_place(Path(program))):
+        local.append(f"slurm.command {program} ({why})")
     if local:
         yield f"other nodes, and another one that the job may get, do not see: {'; '.join(local)}"
-    if not job.config.container and shutil.which(job.command[0]) is None:
-        yield f"slurm.command {job.command[0]}: not on this machine; the nodes must have it"
 
 
 def _paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -115,10 +117,11 @@ def _paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
         if job.image.startswith("/"):
             yield "slurm.container", Path(job.image)
         return
-    named = {} if run.model.miniature else {"model.name": run.model.name, "model.tokenizer": run.model.tokenizer}
+    model = run.model
+    named = [] if model.miniature else [("model.name", model.name), ("model.tokenizer", model.tokenizer)]
     for split in ("train", "val"):
-        named |= {f"data.{split}": entry.source for entry in check_sources(split, getattr(run.data, split))}
-    for field, name in named.items():
+        named += [(f"data.{split}", entry.source) for entry in check_sources(split, getattr(run.data, split))]
+    for field, name in named:
         text = os.path.expanduser(name) if isinstance(name, str) else ""
         base = text.rpartition(":")[0]  # FOLDER:SPLIT
         path = Path(base if os.path.isdir(base) else text)
@@ -127,18 +130,9 @@ def _paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def local_place(path: Path) -> str | None:
-    """Why a path cannot be seen from other nodes, as far as it and its file system tell; links are followed."""
-    for folder in _LOCAL_FOLDERS:
-        if path.is_relative_to(folder) or path.resolve().is_relative_to(folder):
-            return f"{folder} is a node's own"
-    words = ["stat", "--file-system", "--format=%T", str(_nearest(path))]
-    kind = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603
-    return f"a {kind} of this node" if kind in ("tmpfs", "ramfs", "overlayfs", "squashfs") else None
-
-
-def _nearest(path: Path) -> Path:
-    path = path.resolve()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    """Why a path cannot be seen from other nodes, as far as its name tells; links are followed."""
+    paths = (path, path.resolve())
+    return next((f"{f} is a node's own" for f in _LOCAL_FOLDERS for path in paths if path.is_relative_to(f)), None)
 
 
 def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
@@ -203,15 +197,16 @@ def _lacking(job: Job, name: str, rows: list[list[str]]) -> ConfigError | None:
             given = f"{needed:g} per node in partition {name}"
             return ConfigError(field, given, f"what its nodes have: {here}", "ask for less, or name another partition")
     least, most = min(job.node_counts or [job.nodes]), sum(count for count, _ in able)
-    allowed = f"at most {most} that can take it, of {here}"
-    return ConfigError("slurm.nodes", f"{job.nodes} in partition {name}", allowed) if least > most else None
+    given, allowed = f"{job.nodes} in partition {name}", f"at most {most} that can take it, of {here}"
+    return ConfigError("slurm.nodes", given, allowed) if least > most else None
 
 
 def _disk_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
     if facts.checkpoint_bytes is None:
         yield "time of a save and free disk are not compared, as the model's config is not at hand"
         return
-    place, kept = _nearest(job.run_folder), run.checkpoint
+    kept = run.checkpoint
+    place = next(folder for folder in (job.run_folder, *job.run_folder.parents) if folder.is_dir())
     count = max(kept.keep_last, 1) + kept.keep_best + 1  # and the one being written
     needed, free = count * facts.checkpoint_bytes / GIB, shutil.disk_usage(place).free / GIB
     if free < needed:

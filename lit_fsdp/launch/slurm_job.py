@@ -23,10 +23,6 @@ from lit_fsdp.errors import ConfigError, require
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
 _PLACE = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
 """``{{name}}``; a line that holds nothing else goes if there is nothing to fill in."""
-_FREE = (
-    "while (exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
-    " # nobody listens"
-)
 _SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
 
 
@@ -67,10 +63,9 @@ class Job:
     @property
     def image(self) -> str:
         """The image that the processes run in: an absolute path where it is a file, else its name in a registry."""
-        given = str(self.config.container)
-        path = Path(given).expanduser()
-        is_file = ("/" in given or given.endswith((".sif", ".sqsh", ".img"))) and path.exists()
-        return str(path.absolute()) if is_file or given.startswith((".", "/", "~")) else given
+        path = Path(str(self.config.container)).expanduser()
+        is_path = path.is_file() or str(self.config.container).startswith((".", "/", "~"))
+        return str(path.absolute()) if is_path else str(self.config.container)
 
     @property
     def mounts(self) -> list[str]:
@@ -161,7 +156,6 @@ def render(job: Job) -> str:
         "nodes": nodes,
         "master_addr": '"$node"'.join(quoted(part) if part else "" for part in address.split("{node}")),
         "master_port": config.master_port or "$((20000 + SLURM_JOB_ID % 10000))",
-        "free_port": "" if config.master_port else _FREE,
         "processes": processes,
         "tasks": job.tasks_per_node,
         "flags": "".join(f" \\\n  {flag}" for flag in flags),
@@ -187,7 +181,10 @@ def _options(job: Job) -> list[str]:
     if job.node_counts:
         # for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start, and a job that
         # lost a node would wait for it (seen with SLURM 22.05)
-        size: dict[str, str | int] = {"nodes": f"{job.node_counts[-1]}-{job.nodes}", "mincpus": tasks * (config.cpus_per_task or 1)}
+        size: dict[str, str | int] = {
+            "nodes": f"{job.node_counts[-1]}-{job.nodes}",
+            "mincpus": tasks * (config.cpus_per_task or 1),
+        }
     else:
         size = {"nodes": job.nodes, "ntasks-per-node": tasks}
     values: dict[str, str | int | None] = {"job-name": job.name, **size, "gpus-per-node": job.gpus_per_node or None}

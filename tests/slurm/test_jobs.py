@@ -61,18 +61,18 @@ def test_the_script_of_a_job_that_still_runs_is_no_second_start_of_it(cluster: C
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "code", "says"),
     [
-        (["--partition", "nowhere"], "set slurm.partition: test"),
-        (["--nodes", "4"], "at most 2"),
-        (["--slurm.mem", "999G"], "2 with 0 GPUs, 4 cores and 16000 MiB"),
-        (["--slurm.extra", "[--reservation=none]"], "Requested reservation is invalid"),
+        (["--partition", "nowhere"], 1, "set slurm.partition: test"),
+        (["--nodes", "4"], 1, "at most 2"),
+        (["--slurm.mem", "999G"], 1, "2 with 0 GPUs, 4 cores and 16000 MiB"),
+        (["--slurm.extra", "[--reservation=none]"], 2, "Requested reservation is invalid"),
     ],
 )
-def test_what_this_cluster_does_not_have(cluster: Cluster, flags: list[str], says: str):
+def test_what_this_cluster_does_not_have(cluster: Cluster, flags: list[str], code: int, says: str):
     recipe = cluster.recipe("lacking", slurm=SLEEP)
     done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), *flags)
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert says in done.stderr
     shown = cluster.run("lit-fsdp", "slurm", "render", "--config", str(recipe), *flags)
     assert (shown.returncode, shown.stdout[:11]) == (0, "#!/bin/bash")

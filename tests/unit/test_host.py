@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import random
 import socket
 import threading
 
@@ -13,7 +12,7 @@ import pytest
 from lit_fsdp import host
 from lit_fsdp.__main__ import main
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.host import cache_root, free_port, make_once
+from lit_fsdp.host import free_port, make_once
 from tests.ports import own_port
 
 
@@ -104,39 +103,26 @@ def test_full_disk_names_the_way_out(tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_place_follows_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path))
-    assert cache_root() == tmp_path
-    monkeypatch.delenv("LIT_FSDP_CACHE")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(cache_root()) == "/home/somebody/.cache/lit_fsdp"
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank", "is_first", "is_lightnings", "follows"),
-    [
+def test_which_process_this_is(monkeypatch):
+    """The last four columns: rank, speaks, started by Lightning, follows the first task of srun."""
+    elastic = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "SLURM_PROCID": "1"}
+    for environment, *wanted in (
         ({}, 0, True, False, False),
         ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, 0, True, False, False),
         ({"LOCAL_RANK": "2"}, 2, False, True, False),
-        # started by Lightning in a batch script, whose variables it has inherited
-        ({"LOCAL_RANK": "1", "SLURM_PROCID": "0"}, 1, False, True, False),
+        ({"LOCAL_RANK": "1", "SLURM_PROCID": "0"}, 1, False, True, False),  # in a batch script
         ({"SLURM_PROCID": "3"}, 3, False, False, True),
         ({"SLURM_PROCID": "3", "LOCAL_RANK": "1"}, 3, False, False, True),
         ({"SLURM_PROCID": "0"}, 0, True, False, False),
-        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_RANK": "1", "SLURM_PROCID": "1"}, 5, False, False, True),
-        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"}, 0, True, False, False),
+        ({**elastic, "RANK": "5"}, 5, False, False, True),
         ({"NODE_RANK": "1"}, 0, False, False, False),
-    ],
-)
-def test_which_process_this_is(monkeypatch, environment, rank, is_first, is_lightnings, follows):
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert host.global_rank() == rank
-    assert host.is_first_process() == is_first
-    assert host.is_launched_by_lightning() == is_lightnings
-    assert host.follows_first_task() == follows
+    ):
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found = host.global_rank(), host.is_first_process(), host.is_launched_by_lightning(), host.follows_first_task()
+        assert list(found) == wanted, environment
 
 
 def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
@@ -164,27 +150,11 @@ def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
 
 
 def test_a_free_port_is_none_of_those_of_outgoing_connections():
-    ports = {free_port() for _ in range(50)}
-    assert all(10000 <= port < 20000 for port in ports)
-    for port in ports:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+    assert all(10000 <= free_port() < 20000 for _ in range(50))
 
 
-def test_processes_of_one_seed_choose_different_ports():
-    chosen = []
-    for _ in range(2):
-        random.seed(1)
-        chosen.append([free_port() for _ in range(3)])
-    assert chosen[0] != chosen[1]
-
-
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
-def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily):
-    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 on this host")
-    dual = family == socket.AF_INET6
-    with socket.create_server(("", free_port()), family=family, dualstack_ipv6=dual) as taken:
+def test_a_port_where_somebody_listens_is_passed_over(monkeypatch):
+    with socket.create_server(("", free_port())) as taken:
         busy, free = taken.getsockname()[1], own_port()
         monkeypatch.setattr(host, "_PORTS", [busy, free])
         monkeypatch.setattr(host, "_PORTS_TRIED", 2)

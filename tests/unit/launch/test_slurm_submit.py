@@ -73,11 +73,11 @@ def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
         assert capsys.readouterr().out == f"{number}\n"
     (slurm.folder / "sbatch.err").write_text("Invalid account or account/partition")
     (slurm.folder / "sbatch.out").unlink()
-    assert slurm_command("submit") == 1
+    assert slurm_command("submit") == 2
     out, err = capsys.readouterr()
     assert (out, "error: sbatch: got Invalid account or account/partition (exit code 1)" in err) == ("", True)
     (slurm.folder / "sbatch.out").write_text("done")
-    assert slurm_command("submit") == 1
+    assert slurm_command("submit") == 2
     assert "see squeue --me" in capsys.readouterr().err
 
 
