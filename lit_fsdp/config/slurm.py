@@ -10,7 +10,6 @@ from lit_fsdp.errors import ConfigError, require
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ADDRESS = re.compile(r"([A-Za-z0-9._:-]|\{node\})+")
 _OURS = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"
     r"|SLURM_(N?TASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|JOB_?|STEP|ARRAY).*)"
@@ -109,14 +108,6 @@ class SlurmConfig:
             require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _")
             fix = "drop it; slurm.master_addr and slurm.master_port say where the ranks meet"
             require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "no variable of the launch", fix)
-        allowed = "an address of the first node, in which {node} stands for its name"
-        fix = 'write master_addr: "{node}-ib0"'
-        require(
-            self.master_addr is None or _ADDRESS.fullmatch(self.master_addr),
-            "master_addr", repr(self.master_addr), allowed, fix,
-        )  # fmt: skip
-        allowed = "another name: Lightning takes a job of this one for a shell, and starts processes by itself"
-        require(self.job_name not in ("bash", "interactive"), "job_name", self.job_name, allowed)
         require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
 

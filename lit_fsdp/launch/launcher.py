@@ -84,8 +84,6 @@ def _check_torchrun(devices: int | None, nodes: int, environment: Mapping[str, s
     given = f"srun, which started torchrun {tasks} times, each for a run of {agents} node(s)"
     allowed = f"one torchrun per node of one run: torchrun --nnodes {tasks}; or srun alone"
     require(tasks in (1, agents), "command line", given, allowed, "srun lit-fsdp fit ... without torchrun")
-    given = f"torchrun with {world} processes on {agents} nodes, {local} of them on this one"
-    require(local * agents == world, "command line", given, "the same --nproc-per-node on every node")
     fix = _TORCHRUN.format(nodes=nodes, devices=devices or local)
     given = f"{devices} under torchrun, which started {local} processes on this node"
     require(devices in (None, local), "trainer.devices", given, f"{local}", f"set trainer.devices: {local}, or {fix}")

@@ -63,7 +63,6 @@ def test_right(trainer: dict[str, Any], environment: dict[str, str]):
         ({"devices": 4}, torchrun(4, 8), "trainer.num_nodes", "num_nodes: 2"),
         ({"devices": 4, "num_nodes": 3}, torchrun(4, 8), "trainer.num_nodes", "--nnodes 3"),
         ({"devices": 2}, torchrun(2, 2, SLURM_STEP_NUM_TASKS="2"), "command line", "without torchrun"),
-        ({"devices": 2, "num_nodes": 2}, torchrun(2, 3, GROUP_WORLD_SIZE="2"), "command line", ""),
         ({"devices": 2}, step("2(x2)"), "trainer.num_nodes", "num_nodes: 2"),
         ({"devices": 2, "num_nodes": 2}, step("1(x2)"), "trainer.devices", "--ntasks-per-node=2"),
         ({"devices": 4}, batch(4), "command line", "srun lit-fsdp fit ..., and #SBATCH --signal=USR1@120"),

@@ -41,6 +41,7 @@ def test_it_is_the_file_that_was_read_and_approved(monkeypatch: pytest.MonkeyPat
         ({"container": "reg/i:1", "env": {"A": "1"}}, {}, ["--container-image=reg/i:1", "--container-env=A"]),
         ({"container": "/i/a b.sif", "container_runtime": "apptainer", "env": {"A": "1"}}, {}, [
             "apptainer exec --nv --bind /shared/run", "'/i/a b.sif'", "APPTAINERENV_A=1"]),
+        ({"job_name": "interactive"}, {}, ["--job-name=lit_fsdp\n"]),  # Lightning would take it for a shell
         ({"master_addr": "{node}-ib0", "master_port": 29500}, {}, ['MASTER_ADDR="$node"-ib0\n', "PORT=29500\n"]),
         ({"job_name": NASTY}, {}, []),
     ],
