@@ -149,11 +149,11 @@ def test_the_end_of_time_or_data_ends_the_job_for_good(cluster: Cluster, end: di
 
 
 @only_long
-@pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0, 4.0, 8.0])
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 4.0, 8.0])
 def test_a_signal_while_the_job_starts_costs_a_start(cluster: Cluster, seconds: float):
     """Before Python runs, before it listens, while it imports and loads, before the first batch."""
     name = f"early-{seconds}"
-    few = ONE if seconds in (0.2, 4.0) else {}
+    few = ONE if seconds == 4.0 else {}
     number = cluster.submit(cluster.recipe(name, trainer={**few, "max_steps": 3}))
     log = cluster.folder / name / "slurm" / f"{number}.log"
     cluster.wait_for(cluster.folder / name / "slurm" / f"{number}.rank-0.log")
@@ -184,9 +184,9 @@ def test_a_signal_in_the_last_save_or_later_changes_nothing(cluster: Cluster, ph
 
 
 @only_long
-@pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
+@pytest.mark.parametrize("how", ["scancel", "requeue"])
 def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
-    """What was saved before is whole; scancel is for good, and a requeue or a killed rank starts the job again."""
+    """What was saved before is whole; scancel is for good."""
     name = f"middle-{how}"
     trainer = {**ONE, "max_steps": 12}
     recipe = cluster.recipe(name, trainer=trainer, slurm=slow("save"), checkpoint={"every_steps": 4})
@@ -195,7 +195,7 @@ def test_in_the_middle_of_a_save(cluster: Cluster, how: str):
     mark = cluster.folder / "save-0"
     mark.unlink(missing_ok=True)
     cluster.wait_for(mark)
-    commands = {"scancel": ["scancel"], "kill": ["scancel", "--signal=KILL"], "requeue": ["scontrol", "requeue"]}
+    commands = {"scancel": ["scancel"], "requeue": ["scontrol", "requeue"]}
     assert cluster.run(*commands[how], number).returncode == 0
     (state,) = cluster.wait_until(number, "CANCELLED" if how == "scancel" else "COMPLETED")
     assert state["Restarts"] == ("0" if how == "scancel" else "1")
