@@ -99,13 +99,14 @@ class SlurmConfig:
             *(("max_requeues", 0), ("signal_lead_seconds", 1), ("master_port", 1)),
         ):
             value = getattr(self, field)
-            require(value is None or least <= value <= 65535, field, value, f"{least} to 65535")
+            is_right = value is None or least <= value <= 65535
+            require(is_right, field, value, f"{least} to 65535", f"write {field}: {max(least, 1)}")
         allowed = "text in quotes: without them YAML reads 12:00:00 as the number 43200"
         require(not isinstance(self.time, int), "time", self.time, allowed, 'write time: "12:00:00"')
         if isinstance(self.time, str):
             time_seconds(self.time)
         for name, value in (self.env or {}).items():
-            require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _")
+            require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "mend its name")
             fix = "drop it; slurm.master_addr and slurm.master_port say where the ranks meet"
             require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "no variable of the launch", fix)
         require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
@@ -117,10 +118,10 @@ class SlurmConfig:
         for name in ("extra", "container_mounts"):
             values |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name) or [])}
         for field, value in values.items():
-            is_line = value is None or (value.strip() and all(ord(c) >= 32 and ord(c) != 127 for c in value))
-            require(is_line, field, repr(value), "one line of text without control characters")
+            is_line = value is None or (value.strip() and value.isprintable())
+            require(is_line, field, repr(value), "one line of text without control characters", f"mend {field}")
         for i, text in enumerate(self.extra or []):
-            require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch, such as --exclusive")
+            require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch", "begin it with --")
             for word in text.partition("=")[0].split():  # the script quotes what stands after the first =
                 name = word if word.startswith("--") else word[:2]
                 why = next((why for why, names in _NOT_EXTRA.items() if name in names), None)
