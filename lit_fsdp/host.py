@@ -75,8 +75,7 @@ def tell_job(name: str, text: str = "") -> None:
 def free_port() -> int:
     """A TCP port for ranks to meet at, which nobody listens on.
 
-    One that the system chooses (``bind`` to port 0) is among those that it gives to outgoing connections too: any of
-    them may get it in the seconds until rank 0 listens there, which then fails with ``EADDRINUSE``.
+    One that the system chooses (``bind`` to port 0) may be given to an outgoing connection before rank 0 listens there.
 
     Raises:
         OSError: None of many is free.

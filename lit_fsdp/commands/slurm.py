@@ -46,9 +46,6 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
         parser.add_argument("--force", action="store_true", help="submit whatever the checks have found")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        return 0
     try:
         options, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:

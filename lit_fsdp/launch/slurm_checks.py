@@ -141,6 +141,8 @@ def _time_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
         given = f"{lead} with a save of {seconds:.0f} s, measured in this run folder, and a step before it"
         fix = f"set slurm.signal_lead_seconds: {int(1.5 * seconds) + _STEP_SECONDS}"
         yield ConfigError("slurm.signal_lead_seconds", given, f">= {seconds + _STEP_SECONDS:.0f}", fix)
+    elif seconds is None and facts.checkpoint_bytes is None:
+        yield "the time of a save is not known, as the model's config is not at hand"
     elif seconds is None and facts.checkpoint_bytes is not None:
         rate, size = _WRITE_GIB_PER_SECOND_PER_NODE * job.nodes, facts.checkpoint_bytes / GIB
         if lead < size / rate + _STEP_SECONDS:
@@ -201,18 +203,6 @@ def _lacking(job: Job, name: str, rows: list[list[str]]) -> ConfigError | None:
     return ConfigError("slurm.nodes", given, allowed) if least > most else None
 
 
-def _disk_is_enough(job: Job, run: RunConfig, facts: Facts) -> Found:
-    if facts.checkpoint_bytes is None:
-        yield "time of a save and free disk are not compared, as the model's config is not at hand"
-        return
-    kept = run.checkpoint
-    place = next(folder for folder in (job.run_folder, *job.run_folder.parents) if folder.is_dir())
-    count = max(kept.keep_last, 1) + kept.keep_best + 1  # and the one being written
-    needed, free = count * facts.checkpoint_bytes / GIB, shutil.disk_usage(place).free / GIB
-    if free < needed:
-        yield f"checkpoint: {count} of them take {needed:.1f} GiB, and {free:.1f} GiB are free at {place}"
-
-
 def _ranks_have_cores(job: Job, run: RunConfig, facts: Facts) -> Found:
     if job.gpus_per_node and job.config.cpus_per_task is None:
         yield "slurm.cpus_per_task is not set: SLURM gives each rank one core; set it to the node's cores / GPUs"
@@ -225,6 +215,5 @@ CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
     _time_is_enough,
     _start_is_clear,
     _files_are_there,
-    _disk_is_enough,
 ]
 """Each yields errors, and warnings."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,27 +43,6 @@ def slow(phase: str) -> dict[str, Any]:
     return {"command": [sys.executable, str(ROOT / "tests/dist/slow_phases.py")], "env": {"SLOW_PHASE": phase}}
 
 
-class Size(threading.Thread):
-    """The most bytes that the checkpoints of a run folder take together at any time, hidden ones included."""
-
-    def __init__(self, run_folder: Path) -> None:
-        super().__init__(daemon=True)
-        self.folder, self.most, self.looks, self.going = run_folder / "checkpoints", 0, 0, True
-        self.start()
-
-    def run(self) -> None:
-        """Look until told to stop."""
-        while self.going:
-            total = 0
-            for path in self.folder.rglob("*"):
-                try:
-                    total += path.stat().st_size if path.is_file() else 0
-                except OSError:  # removed in the meantime
-                    continue
-            self.most, self.looks = max(self.most, total), self.looks + 1
-            time.sleep(0.02)
-
-
 def test_a_signal_saves_requeues_and_the_losses_are_those_of_a_run_without_one(cluster: Cluster):
     """The run folder's name is odd as well; both runs go side by side."""
     odd = {"trainer": {"default_root_dir": str(cluster.folder / ODD), "max_steps": 20}}
@@ -87,21 +65,17 @@ def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
     steps: dict[str, Any] = {"trainer": {"max_steps": 45}, "checkpoint": {"every_steps": 10, "keep_best": 0}}
     whole = cluster.submit(cluster.recipe("not_preempted", **steps))
     number = cluster.submit(cluster.recipe("soak", **steps, slurm={**slow("step"), "max_requeues": 10}))
-    size, rolling = Size(cluster.folder / "soak"), []
+    rolling = []
     for restart in range(10):
         cluster.wait_for_step("soak", max(losses(cluster.folder / "soak"), default=0) + 1)
         cluster.signal(number)
         cluster.restarted(number, restart + 1)
         rolling.append([entry.step for entry in checkpoints(cluster.folder / "soak") if entry.on_signal])
     state = cluster.wait_until(number, "COMPLETED")[0]
-    size.going = False
     cluster.wait_until(whole, "COMPLETED")
-    one = checkpoints(cluster.folder / "not_preempted")[0].num_bytes
     assert state["Restarts"] == "10"
     assert losses(cluster.folder / "soak") == losses(cluster.folder / "not_preempted")
     assert steps_logged(cluster.folder / "soak") == list(range(45))
-    assert size.looks > 100
-    assert 2 * one < size.most < 3.05 * one + 2**18, (size.most, one)  # two are kept, one is being written
     assert all(len(found) <= 1 for found in rolling), rolling
     assert sum(len(found) for found in rolling) >= 7, rolling
     found = check_whole(cluster.folder / "soak")
@@ -121,21 +95,6 @@ def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(clu
     assert int(state["Restarts"]) >= 1
     assert losses(cluster.folder / "limited") == losses(cluster.folder / "unlimited")
     assert steps_logged(cluster.folder / "limited") == list(range(45))
-
-
-@only_long
-def test_after_as_many_requeues_as_are_allowed_the_job_ends_and_says_so(cluster: Cluster):
-    number = cluster.submit(cluster.recipe("capped", trainer={**ONE, "max_steps": 4000}, slurm={"max_requeues": 1}))
-    cluster.wait_for_step("capped", 3)
-    cluster.signal(number)
-    cluster.restarted(number, 1)
-    cluster.wait_for_step("capped", max(losses(cluster.folder / "capped")) + 3)
-    cluster.signal(number)
-    state = cluster.wait_until(number, "FAILED")[0]
-    assert (state["Restarts"], state["ExitCode"]) == ("1", "75:0")
-    log = (cluster.folder / "capped" / "slurm" / f"{number}.log").read_text()
-    assert log.count("not put back into the queue: 1 times are enough (slurm.max_requeues)") == 1
-    assert check_whole(cluster.folder / "capped")[-1] == max(losses(cluster.folder / "capped")) + 1
 
 
 @only_long

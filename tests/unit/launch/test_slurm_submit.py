@@ -111,15 +111,7 @@ def test_a_secret_goes_into_no_file(slurm: FakeSlurm, capsys: pytest.CaptureFixt
     assert not Path("run").exists()
 
 
-def test_a_machine_without_slurm_and_a_controller_that_hangs(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_controller_that_hangs(slurm: FakeSlurm):
     (slurm.folder / "bin" / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
     with pytest.raises(SlurmError, match="no answer in 0 s"):
         run_slurm(["squeue"], timeout_seconds=0.2)
-    monkeypatch.setenv("PATH", "/nowhere:/usr/bin:/bin")
-    for name in ("sbatch", "sinfo", "squeue"):
-        (slurm.folder / "bin" / name).unlink()
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    with pytest.raises(SlurmError, match="not found on this machine"):
-        run_slurm(["no-such-program"])
