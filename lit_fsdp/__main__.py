@@ -9,19 +9,27 @@ from collections.abc import Sequence
 
 from lit_fsdp.commands import run
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError, NonFiniteGradientError
-from lit_fsdp.host import is_first_process
+from lit_fsdp.host import global_rank, is_first_process, tell_job
 from lit_fsdp.redaction import OutputError, guarded_streams
+
+EXIT_LOST = 76
+"""Of a rank that lost the others; the batch script of a job may start it again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 done; 1 the run failed or a check found something; 2 the recipe or the command line is wrong; 75 saved and
-    stopped on SIGTERM or SIGUSR1; 130 on Ctrl-C. What a user can mend is said without a traceback, and secrets of the
-    environment and of the recipe are said nowhere.
+    stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. What a user can mend is said without a
+    traceback, and secrets of the environment and of the recipe are said nowhere.
     """
-    with guarded_streams():
-        return _run(argv)
+    code = 1  # of an exception that nobody catches
+    try:
+        with guarded_streams():
+            code = _run(argv)
+        return code
+    finally:
+        tell_job(f"exit.{global_rank()}", str(code))
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -32,9 +40,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except ConfigError as error:
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
-        # which rank was lost, if that is why a save or a load failed
-        lost = [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
-        return _say("\n".join([str(error), *lost]), 1)
+        lost = _lost(error)
+        is_lost = lost or " lost contact with another rank: " in str(error)  # in a save or load
+        return _say("\n".join([str(error), *lost]), EXIT_LOST if is_lost else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:
@@ -43,6 +51,16 @@ def _run(argv: Sequence[str] | None) -> int:
     except OutputError as error:
         _drop_output()
         return _say(f"{error.strerror}", 1)
+    except Exception as error:
+        if not _lost(error):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_LOST
+
+
+def _lost(error: BaseException) -> list[str]:
+    """Which ranks this one lost, if that is why it failed (:mod:`lit_fsdp.parallel.last_words`)."""
+    return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
 
 
 def _drop_output() -> None:
@@ -54,9 +72,9 @@ def _drop_output() -> None:
 def _say(text: str, code: int) -> int:
     # rows and file names that an error quotes may hold escapes, which must not reach the terminal
     text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or "0"
+    rank = global_rank()
     with contextlib.suppress(OSError):  # where nothing can be said the exit code still counts
-        print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
+        print(f"[rank {rank}] error: {text}" if rank else f"error: {text}", file=sys.stderr, flush=True)
     return code
 
 

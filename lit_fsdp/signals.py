@@ -36,7 +36,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from lit_fsdp.host import is_first_process, is_launched_by_lightning
+from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
 
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 130
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -102,6 +102,7 @@ class SignalFlags:
     def _end(self, text: str, code: int) -> None:
         _say(text)
         self.before_exit()
+        tell_job(f"exit.{global_rank()}", str(code))
         os._exit(code)
 
 

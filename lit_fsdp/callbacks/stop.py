@@ -30,7 +30,7 @@ class StopRequested(Exception):
 
     def __init__(self, exit_code: int, step: int, is_saved: bool = True) -> None:
         there = f"after step {step}; the checkpoint is complete; resume with --ckpt_path last"
-        nothing = f"before step {step + 1}, before anything was there to save; start it again with the same words"
+        nothing = f"before step {step + 1}, with nothing new to save; start it again with the same words"
         super().__init__(f"stopped by a signal {there if is_saved else nothing}")
         self.exit_code, self.step, self.is_saved = exit_code, step, is_saved
 

@@ -24,6 +24,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, spec_of, write_tensors
 from lit_fsdp.checkpoint.snapshot import FULL_FILE, Part, Snapshot, agreed, take
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.host import tell_job
 
 _VERSIONED = ("torch", "lightning", "transformers", "safetensors", "lit_fsdp")
 
@@ -103,6 +104,7 @@ class _Draft:
         )
         disk.write_bytes(place / MANIFEST, manifest.dumps())
         staging.publish(place, self._folder)
+        tell_job("saved")
 
 
 def _copy_from(target: Path, source: Path) -> FileEntry:

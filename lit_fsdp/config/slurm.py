@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_fsdp.config.slurm_extra import check_extra
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 
-LARGEST_SEED = 2**32 - 1
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SET_BY_SLURM = re.compile(
-    r"SLURM_(N?TASKS|NTASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|DISTRIBUTION|CPU_BIND|JOB_?|STEP|ARRAY)"
+_OURS = re.compile(
+    r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"
+    r"|SLURM_(N?TASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|JOB_?|STEP|ARRAY).*)"
 )
-"""Of a job and its ranks; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
-_CPU_BIND = re.compile(
-    r"((quiet|verbose|q|v),)*"
-    r"(none|rank|cores|threads|sockets|ldoms|rank_ldom|rank_ldoms|boards|(map|mask)_(cpu|ldom):[0-9a-z*,-]+)",
-    re.IGNORECASE,
-)
-"""As ``man srun`` has it."""
-_ADDRESS = re.compile(r"([A-Za-z0-9._:-]|\{node\})+")
-_OURS = {
-    "MASTER_ADDR": "set slurm.master_addr",
-    "MASTER_PORT": "set slurm.master_port",
-    **dict.fromkeys(
-        ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        "drop it, and set slurm.nodes and slurm.gpus_per_node",
+"""Variables that the script or srun sets; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
+_ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
+_KEYS = ("account", "constraint", "cpus_per_task", "dependency", "job_name", "mem", "partition", "qos", "time")
+_NOT_EXTRA = {
+    "ranks are one task per device, and fill one node after the other: trainer.num_nodes and trainer.devices": (
+        *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--overcommit", "-O"),
+        *("--gpus", "-G", "--gres", "--gpus-per-node", "--gpus-per-task", "--gpu-bind", "--distribution", "-m"),
+    ),
+    "all output goes into the run folder": ("--output", "-o", "--error", "-e", "--open-mode"),
+    "a job is one run, submitted from here": ("--array", "-a", "--chdir", "-D", "--clusters", "-M", "--wait", "-W"),
+    "slurm.signal_lead_seconds and slurm.max_requeues": ("--signal", "--requeue", "--no-requeue"),
+    "a key of the slurm section": (
+        *("-A", "-C", "-c", "-d", "-J", "-p", "-q", "-t"),
+        *(f"--{key.replace('_', '-')}" for key in _KEYS),
     ),
 }
-"""Variables that the script or srun sets, and what to do instead."""
-_ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
+"""Options of sbatch that the script sets itself, or that break it, by what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,6 @@ class SlurmConfig:
     """CPU cores per process."""
     job_name: str | None = None
     """Name in the queue; default: the name of the run folder."""
-    seeds: list[int] | None = None
-    """A job array with one run per seed, each in its own folder seed-N below the run folder."""
     container: str | None = None
     """Image that the processes run in."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -75,87 +70,62 @@ class SlurmConfig:
     master_addr: str | None = None
     """Address of the first node, where the ranks meet; {node} is its name, e.g. "{node}-ib0"; default: its name."""
     master_port: int | None = None
-    """Port where the ranks meet; one in use ends the job; default: one by the job's number that nobody listens on."""
+    """Port where the ranks meet, or the next one that nobody listens on; default: by the job's number."""
     env_file: str | None = None
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None
-    """Shell lines before the run, once per job on its first node; one that fails does not end the job."""
+    """Shell lines before the run, once per job on its first node; one that fails ends the job."""
     dependency: str | None = None
     """What must end first, e.g. afterok:1234."""
     extra: list[str] | None = None
-    """Further options of sbatch, e.g. [--exclusive, --mail-type=END]."""
+    """Further options of sbatch, one per entry, e.g. [--exclusive, --mail-type=END]."""
     command: list[str] | None = None
     """Words that start lit-fsdp on a node; default: this Python -m lit_fsdp, or plain lit-fsdp in a container."""
-    cpu_bind: str = "cores"
-    """srun's --cpu-bind; none leaves it out."""
+    cpu_bind: str | None = None
+    """srun's --cpu-bind, e.g. cores; default: SLURM's own."""
     signal_lead_seconds: int = 120
     """How long before the time limit every process is told to save and stop."""
     requeue: bool = True
     """Put a job back into the queue, where it resumes by itself, if it saved and stopped, if a node failed, or if a
-    rank was killed, stopped, hung or was cut off after a checkpoint was made since the job's last start."""
+    rank was killed, or lost by the others, after a checkpoint was made since the job's last start."""
     max_requeues: int = 10
     """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
 
     def __post_init__(self) -> None:
         if isinstance(self.mem, int):
-            if self.mem < 0:
-                raise ConfigError("mem", self.mem, ">= 0", "write mem: 480G, or mem: 0 for all of a node")
             object.__setattr__(self, "mem", str(self.mem))
-        counts = (("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_requeues", 0))
-        for field, least in counts:
+        for field, least in (
+            *(("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)),
+            *(("max_requeues", 0), ("signal_lead_seconds", 1), ("master_port", 1)),
+        ):
             value = getattr(self, field)
-            if value is not None and value < least:
-                raise ConfigError(field, value, f">= {least}", f"write {field}: {least} or more")
-        if self.signal_lead_seconds < 1 or self.signal_lead_seconds > 65535:
-            raise ConfigError("signal_lead_seconds", self.signal_lead_seconds, "1 to 65535", "write 120")
-        if isinstance(self.time, int):
-            allowed = "text in quotes: without them YAML reads 12:00:00 as the number 43200"
-            raise ConfigError("time", self.time, allowed, 'write time: "12:00:00"')
-        if self.time is not None:
+            is_right = value is None or least <= value <= 65535
+            require(is_right, field, value, f"{least} to 65535", f"write {field}: {max(least, 1)}")
+        allowed = "text in quotes: without them YAML reads 12:00:00 as the number 43200"
+        require(not isinstance(self.time, int), "time", self.time, allowed, 'write time: "12:00:00"')
+        if isinstance(self.time, str):
             time_seconds(self.time)
-        if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0):
-            raise ConfigError("seeds", self.seeds, "different numbers >= 0, at least one", "write seeds: [1, 2]")
-        if self.seeds is not None and max(self.seeds) > LARGEST_SEED:
-            raise ConfigError("seeds", self.seeds, f"0 to {LARGEST_SEED}", "write seeds: [1, 2]")
-        for name in self.env or {}:
-            if not _NAME.fullmatch(name):
-                raise ConfigError("env", repr(name), "names of letters, digits and _", "mend the variable's name")
-            way_out = "drop it; SLURM sets it" if _SET_BY_SLURM.match(name) else _OURS.get(name)
-            if way_out:
-                raise ConfigError(f"env.{name}", repr((self.env or {})[name]), "no variable of the launch", way_out)
-        for field, text in self._shell_texts():
-            if "\0" in text:
-                raise ConfigError(field, repr(text), "text without \\0, at which a shell ends it", f"mend {field}")
-        if self.master_addr is not None and not _ADDRESS.fullmatch(self.master_addr):
-            allowed = "an address of the first node, in which {node} stands for its name"
-            raise ConfigError("master_addr", repr(self.master_addr), allowed, 'write master_addr: "{node}-ib0"')
-        if self.master_port is not None and not 1 <= self.master_port <= 65535:
-            raise ConfigError("master_port", self.master_port, "1 to 65535", "write master_port: 29500, or drop it")
-        if not _CPU_BIND.fullmatch(self.cpu_bind):
-            allowed = "cores | threads | sockets | ldoms | rank | rank_ldoms | map_cpu:LIST | mask_cpu:LIST | none"
-            raise ConfigError("cpu_bind", repr(self.cpu_bind), allowed, "write cpu_bind: cores")
-        if self.cpu_bind.lower() == "none":
-            object.__setattr__(self, "cpu_bind", "none")
-        if self.command == []:
-            raise ConfigError("command", "[]", "at least one word, or null", "drop command")
+        for name, value in (self.env or {}).items():
+            require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "mend its name")
+            fix = "drop it; slurm.master_addr and slurm.master_port say where the ranks meet"
+            require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "no variable of the launch", fix)
+        require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
-
-    def _shell_texts(self) -> Iterator[tuple[str, str]]:
-        """What the shell of the job reads, of as many lines as it may have."""
-        yield from ((f"env.{name}", text) for name, text in (self.env or {}).items())
-        for field in ("setup", "command"):
-            yield from ((f"{field}[{i}]", text) for i, text in enumerate(getattr(self, field) or []))
 
     def _check_lines(self) -> None:
         """Nothing that becomes one line of the script may hold two."""
         values = {name: getattr(self, name) for name in _ONE_LINE}
-        values |= {
-            f"{name}[{i}]": v for name in ("extra", "container_mounts") for i, v in enumerate(getattr(self, name) or [])
-        }
+        for name in ("extra", "container_mounts"):
+            values |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name) or [])}
         for field, value in values.items():
-            if value is not None and (not value.strip() or any(ord(c) < 32 or ord(c) == 127 for c in value)):
-                raise ConfigError(field, repr(value), "one line of text without control characters", f"mend {field}")
-        check_extra(self.extra or [])
+            is_line = value is None or (value.strip() and value.isprintable())
+            require(is_line, field, repr(value), "one line of text without control characters", f"mend {field}")
+        for i, text in enumerate(self.extra or []):
+            require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch", "begin it with --")
+            for word in text.partition("=")[0].split():  # the script quotes what stands after the first =
+                name = word if word.startswith("--") else word[:2]
+                why = next((why for why, names in _NOT_EXTRA.items() if name in names), None)
+                require(why is None, f"extra[{i}]", text, f"no {name}: {why}", f"drop {name} from slurm.extra")
 
 
 def time_seconds(text: str) -> int | None:
@@ -170,17 +140,13 @@ def time_seconds(text: str) -> int | None:
     """
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    match = _TIME.fullmatch(text.strip())
-    numbers = [int(part) for part in match["rest"].split(":")] if match else []
-    if match and match["days"] is not None:
+    match, total = _TIME.fullmatch(text.strip()), 0
+    if match:
+        numbers = [int(part) for part in match["rest"].split(":")]
+        if match["days"] is None and len(numbers) < 3:
+            numbers = [0, *numbers]  # it begins with minutes
         hours, minutes, seconds = [*numbers, 0, 0][:3]
-        total = int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    elif len(numbers) == 3:
-        total = numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
-    elif numbers:
-        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
-    else:
-        total = 0
+        total = int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if total <= 0:
         allowed = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S above zero"
         raise ConfigError("time", repr(text), allowed, 'write time: "12:00:00"')

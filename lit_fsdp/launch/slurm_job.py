@@ -1,20 +1,29 @@
-"""A recipe as a SLURM job: everything its script says, as plain values."""
+"""A recipe as a SLURM job, and its sbatch file: the template ``job.sbatch`` beside this file, filled in.
+
+One task per process, one ``srun``. The batch shell runs on the first node of the job; all it does is to name a meeting
+point, start the step and, when the step has saved and stopped, put the job back into the queue. No value runs anything.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lit_fsdp import __version__
+from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.mesh import mesh_shape
+from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 
-FOLDER = "slurm"
-RECIPE_NAME = "recipe.yaml"
-IMAGES = (".sif", ".sqsh", ".img")
-"""Endings of files that hold an image."""
+_TEMPLATE = Path(__file__).with_name("job.sbatch")
+_PLACE = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
+"""``{{name}}``; a line that holds nothing else goes if there is nothing to fill in."""
+_SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,33 +45,27 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name in the queue."""
-        return self.config.job_name or self.run_folder.name or "lit_fsdp"
+        """Name in the queue; Lightning would take a job called ``bash`` or ``interactive`` for a shell."""
+        name = self.config.job_name or self.run_folder.name
+        return "lit_fsdp" if name in ("", "bash", "interactive") else name
 
     @property
-    def node_range(self) -> str:
-        """Nodes as ``sbatch --nodes`` takes them: ``4``, or ``2-4`` where fewer will do."""
-        return f"{self.config.min_nodes}-{self.nodes}" if self.node_counts else str(self.nodes)
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe that the job reads."""
-        return self.run_folder / FOLDER / RECIPE_NAME
+    def folder(self) -> Path:
+        """Where the recipe, the script and the logs of the job lie."""
+        return self.run_folder / "slurm"
 
     @property
     def command(self) -> list[str]:
         """Words that start lit-fsdp on a node."""
-        if self.config.command is not None:
-            return list(self.config.command)
-        return ["lit-fsdp"] if self.config.container else [sys.executable, "-m", "lit_fsdp"]
+        default = ["lit-fsdp"] if self.config.container else [sys.executable, "-m", "lit_fsdp"]
+        return self.config.command or default
 
     @property
     def image(self) -> str:
         """The image that the processes run in: an absolute path where it is a file, else its name in a registry."""
-        given = str(self.config.container)
-        path = Path(given).expanduser()
-        is_file = ("/" in given or given.endswith(IMAGES)) and path.exists()
-        return str(path.absolute()) if is_file or given.startswith((".", "/", "~")) else given
+        path = Path(str(self.config.container)).expanduser()
+        is_path = path.is_file() or str(self.config.container).startswith((".", "/", "~"))
+        return str(path.absolute()) if is_path else str(self.config.container)
 
     @property
     def mounts(self) -> list[str]:
@@ -73,144 +76,166 @@ class Job:
             found.append(f"{Path(host).expanduser().absolute()}{colon}{inside}")
         return found
 
-    @property
-    def world_size(self) -> int:
-        """All processes."""
-        return self.nodes * self.tasks_per_node
 
-
-def section_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of one section of a merged recipe; empty where it has none.
-
-    Raises:
-        ConfigError: It is no mapping, and what flags add to it would replace it in silence.
-    """
-    given = values.get(name)
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(name, repr(given), "a mapping of keys to values", f"write {name} as key: value lines")
-    return dict(given or {})
-
-
-def put_job_size(values: dict[str, Any], nodes: int | None, gpus_per_node: int | None) -> list[str]:
-    """Write the size of the job into a recipe, in place, where the Trainer reads it: flags, and the slurm section's.
-
-    Args:
-        values: The merged recipe; its ``slurm`` and ``trainer`` sections may be missing.
-        nodes: Flag, or ``None``; wins over ``slurm.nodes`` and ``trainer.num_nodes``.
-        gpus_per_node: Flag, or ``None``; wins over ``slurm.gpus_per_node`` and ``trainer.devices``.
-
-    Returns:
-        One line per value that was replaced.
-
-    Raises:
-        ConfigError: One of the sections is no mapping.
-    """
-    replaced = []
-    for flag, own, key in ((nodes, "nodes", "num_nodes"), (gpus_per_node, "gpus_per_node", "devices")):
-        if flag is None:
-            continue
-        for section, name in (("slurm", own), ("trainer", key)):
-            if section == "trainer" and own == "gpus_per_node" and flag == 0:
-                continue  # no GPUs: trainer.devices is the number of processes
-            given = section_of(values, section)
-            if given.get(name) not in (None, flag):
-                replaced.append(f"{section}.{name}: {given[name]!r} → {flag} (--{own.replace('_', '-')})")
-            values[section] = {**given, name: flag}
-    for own, key in (("nodes", "num_nodes"), ("gpus_per_node", "devices")):
-        size, trainer = section_of(values, "slurm").get(own), section_of(values, "trainer")
-        if trainer.get(key) in (None, "auto", -1, "-1") and isinstance(size, int) and size > 0:
-            replaced.append(f"trainer.{key}: {trainer.get(key)!r} → {size} (slurm.{own})")
-            values["trainer"] = {**trainer, key: size}
-    return replaced
-
-
-def plan_job(values: Mapping[str, Any], config: SlurmConfig) -> Job:
+def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
     """The job of a checked recipe.
 
+    Args:
+        run: The recipe.
+        ckpt_path: ``last``, ``best`` or the path that the first start resumes from.
+
     Raises:
-        ConfigError: Nodes, GPUs or accelerator of the job and of the Trainer differ, or the number of processes is not
-            known.
+        ConfigError: The job and the Trainer differ in size, or the number of processes is not known.
     """
-    trainer = values.get("trainer") or {}
-    nodes = _agreed("nodes", config.nodes, "trainer.num_nodes", trainer.get("num_nodes"), 1)
-    devices = trainer.get("devices")
-    devices = len(devices) if isinstance(devices, list) else devices
-    on_cpu = _is_on_cpu(trainer.get("accelerator"), config, devices)
-    tasks = devices if on_cpu else _agreed("gpus_per_node", config.gpus_per_node, "trainer.devices", devices, None)
-    if not isinstance(tasks, int) or isinstance(tasks, bool) or tasks < 1:
-        raise ConfigError(
-            "trainer.devices",
-            repr(devices),
-            "the number of processes per node",
-            "set trainer.devices: 8, or give --gpus-per-node 8",
-        )
-    folder = _run_folder(trainer.get("default_root_dir") or "runs/run", is_mounted=config.container is not None)
-    ckpt_path = values.get("ckpt_path")
+    config, accelerator = run.slurm, run.trainer.get("accelerator")
+    fix = "set trainer.devices: 8, or give --gpus-per-node 8"
+    require(run.world_size, "trainer.devices", run.trainer.get("devices"), "the number of processes per node", fix)
+    tasks = (run.world_size or 1) // run.num_nodes
+    gpus = 0 if accelerator == "cpu" else tasks
+    nodes, wanted = config.nodes or run.num_nodes, config.gpus_per_node
+    given = f"{nodes} with trainer.num_nodes {run.num_nodes}"
+    require(nodes == run.num_nodes, "slurm.nodes", given, "the same number in both", f"give --nodes {nodes}")
+    given = f"{wanted} with trainer.devices {tasks} and trainer.accelerator {accelerator or 'auto'}"
+    fix = "give --gpus-per-node N; for processes on CPUs set trainer.accelerator: cpu and slurm.gpus_per_node: 0"
+    require(wanted in (None, gpus), "slurm.gpus_per_node", given, f"{gpus}", fix)
+    folder = Path(run.trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
+    allowed = "one line without backslashes: SLURM puts no job number into a path that has one"
+    is_line = str(folder).isprintable() and "\\" not in str(folder)
+    require(is_line, "trainer.default_root_dir", repr(str(folder)), allowed, "rename the folder")
     if ckpt_path not in (None, "last", "best"):  # in the script it is quoted, and nothing expands it
-        ckpt_path = Path(str(ckpt_path)).expanduser().absolute()
+        ckpt_path = str(Path(str(ckpt_path)).expanduser().absolute())
     return Job(
         config=config,
         run_folder=folder,
         nodes=nodes,
         tasks_per_node=tasks,
-        gpus_per_node=0 if on_cpu else tasks,
-        ckpt_path=None if ckpt_path is None else str(ckpt_path),
+        gpus_per_node=gpus,
+        ckpt_path=ckpt_path,
+        node_counts=_node_counts(run, nodes, tasks),
     )
 
 
-def _is_on_cpu(accelerator: Any, config: SlurmConfig, devices: Any) -> bool:
-    """Whether the processes run on CPUs, which job and Trainer have to say alike.
-
-    ``auto`` takes GPUs wherever it sees any, also such as the job has not asked for.
-    """
-    if accelerator not in (None, "auto", "cpu", "gpu", "cuda"):
-        allowed = "cpu | gpu | cuda | auto: a job asks SLURM for GPUs, or for none"
-        raise ConfigError("trainer.accelerator", repr(accelerator), allowed, "set trainer.accelerator: gpu")
-    if accelerator == "cpu" and config.gpus_per_node:
-        raise ConfigError(
-            "slurm.gpus_per_node",
-            f"{config.gpus_per_node} with trainer.accelerator cpu, which would leave them idle",
-            "0 for processes on CPUs",
-            "set slurm.gpus_per_node: 0, or trainer.accelerator: gpu",
-        )
-    if accelerator != "cpu" and config.gpus_per_node == 0:
-        wanted = devices if isinstance(devices, int) and devices > 0 else 8
-        raise ConfigError(
-            "slurm.gpus_per_node",
-            f"0 with trainer.accelerator {accelerator or 'auto'}, which would look for GPUs",
-            "as many as trainer.devices, or 0 with trainer.accelerator cpu",
-            f"set trainer.accelerator: cpu, or slurm.gpus_per_node: {wanted}",
-        )
-    return bool(accelerator == "cpu")
+def _node_counts(run: RunConfig, nodes: int, tasks: int) -> tuple[int, ...]:
+    """How many nodes will do, most first: the global batch and the mesh decide; empty: all or nothing."""
+    least = run.slurm.min_nodes
+    if least is None:
+        return ()
+    require(least <= nodes, "slurm.min_nodes", f"{least} for a job of {nodes} node(s)", f"1 to {nodes}")
+    return tuple(count for count in range(nodes, least - 1, -1) if count == nodes or _fits(run, count, tasks))
 
 
-def _run_folder(given: str, is_mounted: bool) -> Path:
-    folder = Path(given).expanduser().absolute()
-    if is_mounted and set(":,") & set(str(folder)):
-        raise ConfigError(
-            "trainer.default_root_dir",
-            f"{folder} with slurm.container",
-            "a path without : and , which part the mounts of an image",
-            "rename the folder",
-        )
-    if any(ord(c) < 32 or ord(c) == 127 or c == "\\" for c in str(folder)):
-        raise ConfigError(
-            "trainer.default_root_dir",
-            repr(str(folder)),
-            "one line without backslashes: SLURM puts no job number into a path that has one",
-            "rename the folder",
-        )
-    return folder
+def _fits(run: RunConfig, nodes: int, tasks: int) -> bool:
+    try:
+        _, shards = mesh_shape(run.strategy, nodes, nodes * tasks, STRATEGY)
+        accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, nodes * tasks)
+    except ConfigError:
+        return False
+    return not run.strategy.is_hybrid or nodes == 1 or shards % tasks == 0
 
 
-def _agreed(name: str, own: int | None, other_name: str, other: Any, default: int | None) -> Any:
-    if own is None:
-        return default if other in (None, "auto", -1, "-1") else other
-    if other not in (None, "auto", -1, "-1", own):
-        raise ConfigError(
-            f"slurm.{name}",
-            f"{own} with {other_name} {other}",
-            f"the same number in both: the job would {'leave some idle' if own > other else 'lack some'}",
-            f"set {other_name}: {own}, or drop slurm.{name}",
-        )
-    return own
+def render(job: Job) -> str:
+    """The script that ``sbatch`` takes."""
+    config, quoted = job.config, shlex.quote
+    size = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
+    processes = "one process per GPU" if job.gpus_per_node else f"{job.tasks_per_node} process(es) per node, on CPUs"
+    counts = " ".join(map(str, job.node_counts))
+    if counts:  # as many as the recipe can run on, of those that the job was given
+        nodes = f'for nodes in {counts}; do if [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ]; then break; fi; done'
+    else:
+        nodes = "nodes=$SLURM_JOB_NUM_NODES"
+    flags, command = _how(job)
+    address = config.master_addr or "{node}"
+    values = {
+        "version": __version__,
+        "title": f"{' '.join(job.name.split())} on {job.nodes} node(s) with {size} each",
+        "options": "\n".join(_options(job)),
+        "environment": "\n".join(_environment(job)),
+        "run_folder": quoted(str(job.run_folder)),
+        "cap": config.max_requeues if config.requeue else 0,
+        "ckpt_path": f"--ckpt_path {quoted(job.ckpt_path)}" if job.ckpt_path else "",
+        "nodes": nodes,
+        "master_addr": '"$node"'.join(quoted(part) if part else "" for part in address.split("{node}")),
+        "master_port": config.master_port or "$((20000 + SLURM_JOB_ID % 10000))",
+        "processes": processes,
+        "tasks": job.tasks_per_node,
+        "flags": "".join(f" \\\n  {flag}" for flag in flags),
+        "command": command,
+    }
+    return _PLACE.sub(lambda found: _filled(found, values), _TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _filled(found: re.Match[str], values: Mapping[str, object]) -> str:
+    text, end = str(values[found["name"]]), found["end"]
+    return "" if end and not text else text + (end or "")
+
+
+def sbatch_value(text: str) -> str:
+    """A value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but runs no shell."""
+    if text and all(c.isalnum() or c in "-_./:,=@%+[]&|*()" for c in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _options(job: Job) -> list[str]:
+    config, tasks = job.config, job.tasks_per_node
+    if job.node_counts:
+        # for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start, and a job that
+        # lost a node would wait for it (seen with SLURM 22.05)
+        size: dict[str, str | int] = {
+            "nodes": f"{job.node_counts[-1]}-{job.nodes}",
+            "mincpus": tasks * (config.cpus_per_task or 1),
+        }
+    else:
+        size = {"nodes": job.nodes, "ntasks-per-node": tasks}
+    values: dict[str, str | int | None] = {"job-name": job.name, **size, "gpus-per-node": job.gpus_per_node or None}
+    for key in ("cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "dependency"):
+        values[key.replace("_", "-")] = getattr(config, key)
+    values["output"] = f"{job.folder}".replace("%", "%%") + "/%j.log"
+    values["open-mode"] = "append"
+    values["signal"] = f"USR1@{config.signal_lead_seconds}"  # to every process, before the time limit
+    found = [f"#SBATCH --{name}={sbatch_value(str(value))}" for name, value in values.items() if value is not None]
+    found.append(f"#SBATCH --{'requeue' if config.requeue and config.max_requeues else 'no-requeue'}")
+    for option in config.extra or []:
+        name, equals, value = option.partition("=")
+        found.append(f"#SBATCH {name}={sbatch_value(value)}" if equals else f"#SBATCH {option}")
+    return found
+
+
+def _environment(job: Job) -> list[str]:
+    """What users add, without our shell options: files that load modules read unset variables."""
+    config, lines = job.config, []
+    if config.env_file:
+        path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
+        said = shlex.quote(f"slurm.env_file {path} ended with an error: let its last line succeed")
+        lines.append(f". {shlex.quote(str(path))} || {{ echo {said}; exit 1; }}")
+    for name, value in (config.env or {}).items():
+        lines.append(f"export {name}={shlex.quote(value)}")
+        if config.container and config.container_runtime == "apptainer":  # else the image's own value wins
+            lines.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")
+    if config.setup:
+        lines += ["set -e", f"trap 'echo \"{_SAID}\"' ERR", *config.setup]
+    return lines
+
+
+def _how(job: Job) -> tuple[list[str], str]:
+    """Further flags of srun, and the command as the shell reads it, inside of the image if there is one."""
+    config, flags = job.config, []
+    if config.cpu_bind:
+        flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
+    if config.cpus_per_task:
+        flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
+    command = shlex.join(job.command)
+    if config.container and config.container_runtime == "pyxis":
+        # the folder that the job was submitted from is the one that relative paths of the recipe mean
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in job.mounts)
+        flags += [
+            f"--container-image={shlex.quote(job.image)}",
+            f'--container-mounts={shlex.quote(mounts)}",$PWD:$PWD" --container-workdir="$PWD"',
+        ]
+        if config.env:  # else the image's own values win
+            flags.append(f"--container-env={','.join(config.env)}")
+    elif config.container:
+        binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in job.mounts)
+        nvidia = "--nv " if job.gpus_per_node else ""
+        command = f'apptainer exec {nvidia}{binds} --bind "$PWD" --pwd "$PWD" {shlex.quote(job.image)} {command}'
+    return flags, command

@@ -66,7 +66,7 @@ def explain_failure(error: BaseException, store: Any) -> None:
     if not is_lost:
         error.add_note(f"this was raised on {me}")
         return
-    for line in _conclusions(rank, heard):
+    for line in _conclusions(rank, heard) or ["with which rank nobody knows"]:
         error.add_note(f"{me} lost contact: {line}")
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from lit_fsdp.checkpoint.space import Contents, saved_tensors
 from lit_fsdp.commands import run as run_command
-from lit_fsdp.launch import slurm_lint_places
+from lit_fsdp.launch import slurm_checks
 from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import audit, plan_units
 from tests.configs.arithmetic import (
@@ -152,8 +152,7 @@ def test_as_a_job_it_passes_lint(
         if source and not source.startswith("generated:"):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).touch()
-    monkeypatch.setattr(slurm_lint_places, "local_place", lambda path: None)
-    monkeypatch.setattr(slurm_lint_places.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**16}))
+    monkeypatch.setattr(slurm_checks, "local_place", lambda path: None)
     for name in ("SLURM_JOB_ID", "SLURM_CONF", "LIT_FSDP_CACHE", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     code = run_command(["slurm", "render", "--config", str(recipe)])

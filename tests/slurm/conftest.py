@@ -18,8 +18,6 @@ from unittest import mock
 import pytest
 import yaml
 
-from lit_fsdp.launch.slurm_lint_places import local_place
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
@@ -68,8 +66,6 @@ class Cluster:
         with ExitStack() as stack:
             for context in (mock.patch.dict(os.environ, self.env, clear=True), chdir(self.folder)):
                 stack.enter_context(context)
-            if local_place(Path(sys.executable)):  # lint cannot know that both nodes are on this host
-                stack.enter_context(mock.patch("lit_fsdp.launch.slurm_lint_places._LOCAL_PLACES", ()))
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))
             code = main(words)

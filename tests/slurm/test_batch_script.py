@@ -11,21 +11,20 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.launch.slurm_script import render
+from lit_fsdp.launch.slurm_job import render
 from tests.slurm.conftest import Cluster
-from tests.unit.launch.jobs import planned
+from tests.unit.launch.conftest import planned
 
 pytestmark = pytest.mark.timeout(300)
 TOUCH = '$(touch pwned) `touch pwned` ; touch pwned & "$(touch pwned)" \' #'
 DUMP = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['OUT'], 'w'))"
 
 
-def begin(cluster: Cluster, name: str, **slurm: Any) -> subprocess.CompletedProcess[str]:
+def begin(cluster: Cluster, name: str, nodes: int = 1, **slurm: Any) -> subprocess.CompletedProcess[str]:
     """What sbatch answers to the script of a job with one process per node."""
     folder = cluster.folder / name
-    nodes, ckpt_path = slurm.pop("nodes", 1), slurm.pop("ckpt_path", None)
     trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": nodes, "default_root_dir": str(folder)}
-    job, _ = planned(slurm, trainer=trainer, **({"ckpt_path": ckpt_path} if ckpt_path else {}))
+    job, _ = planned(slurm, slurm.pop("ckpt_path", None), trainer=trainer)
     (folder / "slurm").mkdir(parents=True)
     script = folder / "slurm" / "job.sbatch"
     script.write_text(render(job))
@@ -40,11 +39,10 @@ def shell(cluster: Cluster, name: str, text: str, **slurm: Any) -> str:
     return done.stdout.strip()
 
 
-def ended(cluster: Cluster, number: str) -> list[tuple[str, str, str]]:
-    """State, exit code and restarts of a job, or of each task of an array in their order."""
-    states = cluster.wait_until(number, "COMPLETED", "FAILED", "CANCELLED")
-    states.sort(key=lambda state: state.get("ArrayTaskId", ""))
-    return [(state["JobState"], state["ExitCode"], state["Restarts"]) for state in states]
+def ended(cluster: Cluster, number: str) -> tuple[str, str, str]:
+    """State, exit code and restarts of a job."""
+    (state,) = cluster.wait_until(number, "COMPLETED", "FAILED", "CANCELLED")
+    return state["JobState"], state["ExitCode"], state["Restarts"]
 
 
 def after_other(act: str) -> str:
@@ -53,78 +51,68 @@ def after_other(act: str) -> str:
     return f"[ $SLURM_PROCID = 0 ] || {{ {other}; }}; until [ -e beside-$SLURM_JOB_ID ]; do sleep 0.1; done; {act}"
 
 
-@pytest.fixture
-def jobs(cluster: Cluster) -> dict[str, str]:
-    """Started side by side, since SLURM lets a requeued job wait; numbers by name."""
-    first = "[ $n = 1 ] || "
-    last_of_array = f"[ $SLURM_ARRAY_TASK_ID = 0 ] && sleep 4 || {{ {first}exit 75; }}"
-    return {
-        "died": shell(cluster, "died", f"{first}kill -USR1 $$"),
-        # srun sends SIGTERM to the other one, which does not listen yet
-        "beside": shell(cluster, "beside", f"{first}{{ [ $SLURM_PROCID = 1 ] || kill -USR1 $$; sleep 60; }}", nodes=2),
-        # or has not even come as far as to ignore it
-        "stopped": shell(cluster, "stopped", f"{first}{{ {after_other('exit 75')}; }}", nodes=2),
-        "unheard": shell(cluster, "unheard", f"{first}{{ {after_other('kill -USR1 $$')}; }}", nodes=2),
-        "missing": shell(cluster, "missing", f"{{ {after_other('exit 127')}; }}", nodes=2),
-        "capped": shell(cluster, "capped", "exit 75", max_requeues=1),
-        "failed": shell(cluster, "failed", "exit 3"),
-        "array": shell(cluster, "array", f"echo $WANDB_RUN_ID >> $SLURM_ARRAY_TASK_ID; {last_of_array}", seeds=[5, 6]),
+def test_who_is_started_again(cluster: Cluster):
+    """Started side by side, since SLURM lets a requeued job wait."""
+    first, leave = "[ $n = 1 ] || ", "$LIT_FSDP_EXIT_DIR/exit.$SLURM_PROCID"
+    again, saved = ("COMPLETED", "0:0", "1"), "touch $LIT_FSDP_EXIT_DIR/saved"
+    cases: dict[str, tuple[str, int, tuple[str, str, str]]] = {
+        "died": (f"{first}kill -USR1 $$", 1, again),
+        # srun sends SIGTERM to the other one, which does not listen yet, or has not even come as far as to ignore it
+        "beside": (f"{first}{{ [ $SLURM_PROCID = 1 ] || kill -USR1 $$; sleep 60; }}", 2, again),
+        "stopped": (first + "{ " + after_other(f"echo 75 >{leave}; exit 75") + "; }", 2, again),
+        "lost": (f"{first}{{ {saved}; echo 76 >{leave}; exit 76; }}", 1, again),
+        "killed": (f"{first}{{ {saved}; kill -KILL $$; }}", 1, again),
+        "killed-at-once": ("kill -KILL $$", 1, ("FAILED", "137:0", "0")),
+        "refused": (f"{saved}; " + after_other(f"echo 2 >{leave}; exit 2"), 2, ("FAILED", "2:0", "0")),
+        "missing": (after_other("exit 127"), 2, ("FAILED", "143:0", "0")),
+        "failed": ("exit 3", 1, ("FAILED", "3:0", "0")),
+        "capped": ("exit 75", 1, ("FAILED", "75:0", "1")),
     }
-
-
-def test_who_is_started_again(cluster: Cluster, jobs: dict[str, str]):
-    assert ended(cluster, jobs["died"]) == [("COMPLETED", "0:0", "1")]
-    for name in ("beside", "stopped", "unheard"):
-        assert ended(cluster, jobs[name]) == [("COMPLETED", "0:0", "1")], name
-    assert ended(cluster, jobs["failed"]) == [("FAILED", "3:0", "0")]
-    assert ended(cluster, jobs["missing"]) == [("FAILED", "143:0", "0")]
-
-    # after as many requeues as are allowed the job ends and says so
-    assert ended(cluster, jobs["capped"]) == [("FAILED", "75:0", "1")]
+    jobs = {name: shell(cluster, name, text, nodes=nodes, max_requeues=1) for name, (text, nodes, _) in cases.items()}
+    setup = begin(cluster, "setup", setup=["true", "false"], command=["touch", "begun"]).stdout.strip()
+    found = {name: ended(cluster, number) for name, number in jobs.items()}
+    assert found == {name: wanted for name, (_, _, wanted) in cases.items()}, cluster.logs()
     log = (cluster.folder / "capped" / "slurm" / f"{jobs['capped']}.log").read_text()
     assert log.count("not put back into the queue: 1 times are enough (slurm.max_requeues)") == 1
-
-    # a task of an array leaves the others alone: the last one has the number of the array, by which scontrol would
-    # mean all; each has one run of W&B
-    number = jobs["array"]
-    assert ended(cluster, number) == [("COMPLETED", "0:0", "0"), ("COMPLETED", "0:0", "1")]
-    first, second = ((cluster.folder / task).read_text().split() for task in "01")
-    assert first == [f"slurm-test-{number}_0"]
-    assert second == [f"slurm-test-{number}_1"] * 2
+    assert ended(cluster, setup) == ("FAILED", "1:0", "0")
+    assert not (cluster.folder / "begun").exists()
 
 
 def test_a_signal_for_the_batch_shell_does_not_end_it(cluster: Cluster):
     number = shell(cluster, "full", 'trap "exit 0" USR1; touch ready; for i in $(seq 600); do sleep 0.1; done; exit 4')
     cluster.wait_for(cluster.folder / "ready", seconds=200)
     assert cluster.run("scancel", "--full", "--signal=USR1", number).returncode == 0
-    assert ended(cluster, number) == [("COMPLETED", "0:0", "0")]
+    assert ended(cluster, number) == ("COMPLETED", "0:0", "0")
 
 
 def test_values_arrive_as_they_were_given(cluster: Cluster):
     odd = f"{TOUCH} two\nlines \t ü %j \\ $HOME"
     out = cluster.folder / "arrived.json"
     file = cluster.folder / "my env ' $(touch pwned).sh"
-    file.write_text("set -e\nFROM_FILE=$NOT_SET_ANYWHERE'yes'; export FROM_FILE\nlogs=x words=x restarts=9\n")
-    name = "odd ' \" $(touch pwned) `touch pwned` 5%j & ü"
-    slurm = {"env": {"ODD": odd, "OUT": str(out)}, "env_file": str(file), "job_name": TOUCH}
-    extra = ["--exclusive", f"--comment={TOUCH}"]
-    done = begin(cluster, name, command=[sys.executable, "-c", DUMP, odd], ckpt_path=odd, extra=extra, **slurm)
+    file.write_text("set -e\nFROM_FILE=$NOT_SET_ANYWHERE'yes'; export FROM_FILE\nrun=x ckpt=x start=99\n")
+    env = {"ODD": odd, "OUT": str(out)}
+    name = 'it\'s "a" $(touch pwned) ; 5%j & ü'
+    slurm = {"env": env, "env_file": str(file), "setup": ["export FROM_SETUP=$FROM_FILE"], "job_name": TOUCH}
+    slurm |= {"extra": ["--exclusive", f"--comment={TOUCH}"], "command": [sys.executable, "-c", DUMP, odd]}
+    done = begin(cluster, name, ckpt_path=odd, **slurm)
     assert done.returncode == 0, done.stderr
     number = done.stdout.strip()
-    assert ended(cluster, number) == [("COMPLETED", "0:0", "0")]
-    words, env = json.loads(out.read_text())
+    assert ended(cluster, number) == ("COMPLETED", "0:0", "0"), cluster.logs()
+    words, environment = json.loads(out.read_text())
     recipe = str(cluster.folder / name / "slurm" / "recipe.yaml")
-    assert words == [odd, "fit", "--config", recipe, "--ckpt_path", str(Path(odd).absolute())]
-    assert (env["ODD"], env["FROM_FILE"]) == (odd, "yes")
-    assert cluster.run("squeue", "--states=all", "--noheader", "--format=%j", f"--jobs={number}").stdout == f"{TOUCH}\n"
+    resume = ["--ckpt_path", str(Path(odd).absolute())]
+    assert words == [odd, "fit", "--config", recipe, *resume, "--trainer.num_nodes", "1"]
+    assert (environment["ODD"], environment["FROM_SETUP"]) == (odd, "yes")
+    assert environment["MASTER_ADDR"] in ("node1", "node2")
     logs = sorted(path.name for path in (cluster.folder / name / "slurm").glob("*.log"))
     assert logs == [f"{number}.log", f"{number}.rank-0.log"]
+    assert "warning" not in cluster.logs()
     assert not list(cluster.folder.rglob("pwned"))
 
 
 def test_no_value_of_any_key_runs_anything(cluster: Cluster):
     """sbatch refuses some, srun others."""
-    keys = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "env_file")
+    keys = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "env_file", "cpu_bind")
     cases: dict[str, dict[str, Any]] = {key: {key: TOUCH} for key in keys}
     for runtime in ("pyxis", "apptainer"):
         cases[runtime] = {"container": TOUCH, "container_runtime": runtime, "container_mounts": [TOUCH]}

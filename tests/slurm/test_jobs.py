@@ -1,96 +1,78 @@
-"""Jobs on a real SLURM: two nodes, a node that goes, failures, the end of a job."""
+"""Jobs on a real SLURM of two nodes: submitted, refused, failed, ended."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 
 import pytest
-import yaml
 
-from tests.slurm.conftest import ROOT, Cluster
+from tests.slurm.conftest import Cluster, losses
 
 pytestmark = pytest.mark.timeout(600)
+SLEEP = {"command": ["bash", "-c", "touch started; exec sleep 600"]}
 
 
-def test_two_nodes_with_two_processes_each_finish_and_export(cluster: Cluster):
+def test_two_nodes_with_two_processes_each(cluster: Cluster):
     recipe = cluster.recipe("wide", trainer={"devices": 2, "max_steps": 4})
-    done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), "--wait")
-    assert done.returncode == 0, done.stderr + cluster.logs()
-    assert "step 4/4" in done.stderr  # rank 0 was followed
-    number = done.stdout.strip()
-    audit = json.loads((cluster.folder / "wide" / "audit.json").read_text())
-    assert audit["shard_degree"] == 4
-    ranks = sorted(path.name for path in (cluster.folder / "wide" / "slurm").glob("*.rank-*.log"))
-    assert ranks == [f"{number}.rank-{rank}.log" for rank in range(4)]
-    nodes = cluster.states(number)[0]["NodeList"]
-    assert nodes == "node[1-2]"
-    checkpoint = cluster.folder / "wide" / "checkpoints" / "step-00000004"
-    exported = cluster.run("lit-fsdp", "export", "--ckpt", str(checkpoint), "--out", str(cluster.folder / "model"))
-    assert exported.returncode == 0, exported.stderr
-    assert (cluster.folder / "model" / "config.json").is_file()
-
-
-def readme_commands(chapter: str) -> list[list[str]]:
-    """The words of each line in the first block of commands of a chapter."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n## {chapter}\n")[2]
-    block = re.search(r"\n```\n(.*?)\n```\n", text, re.DOTALL)
-    assert block is not None
-    return [shlex.split(line, comments=True) for line in block[1].splitlines()]
-
-
-def test_the_chapter_on_the_first_run_of_several_nodes_can_be_followed(cluster: Cluster):
-    """Word by word, but for the name of the partition."""
-    values = yaml.safe_load(cluster.recipe("R").read_text())
-    del values["trainer"]["default_root_dir"], values["trainer"]["num_nodes"]
-    (cluster.folder / "R.yaml").write_text(yaml.safe_dump(values))
-    commands = readme_commands("Your first multi-node run")
-    assert [words[:3] for words in commands] == [
-        ["lit-fsdp", "slurm", verb] for verb in ("render", "submit", "status", "cancel")
-    ]
-    render, submit, status, cancel = ([{"gpu": "test"}.get(word, word) for word in words] for words in commands)
-    done = cluster.run(*render)
-    assert (done.returncode, "#SBATCH --nodes=2\n" in done.stdout) == (0, True), done.stderr
-    assert not (cluster.folder / "runs" / "R").exists()
-    done = cluster.run(*submit)
+    done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe))
     assert done.returncode == 0, done.stderr
-    number = done.stdout.strip()
-    done = cluster.run(*status)
-    assert (done.returncode, done.stdout.startswith(f"job {number}  ")) == (0, True), done.stderr
-    done = cluster.run(*cancel)
-    assert (done.returncode, f"cancelled job {number}" in done.stderr) == (0, True), done.stderr
-    (state,) = cluster.wait_until(number, "CANCELLED")
-    assert (state["Partition"], state["NumNodes"].rpartition("-")[2], state["Restarts"]) == ("test", "2", "0")
-    done = cluster.run(*status)
-    assert done.stdout.startswith(f"job {number}  CANCELLED")
+    number, folder = done.stdout.strip(), cluster.folder / "wide"
+    for line in (f"squeue -j {number}", f"scancel {number}", f"tail -F {folder}/slurm/{number}.rank-0.log"):
+        assert line in done.stderr
+    (state,) = cluster.wait_until(number, "COMPLETED")
+    assert state["NodeList"] == "node[1-2]"
+    assert json.loads((folder / "audit.json").read_text())["shard_degree"] == 4
+    ranks = {path.name: path.read_text() for path in (folder / "slurm" / f"{number}.0").iterdir()}
+    assert ranks == {**{f"exit.{rank}": "0\n" for rank in range(4)}, "saved": "\n"}
+    job_log = (folder / "slurm" / f"{number}.log").read_text()
+    assert ("warning" in job_log, "ended with exit code 0" in job_log) == (False, True)
 
 
 def test_a_job_that_fails_is_not_tried_again(cluster: Cluster):
     (cluster.folder / "broken.jsonl").write_text('{"messages": \n')
-    recipe = cluster.recipe("failing", trainer={"num_nodes": 1}, data={"train": "broken.jsonl"})
-    done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), "--wait")
-    assert done.returncode not in (0, 75), done.stderr
-    state = cluster.states(done.stdout.strip())[0]
-    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0")
-    assert "broken.jsonl" in done.stderr
+    number = cluster.submit(cluster.recipe("failing", trainer={"num_nodes": 1}, data={"train": "broken.jsonl"}))
+    (state,) = cluster.wait_until(number, "FAILED")
+    assert (state["ExitCode"], state["Restarts"]) == ("1:0", "0")
+    assert "broken.jsonl" in (cluster.folder / "failing" / "slurm" / f"{number}.rank-0.log").read_text()
 
 
 def test_a_cancelled_job_stays_cancelled_and_a_second_one_is_refused_until_then(cluster: Cluster):
-    recipe = cluster.recipe("cancelled", slurm={"command": ["bash", "-c", "touch started; exec sleep 600"]})
+    recipe = cluster.recipe("cancelled", slurm=SLEEP)
     number = cluster.submit(recipe)
     cluster.wait_for(cluster.folder / "started")
     again = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe))
-    assert again.returncode == 2
-    assert number in again.stderr
-    assert cluster.run("lit-fsdp", "slurm", "cancel", str(cluster.folder / "cancelled")).returncode == 0
-    state = cluster.wait_until(number, "CANCELLED")[0]
-    assert state["Restarts"] == "0"
+    assert (again.returncode, f"whose job {number} waits or runs" in again.stderr) == (1, True), again.stderr
+    assert cluster.run("scancel", number).returncode == 0
+    assert cluster.wait_until(number, "CANCELLED")[0]["Restarts"] == "0"
+    assert cluster.run("scancel", cluster.submit(recipe)).returncode == 0
 
 
-def test_the_nodes_are_compared_before(cluster: Cluster):
-    recipe = cluster.recipe("probed", trainer={"max_steps": 1})
-    done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), "--probe")
-    assert done.returncode == 0, done.stderr
-    assert "2 nodes agree: Python" in done.stderr
-    cluster.run("lit-fsdp", "slurm", "cancel", done.stdout.strip())
+def test_the_script_of_a_job_that_still_runs_is_no_second_start_of_it(cluster: Cluster):
+    """Its rank 0 is refused, srun ends the others, and what the first job saves meanwhile is not its progress."""
+    recipe = cluster.recipe("twice", trainer={"devices": 1, "max_steps": 4000, "num_nodes": 1})
+    number = cluster.submit(recipe)
+    cluster.wait_for_step("twice", 3)  # before the first checkpoint, after which every rank refuses by itself
+    second = cluster.run("sbatch", "--parsable", str(cluster.folder / "twice" / "slurm" / f"{number}.sbatch"))
+    (state,) = cluster.wait_until(second.stdout.strip(), "FAILED")
+    assert (state["ExitCode"], state["Restarts"]) in (("1:0", "0"), ("2:0", "0")), cluster.logs()
+    assert cluster.states(number)[0]["JobState"] == "RUNNING"
+    assert cluster.run("scancel", number).returncode == 0
+    assert max(losses(cluster.folder / "twice")) > 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--partition", "nowhere"], 1, "set slurm.partition: test"),
+        (["--nodes", "4"], 1, "at most 2"),
+        (["--slurm.mem", "999G"], 1, "2 with 0 GPUs, 4 cores and 16000 MiB"),
+        (["--slurm.extra", "[--reservation=none]"], 2, "Requested reservation is invalid"),
+    ],
+)
+def test_what_this_cluster_does_not_have(cluster: Cluster, flags: list[str], code: int, says: str):
+    recipe = cluster.recipe("lacking", slurm=SLEEP)
+    done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), *flags)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert says in done.stderr
+    shown = cluster.run("lit-fsdp", "slurm", "render", "--config", str(recipe), *flags)
+    assert (shown.returncode, shown.stdout[:11]) == (0, "#!/bin/bash")

@@ -65,9 +65,11 @@ def test_a_killed_rank_is_named_with_its_node_and_the_job_is_put_back(cluster: C
     )
     job = log(cluster, "killed", number)
     assert "task 3: Killed" in job
-    assert re.search(rf"rank 0 \(node1\) lost contact: no word from rank {others}3 \(node2\)", job), job
-    assert "a rank was killed (signal 9)" in job
+    assert "a rank was killed, stopped, hung or was cut off" in job
     assert "back into the queue, 1 of 1" in job
+    left = {path.name: path.read_text() for path in (cluster.folder / "killed" / "slurm" / f"{number}.0").iterdir()}
+    assert left["exit.0"] == "76\n"
+    assert "exit.3" not in left
 
 
 @only_long
@@ -97,7 +99,6 @@ def test_a_stopped_rank_is_named_within_the_timeout(cluster: Cluster):
     said = log(cluster, "stopped-rank", number, 0)  # before the timeout, after which srun leaves little time to talk
     assert "rank 3 on node2 has given no sign of life for" in said, said
     job = log(cluster, "stopped-rank", number)
-    assert re.search(r"rank \d \(node\d\) lost contact: no word from rank 3 \(node2\)", job), job
     assert "back into the queue, 1 of 1" in job
     assert not Path("/proc", str(stopped)).exists()
 
@@ -152,5 +153,3 @@ def test_a_job_that_may_have_fewer_nodes_goes_on_without_the_one_that_is_gone(cl
     found, wanted = losses(cluster.folder / name), losses(whole)
     assert sorted(found) == sorted(wanted) == list(range(60))
     assert found == pytest.approx(wanted, rel=1e-5)
-    status = cluster.run("lit-fsdp", "slurm", "status", str(cluster.folder / name))
-    assert f"nodes {left} (1 of 1-2)" in status.stdout

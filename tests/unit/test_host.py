@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
-import os
-import random
 import socket
 import threading
-import time
 
 import pytest
 
 from lit_fsdp import host
-from lit_fsdp.errors import CheckpointError
-from lit_fsdp.host import cache_root, free_port, make_once
+from lit_fsdp.__main__ import main
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.host import free_port, make_once
 from tests.ports import own_port
 
 
@@ -65,49 +62,36 @@ def test_failure_leaves_nothing_and_can_be_repeated(tmp_path):
     assert make_once(tmp_path / "m", _write, "x").is_dir()
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    """Those of another machine, which a lock here may say nothing about, once they have been idle for an hour."""
-    mine, other, old = (tmp_path / f".m.{name}.x.partial" for name in (host._boot(), "other", "older"))
-    for leftover in (mine, other, old):
+def test_a_killed_process_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(host.platform, "node", lambda: "here")
+    mine, other = (tmp_path / f".m.{name}.partial" for name in ("here", "other"))
+    for leftover in (mine, other):
         leftover.mkdir()
         (leftover / "half").write_text("")
-    for path in (old / "half", old):
-        os.utime(path, (0, time.time() - 4000))
-    make_once(tmp_path / "m", _write, "x")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m", "m.lock"]
+    made = make_once(tmp_path / "m", _write, "x")
+    assert [path.name for path in made.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "m", "m.lock"]
 
 
-@pytest.mark.parametrize("locks", ["none", "of one machine"])
-def test_without_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch, caplog, locks):
-    """A network file system may refuse locks, or hold them among the processes of one machine only."""
-
-    def flock(handle, flags):
-        if locks == "none":
-            raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(host, "_boot", lambda: str(threading.get_ident()))  # every thread is a machine of its own
-    together = threading.Barrier(3)
+def test_of_machines_that_do_not_see_each_others_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda handle, flags: None)
+    monkeypatch.setattr(host.platform, "node", lambda: str(threading.get_ident()))  # each thread is a machine
+    together, found = threading.Barrier(3), []
 
     def make(folder):
         together.wait(100)
         (folder / "file").write_text(str(threading.get_ident()))
 
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append((make_once(tmp_path / "m", make, "x") / "file").read_text()))
-        for _ in range(3)
-    ]
-    with caplog.at_level(logging.INFO):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
-    assert len(found) == 3
-    assert len(set(found)) == 1
+    def ask():
+        found.append((make_once(tmp_path / "m", make, "x") / "file").read_text())
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert (len(found), len(set(found))) == (3, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m.lock"]
-    assert caplog.text.count("another process was first, its result is used") == 2
-    assert ("no file locks here" in caplog.text) == (locks == "none")
 
 
 def test_full_disk_names_the_way_out(tmp_path):
@@ -119,36 +103,58 @@ def test_full_disk_names_the_way_out(tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_place_follows_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path))
-    assert cache_root() == tmp_path
-    monkeypatch.delenv("LIT_FSDP_CACHE")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(cache_root()) == "/home/somebody/.cache/lit_fsdp"
+def test_which_process_this_is(monkeypatch):
+    """The last four columns: rank, speaks, started by Lightning, follows the first task of srun."""
+    elastic = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "SLURM_PROCID": "1"}
+    for environment, *wanted in (
+        ({}, 0, True, False, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, 0, True, False, False),
+        ({"LOCAL_RANK": "2"}, 2, False, True, False),
+        ({"LOCAL_RANK": "1", "SLURM_PROCID": "0"}, 1, False, True, False),  # in a batch script
+        ({"SLURM_PROCID": "3"}, 3, False, False, True),
+        ({"SLURM_PROCID": "3", "LOCAL_RANK": "1"}, 3, False, False, True),
+        ({"SLURM_PROCID": "0"}, 0, True, False, False),
+        ({**elastic, "RANK": "5"}, 5, False, False, True),
+        ({"NODE_RANK": "1"}, 0, False, False, False),
+    ):
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found = host.global_rank(), host.is_first_process(), host.is_launched_by_lightning(), host.follows_first_task()
+        assert list(found) == wanted, environment
+
+
+def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(host.EXIT_DIR, str(tmp_path))
+    monkeypatch.setenv("SLURM_PROCID", "3")
+
+    def fail(error):
+        def run(argv):
+            raise error
+
+        monkeypatch.setattr("lit_fsdp.__main__.run", run)
+        return main([])
+
+    lost = RuntimeError("Connection closed by peer")
+    lost.add_note("rank 3 (n2) lost contact: no word from rank 0 (n1)")
+    of_save = CheckpointError("saving: rank 3 lost contact with another rank: Connection reset")
+    for error, code in ((lost, 76), (of_save, 76), (ConfigError("a", 1, "2"), 2), (CheckpointError("full"), 1)):
+        assert fail(error) == code
+        assert (tmp_path / "exit.3").read_text() == f"{code}\n"
+    with pytest.raises(ZeroDivisionError):
+        fail(ZeroDivisionError())
+    assert (tmp_path / "exit.3").read_text() == "1\n"
+    assert capsys.readouterr().err.count("no word from rank 0 (n1)") == 1  # with its traceback
+    assert [path.name for path in tmp_path.iterdir()] == ["exit.3"]
 
 
 def test_a_free_port_is_none_of_those_of_outgoing_connections():
-    ports = {free_port() for _ in range(50)}
-    assert all(10000 <= port < 20000 for port in ports)
-    for port in ports:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+    assert all(10000 <= free_port() < 20000 for _ in range(50))
 
 
-def test_processes_of_one_seed_choose_different_ports():
-    chosen = []
-    for _ in range(2):
-        random.seed(1)
-        chosen.append([free_port() for _ in range(3)])
-    assert chosen[0] != chosen[1]
-
-
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
-def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily):
-    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 on this host")
-    dual = family == socket.AF_INET6
-    with socket.create_server(("", free_port()), family=family, dualstack_ipv6=dual) as taken:
+def test_a_port_where_somebody_listens_is_passed_over(monkeypatch):
+    with socket.create_server(("", free_port())) as taken:
         busy, free = taken.getsockname()[1], own_port()
         monkeypatch.setattr(host, "_PORTS", [busy, free])
         monkeypatch.setattr(host, "_PORTS_TRIED", 2)

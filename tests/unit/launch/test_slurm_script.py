@@ -1,0 +1,175 @@
+"""The sbatch file: as text, and as the shell and stand-ins for SLURM understand it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.launch.slurm_job import render, sbatch_value
+from tests.unit.launch.conftest import FakeSlurm, planned
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "job.sbatch"
+NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
+
+
+def test_it_is_the_file_that_was_read_and_approved(monkeypatch: pytest.MonkeyPatch):
+    """After a wanted change: write the new text with LIT_FSDP_WRITE_GOLDEN=1 and read the difference."""
+    monkeypatch.setattr("lit_fsdp.launch.slurm_job.__version__", "1.2.3")
+    slurm = {"time": "12:00:00", "partition": "gpu", "cpus_per_task": 8, "mem": 0, "env": {"NCCL_DEBUG": "WARN"}}
+    slurm |= {"setup": ["module load cuda"], "extra": ["--exclusive", f"--comment={NASTY}"], "cpu_bind": "cores"}
+    text = render(planned(slurm)[0])
+    if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "trainer", "has"),
+    [
+        ({"min_nodes": 1}, {}, ["--nodes=1-2", "--mincpus=8", "for nodes in 2 1; do"]),
+        ({"min_nodes": 1}, {"num_nodes": 3, "devices": 4}, []),
+        ({"gpus_per_node": 0}, {"accelerator": "cpu", "devices": 4}, ["4 processes on CPUs", "process(es) per node"]),
+        ({"requeue": False}, {}, ["#SBATCH --no-requeue\n", '-gt 0 ]; then']),
+        ({"max_requeues": 0}, {}, ["#SBATCH --no-requeue\n"]),
+        ({"max_requeues": 3, "signal_lead_seconds": 30, "time": "2:00"}, {}, ["--requeue\n", "USR1@30", "=2:00\n"]),
+        ({"container": "reg/i:1", "env": {"A": "1"}}, {}, ["--container-image=reg/i:1", "--container-env=A"]),
+        ({"container": "/i/a b.sif", "container_runtime": "apptainer", "env": {"A": "1"}}, {}, [
+            "apptainer exec --nv --bind /shared/run", "'/i/a b.sif'", "APPTAINERENV_A=1"]),
+        ({"job_name": "interactive"}, {}, ["--job-name=lit_fsdp\n"]),  # Lightning would take it for a shell
+        ({"master_addr": "{node}-ib0", "master_port": 29500}, {}, ['MASTER_ADDR="$node"-ib0\n', "PORT=29500\n"]),
+        ({"job_name": NASTY}, {}, []),
+    ],
+)  # fmt: skip
+def test_it_says_what_the_recipe_says_in_lines_that_bash_can_read(
+    slurm: dict[str, Any], trainer: dict[str, Any], has: list[str]
+):
+    data = {"train": "generated:640", "global_batch_size": 96}
+    text = render(planned(slurm, trainer=trainer, data=data)[0])
+    assert [part for part in has if part not in text] == []
+    assert "{{" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    assert ("--cpu-bind" in text, "per GPU" in text) == (False, trainer.get("accelerator") != "cpu")
+
+
+def test_no_value_runs_anything_and_all_arrive(slurm: FakeSlurm, tmp_path: Path):
+    """Quotes, $( ), backticks, semicolons, in every place of a value."""
+    folder = tmp_path / NASTY.replace("\\", "")
+    keys = {"command": ["prog", NASTY], "env": {"ODD": NASTY}, "job_name": NASTY, "cpu_bind": NASTY}
+    job, _ = planned(keys, trainer={"default_root_dir": str(folder)}, ckpt_path=f"/x/{NASTY}")
+    done = slurm.run(job, step='printf %s "$ODD" >"$FAKE/odd"')
+    assert done.returncode == 0, done.stderr
+    words = slurm.words("srun") or []
+    assert words[words.index("prog") + 1 :] == [
+        *(NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"),
+        *("--ckpt_path", f"/x/{NASTY}", "--trainer.num_nodes", "2"),
+    ]
+    assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
+    assert f"--cpu-bind={NASTY}" in words
+    assert (slurm.folder / "odd").read_text() == NASTY
+    for runtime in ("pyxis", "apptainer"):
+        image = {"container": NASTY, "container_runtime": runtime, "container_mounts": [NASTY], "command": ["prog"]}
+        slurm.run(planned(image, trainer={"default_root_dir": str(tmp_path / "run")})[0])
+        assert NASTY in " ".join(slurm.words("srun") or [])
+    assert not list(tmp_path.rglob("pwned"))
+    for value in ("plain", NASTY, "a b", 'x"y', "a\\b", "", "é"):
+        assert shlex.split(sbatch_value(value)) == [value]  # sbatch knows quotes and expands nothing
+
+
+def test_a_failing_line_of_setup_or_env_file_ends_the_job(slurm: FakeSlurm, tmp_path: Path):
+    file = tmp_path / "load modules.sh"
+    trainer = {"default_root_dir": str(tmp_path / "run")}
+    cases: list[tuple[list[str], str, bool]] = [
+        (["true", "no_such_program --now", "touch later"], "", False),
+        (["[ -e /none ] || true", "if false; then true; fi", "set -eu"], "export LOADED=$NOT_SET_ANYWHERE'yes'", True),
+        ([], "false", False),
+        (["words=x run=/nowhere start=99 ckpt=x code=0"], "", True),  # our own names are set afterwards
+    ]
+    for setup, text, is_started in cases:
+        file.write_text(f"{text}\n")
+        done = slurm.run(planned({"setup": setup, "env_file": str(file)}, trainer=trainer)[0])
+        assert (done.returncode == 0, slurm.words("srun") is not None) == (is_started, is_started), (setup, done)
+        if "no_such_program --now" in setup:
+            assert "this line failed, which ends the job: no_such_program --now" in done.stdout
+    assert not (slurm.folder / "later").exists()
+
+
+def leaves(**files: str) -> str:
+    """A step whose ranks leave files for the script."""
+    return "; ".join(f'echo {text} >"$LIT_FSDP_EXIT_DIR/{name.replace("_", ".")}"' for name, text in files.items())
+
+
+@pytest.mark.parametrize(
+    ("srun", "left", "code", "again"),
+    [
+        (0, {"exit_0": "0", "saved": ""}, 0, False),
+        (75, {}, 75, True),
+        (75, {"exit_0": "75", "exit_1": "0"}, 75, True),
+        (143, {"exit_0": "75"}, 75, True),  # a rank that did not listen yet hides it
+        (138, {}, 75, True),  # SIGUSR1 came before Python listened
+        (137, {"exit_0": "1", "saved": ""}, 1, False),
+        (137, {"exit_0": "2", "exit_1": "75", "saved": ""}, 2, False),
+        (137, {"exit_0": "76", "saved": ""}, 76, True),
+        (137, {"exit_0": "76", "exit_1": "1", "saved": ""}, 1, False),  # the rank that was lost had failed
+        (76, {"exit_0": "76"}, 76, False),  # it would end there again
+        (137, {"saved": ""}, 137, True),
+        (137, {}, 137, False),
+        (134, {"saved": ""}, 134, True),
+        (130, {"saved": ""}, 130, False),
+        (7, {"saved": ""}, 7, False),
+    ],
+)
+def test_exit_codes_alone_decide_who_is_started_again(
+    slurm: FakeSlurm, tmp_path: Path, srun: int, left: dict[str, str], code: int, again: bool
+):
+    step = leaves(**left)
+    job, _ = planned({"max_requeues": 3}, trainer={"default_root_dir": str(tmp_path / "run")})
+    done = slurm.run(job, srun, step, start=2)
+    assert (done.returncode, slurm.words("scontrol") == ["requeue", "4711"]) == (code, again), done
+    assert ("no checkpoint was made" in done.stdout) == (code in (76, 137) and "saved" not in left)
+    assert ("SLURM has not taken it back; go on by hand" in done.stdout) is again
+
+
+def test_requeues_are_capped_whoever_caused_them(slurm: FakeSlurm, tmp_path: Path):
+    for cap, start, is_started, requeued in ((3, 2, True, True), (3, 3, True, False), (3, 4, False, False)):
+        job, _ = planned({"max_requeues": cap}, trainer={"default_root_dir": str(tmp_path / "run")})
+        done = slurm.run(job, 75, start=start)
+        assert (slurm.words("srun") is not None) is is_started
+        assert ((slurm.words("scontrol") or [""])[0] == "requeue") is requeued
+        assert ("3 times are enough (slurm.max_requeues)" in done.stdout) is not requeued
+
+
+def test_a_job_goes_on_from_what_it_has_saved_itself(slurm: FakeSlurm, tmp_path: Path):
+    """The checkpoint of another job in the same folder is nothing to go on from, or to be put back for."""
+    run = tmp_path / "run [1]*"
+    job, _ = planned(ckpt_path="best", trainer={"default_root_dir": str(run)})
+    of_another = f"mkdir -p {shlex.quote(f'{run}/checkpoints/step-00000010')}"
+    found = []
+    for start, step in enumerate((of_another, leaves(saved=""), "")):
+        done = slurm.run(job, 137, step, start)
+        words = slurm.words("srun") or []
+        found.append((words[words.index("--ckpt_path") + 1], "no checkpoint was made" in done.stdout))
+    assert found == [("best", True), ("best", False), ("last", True)]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "trainer", "field"),
+    [
+        ({"nodes": 4}, {}, "slurm.nodes"),
+        ({"min_nodes": 3}, {}, "slurm.min_nodes"),
+        ({"gpus_per_node": 4}, {}, "slurm.gpus_per_node"),
+        ({"gpus_per_node": 8}, {"accelerator": "cpu"}, "slurm.gpus_per_node"),
+        ({"gpus_per_node": 0}, {"accelerator": "auto"}, "slurm.gpus_per_node"),
+        ({}, {"devices": "auto"}, "trainer.devices"),
+        ({}, {"default_root_dir": "/shared/back\\slash"}, "trainer.default_root_dir"),
+    ],
+)
+def test_job_and_trainer_agree(slurm: dict[str, Any], trainer: dict[str, Any], field: str):
+    with pytest.raises(ConfigError) as caught:
+        planned(slurm, trainer=trainer)
+    assert caught.value.field == field

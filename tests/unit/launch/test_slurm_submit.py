@@ -1,0 +1,117 @@
+"""``slurm render`` and ``submit`` against stand-ins for SLURM that also fail in its ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_fsdp.__main__ import main
+from lit_fsdp.launch.slurm_submit import SlurmError, run_slurm
+from tests.unit.launch.conftest import FakeSlurm, recipe
+
+
+def slurm_command(verb: str, *words: str) -> int:
+    return main(["slurm", verb, "--config", "r.yaml", *words])
+
+
+def test_everything_about_a_job_lies_in_the_run_folder(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    assert slurm_command("submit", "--time", "1:00:00", "--ckpt_path", "null") == 0
+    out, err = capsys.readouterr()
+    folder = Path("run").absolute() / "slurm"
+    assert out == "4711\n"
+    assert {path.name for path in folder.iterdir()} == {"4711.sbatch", "recipe.yaml"}
+    assert "#SBATCH --time=1:00:00\n" in (folder / "4711.sbatch").read_text()
+    resolved = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert resolved["trainer"]["default_root_dir"] == str(folder.parent)
+    for line in ("squeue -j 4711", "scancel 4711", f"tail -F {folder}/4711.rank-0.log"):
+        assert line in err
+    assert slurm.words("sbatch") == ["--parsable", f"{folder}/job.sbatch"]
+
+
+def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_forced(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+):
+    wrong = ["--partition", "nowhere"]
+    assert slurm_command("render", *wrong) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash\n")
+    assert out.endswith('exit "$code"\n')
+    assert "error: slurm.partition: got nowhere\n" in err
+    assert not Path("run").exists()
+    assert slurm_command("submit", *wrong) == 1
+    out, err = capsys.readouterr()
+    assert (out, "not submitted: 1 error(s); --force submits all the same" in err) == ("", True)
+    assert slurm.words("sbatch") is None
+    assert slurm_command("submit", *wrong, "--force") == 0
+    assert capsys.readouterr().out == "4711\n"
+
+
+def test_flags_are_the_size_of_job_and_trainer(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    assert slurm_command("render", "--nodes", "4", "--gpus-per-node", "4", "--data.global_batch_size", "64") == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n" in out
+    values = recipe({"nodes": 2, "gpus_per_node": 4}, {"default_root_dir": None, "num_nodes": None, "devices": "auto"})
+    Path("r.yaml").write_text(yaml.safe_dump(values))  # as a fragment for a cluster says it for any recipe
+    assert slurm_command("render") == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in out
+    assert f"run={Path('runs/r').absolute()}\n" in out
+
+
+@pytest.mark.parametrize("words", [["--nodes", "many"], ["--nodez", "2"], ["--slurm.nodez", "2"], ["surplus"]])
+def test_a_wrong_command_line(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], words: list[str]):
+    assert slurm_command("render", *words) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    for said, number in (("4712;cluster", "4712"), ("Welcome to our site\n12\n", "12"), ("77;a-b.c\nbye", "77")):
+        (slurm.folder / "sbatch.out").write_text(said)
+        assert slurm_command("submit", "--trainer.default_root_dir", f"run{number}") == 0
+        assert capsys.readouterr().out == f"{number}\n"
+    (slurm.folder / "sbatch.err").write_text("Invalid account or account/partition")
+    (slurm.folder / "sbatch.out").unlink()
+    assert slurm_command("submit") == 2
+    out, err = capsys.readouterr()
+    assert (out, "error: sbatch: got Invalid account or account/partition (exit code 1)" in err) == ("", True)
+    (slurm.folder / "sbatch.out").write_text("done")
+    assert slurm_command("submit") == 2
+    assert "see squeue --me" in capsys.readouterr().err
+
+
+def test_a_second_job_in_the_same_run_folder(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    assert slurm_command("submit") == 0
+    (slurm.folder / "squeue").write_text("12\n4711\n")
+    assert slurm_command("submit") == 1
+    assert "whose job 4711 waits or runs" in capsys.readouterr().err
+
+
+def test_no_variable_of_the_shell_wins_over_the_script(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch):
+    given = {"SBATCH_GRES": "gpu:1", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "5", "SLURM_MPI_TYPE": "pmix"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    def passed() -> set[str]:
+        names = {line.partition("=")[0] for line in (slurm.folder / "sbatch.env").read_text().splitlines()}
+        return {name for name in names if name.startswith(("SBATCH_", "SLURM_"))}
+
+    assert slurm_command("submit") == 0
+    assert passed() == {"SBATCH_ACCOUNT", "SBATCH_TIMELIMIT", "SLURM_MPI_TYPE"}
+    monkeypatch.setenv("SLURM_JOB_ID", "3")  # a shell inside of an allocation
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    assert slurm_command("submit", "--time", "10:00", "--account", "other") == 0
+    assert passed() == {"SLURM_CONF"}
+
+
+def test_a_secret_goes_into_no_file(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    assert slurm_command("submit", "--slurm.env", "{HF_TOKEN: hf_abcdefghijk}", "--force") == 2
+    assert "error: slurm.env.HF_TOKEN: got a secret\n" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_controller_that_hangs(slurm: FakeSlurm):
+    (slurm.folder / "bin" / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
+    with pytest.raises(SlurmError, match="no answer in 0 s"):
+        run_slurm(["squeue"], timeout_seconds=0.2)
