@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from lit_fsdp.commands import run
-from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError, NonFiniteGradientError
-from lit_fsdp.host import global_rank, is_first_process, tell_job
+from lit_fsdp.errors import (
+    CheckpointError,
+    ConfigError,
+    ContractError,
+    DataError,
+    NonFiniteGradientError,
+    RefusedByLightning,
+)
+from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
 from lit_fsdp.redaction import OutputError, guarded_streams
 
 EXIT_LOST = 76
@@ -38,6 +46,10 @@ def _run(argv: Sequence[str] | None) -> int:
         print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
         return code
     except ConfigError as error:
+        if "--debug" in (sys.argv if argv is None else argv):
+            traceback.print_exc()
+        if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
+            return 2  # the first process says it
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         lost = _lost(error)

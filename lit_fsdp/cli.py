@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.disk import naming
 from lit_fsdp.checkpoint.find import Resume, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.parser import (
     OWN_CLASSES,
     SECTIONS,
@@ -43,8 +46,8 @@ from lit_fsdp.config.parser import (
     typed,
     use_loader,
 )
-from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, RunConfig
-from lit_fsdp.config.strategy import mesh_shape
+from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunConfig
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
@@ -80,6 +83,8 @@ class RecipeCLI(LightningCLI):
         words = list(sys.argv[1:] if args is None else args) if not isinstance(args, (dict, Namespace)) else []
         self.verb = words.pop(0) if words and words[0] in _STAGES else None
         self.exit_code = 0
+        own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
+        self._is_foreign_model = not own_model
         speak()
         strict = {"allow_abbrev": False, "exit_on_error": False, "prog": "lit-fsdp"}
         if kwargs.get("run", True):
@@ -95,15 +100,14 @@ class RecipeCLI(LightningCLI):
         except ConfigError as error:
             if args is not None:
                 raise
-            traceback.print_exc() if self.line.debug else print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         if args is None and self.exit_code:
             sys.exit(self.exit_code)
 
     def _allow_imports(self, *classes: Any) -> None:
         """Let a recipe name classes of trusted and allowed packages, and of those that Python code has named."""
-        own_model = isinstance(classes[0], type) and issubclass(classes[0], CausalLMModule)
-        use_loader(own_model or (classes[0] is None and "model" not in self.line.foreign))
+        use_loader(not self._is_foreign_model and "model" not in self.line.foreign)
         named = [one.__module__.partition(".")[0] for one in (*classes, type(self)) if one is not None]
         shows_help = any(word in ("-h", "--help") or word.endswith(".help") for word in self.line.words)
         jsonargparse.set_parsing_settings(
@@ -136,7 +140,7 @@ class RecipeCLI(LightningCLI):
         ):
             if in_mode or given is None:
                 parser.add_subclass_arguments(base, name, required=False)
-                if given is None:
+                if given is None and not self._is_foreign_model:
                     parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
             else:
                 parser.add_lightning_class_args(base, name)
@@ -152,8 +156,8 @@ class RecipeCLI(LightningCLI):
             super().parse_arguments(parser, args)
         else:
             words = [*([self.verb] if self.verb else []), *self.line.words]
-            known = parser._subcommands_action._name_parser_map[self.verb] if self.verb else parser
-            self.config = parse(parser, words, known=[action.dest for action in known._actions])
+            known = self._parser(self.verb)._actions if self.verb else []
+            self.config = parse(parser, words, known=[action.dest for action in known])
         self.verb = self.config.get("subcommand")
         parsed = self._section()
         complete(parsed, self.line, *self._own_sections(parsed))
@@ -174,7 +178,7 @@ class RecipeCLI(LightningCLI):
             section: Any = parsed.get(name)
             if isinstance(section, Namespace) and "class_path" in section:
                 path, section = section.class_path, section.get("init_args")
-                given = jsonargparse.import_object(path) if hasattr(jsonargparse, "import_object") else _imported(path)
+                given = _imported(path)
             found.append(section if isinstance(given, type) and issubclass(given, own) else None)
         strategy: Any = parsed.trainer.strategy
         if strategy == FACTORY:
@@ -199,7 +203,13 @@ class RecipeCLI(LightningCLI):
             go_on_logging(self._section().trainer, Path(parsed.trainer.default_root_dir), self.resume.path)
         super().instantiate_classes()
         self.config = asked
+        split, data = _STAGES[self.verb][0], self.datamodule
+        if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):
+            self.datamodule = None  # somebody else's module may bring its own loaders
         return None
+
+    def _has_own_data(self) -> bool:
+        return isinstance(self.datamodule, CausalLMDataModule)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
@@ -219,7 +229,7 @@ class RecipeCLI(LightningCLI):
         if isinstance(self.model, CausalLMModule):
             for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
                 kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units says more
-        if isinstance(self.datamodule, CausalLMDataModule):
+        if self._has_own_data():
             kwargs["use_distributed_sampler"] = False  # the data module orders samples itself
         kwargs["accumulate_grad_batches"] = given.get("accumulate_grad_batches") or 1
         try:
@@ -257,7 +267,8 @@ class RecipeCLI(LightningCLI):
 
     def _find_resume(self) -> Resume:
         """The checkpoint that ``ckpt_path`` stands for; a used run folder is refused without one."""
-        parsed, config = self._section(), typed(SECTIONS["checkpoint"], self._section().checkpoint, "checkpoint")
+        parsed = self._section()
+        config = typed(CheckpointConfig, parsed.checkpoint, "checkpoint")
         strategy: Any = parsed.trainer.strategy
         if isinstance(strategy, str) or not strategy.class_path.startswith("lit_fsdp."):
             return Resume(parsed.ckpt_path)  # Lightning knows its own files and words
@@ -268,33 +279,41 @@ class RecipeCLI(LightningCLI):
         """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
         trainer, strategy, parsed = self.trainer, self.trainer.strategy, self._section()
         ranks = trainer.num_devices * trainer.num_nodes
+        model, data = self.model, self.datamodule
+        ours = {
+            "model": isinstance(model, CausalLMModule),
+            "data": isinstance(data, CausalLMDataModule),
+            "trainer.strategy": isinstance(strategy, ShardedStrategy),
+        }
+        sections: dict[str, Any] = {name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()}
         run = RunConfig(
-            strategy=strategy.config if isinstance(strategy, ShardedStrategy) else None,
-            model=self.model.config if isinstance(self.model, CausalLMModule) else None,
-            data=self.datamodule.config if isinstance(self.datamodule, CausalLMDataModule) else None,
-            **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+            strategy=strategy.config if isinstance(strategy, ShardedStrategy) else StrategyConfig(),
+            model=model.config if isinstance(model, CausalLMModule) else ModelConfig(),
+            data=data.config if isinstance(data, CausalLMDataModule) else DataConfig(),
+            **sections,
             trainer=vars(parsed.trainer) | {"devices": trainer.num_devices, "num_nodes": trainer.num_nodes},
             verb=str(self.verb),
+            foreign=frozenset(name for name, is_ours in ours.items() if not is_ours),
         )
         for rule in RULES:
             rule(run)
-        if run.data is not None and self.verb == "fit":
+        if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(ranks, parsed.trainer.accumulate_grad_batches)
-        if run.strategy is not None:
+        if ours["trainer.strategy"]:
             mesh_shape(run.strategy, trainer.num_nodes, ranks, STRATEGY)
             check_device(run.strategy, strategy.root_device.type, STRATEGY)
             resolve_ops(run.strategy.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
-        if run.model is not None:
+        if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
             self.resume.check(run)
-            if run.strategy is not None:
+            if ours["trainer.strategy"]:
                 plan_for(self.model.build(), run.strategy, STRATEGY)
 
     def _prepare(self) -> None:
         """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
-        if isinstance(self.datamodule, CausalLMDataModule) and isinstance(self.model, CausalLMModule):
+        if self._has_own_data() and isinstance(self.model, CausalLMModule):
             longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, longest)
             self.datamodule.prepare(_STAGES[verb])
@@ -307,7 +326,7 @@ class RecipeCLI(LightningCLI):
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
                 path.write_text(self._recipe_text(), encoding="utf-8")
-        if isinstance(self.datamodule, CausalLMDataModule):
+        if self._has_own_data():
             self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
         strategy: Any = trainer.strategy
         if isinstance(strategy, ShardedStrategy):
@@ -325,19 +344,21 @@ class RecipeCLI(LightningCLI):
 
     def _recipe_text(self) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
+        return yaml.safe_dump(redact_values(self._values()), sort_keys=False, allow_unicode=True)
+
+    def _values(self) -> dict[str, Any]:
         parser = self._parser(self.verb) if self.verb else self.parser
         parsed = self._section().clone()
-        for name in ("config", "accumulate_grad_batches", "precision"):
-            where = parsed if name == "config" else parsed.trainer
-            if where.get(name) is None or name == "config":
-                where.pop(name, None)
-        text = parser.dump(parsed, skip_unset=False, skip_validation=True, format="yaml")
-        values = redact_values(yaml.safe_load(text))
+        parsed.pop("config", None)
+        for name in ("accumulate_grad_batches", "precision"):
+            if parsed.trainer[name] is None:  # which Lightning itself would not read
+                parsed.trainer.pop(name)
+        values = yaml.safe_load(parser.dump(parsed, skip_unset=False, skip_validation=True, format="yaml"))
         for name, path in OWN_CLASSES.items():
             section = values.get(name)
             if isinstance(section, dict) and section.get("class_path") == path:
                 values[name] = section.get("init_args") or {}
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        return dict(values)
 
     def end_children(self, grace_seconds: float = 5.0) -> None:
         """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
@@ -354,6 +375,28 @@ class RecipeCLI(LightningCLI):
         for child in children:
             if child.poll() is None:
                 child.kill()
+
+
+class _Parsed(Exception):
+    """Ends a :class:`_Reader` once its words are parsed."""
+
+
+class _Reader(RecipeCLI):
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        raise _Parsed
+
+
+def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
+    """A recipe as ``verb`` reads it, with every class looked up and nothing built; secrets are in it.
+
+    Raises:
+        ConfigError: A key, class or value that only Lightning knows to be wrong.
+    """
+    reader = _Reader.__new__(_Reader)
+    with contextlib.suppress(_Parsed):
+        reader.__init__(args=[verb, *argv], auto_configure_optimizers=False)  # type: ignore[misc]
+    return reader._values()
 
 
 def _imported(path: str) -> Any:

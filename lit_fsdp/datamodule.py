@@ -13,7 +13,7 @@ import numpy as np
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
-from lit_fsdp.config.data import DataConfig, accumulation_steps
+from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.parser import build
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.loader import BatchLoader, SampleBatches
@@ -245,7 +245,7 @@ class CausalLMDataModule(LightningDataModule):
     def _order(self) -> GlobalOrder:
         samples, config = self._split("train"), self.config
         mix = (samples.groups, samples.weights) if samples.weights else ()
-        size, fingerprint = config.global_batch_size, samples.order_fingerprint
+        size, fingerprint = config.global_batch_size or DEFAULT_BATCH, samples.order_fingerprint
         return GlobalOrder(len(samples), size, fingerprint, self._order_seed(), config.shuffle, *mix)
 
     def _order_seed(self) -> int:

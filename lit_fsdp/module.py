@@ -218,7 +218,7 @@ class CausalLMModule(LightningModule):
                 "fused", isinstance(self.trainer.strategy, ShardedStrategy)
             )  # Lightning's clips no fused
         try:
-            optimizer = cls(options, lr=optim.lr, **arguments)
+            optimizer = cls(options, **{"lr": optim.lr} | arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError("model.optim", f"{optim.optimizer}: {error}", "what its constructor accepts") from error
         total = self._total_steps(optim)

@@ -152,7 +152,7 @@ class Resume:
         """Raise ConfigError where a recipe cannot go on from the checkpoint, though its tensors would fit."""
         if self.manifest is None:
             return
-        if run.model is not None and run.model.lora is not None:
+        if run.model.lora is not None:
             run.model.lora.check_checkpoint(self.manifest)
         limit, step = run.trainer["max_steps"], self.manifest.global_step
         given, allowed = f"{limit} with {self.path}", f"at least {step}, from which the run goes on"

@@ -191,7 +191,7 @@ def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, An
     from lit_fsdp.speak import speak
 
     run = load_recipe(words, "data", flags_of(parser)).run
-    there = run.data is not None and any(run.data.has(split) for split in _SPLITS)
+    there = any(run.data.has(split) for split in _SPLITS)
     require(there, "data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
     speak()
     return options, run

@@ -30,15 +30,14 @@ def run_audit(argv: Sequence[str]) -> int:
     ranks, devices = run.world_size, run.trainer["devices"]
     if ranks is None:
         raise ConfigError("trainer.devices", devices, "a number of ranks", "add --ranks N to the command")
-    if run.model is None or run.strategy is None:
-        raise ConfigError("audit", "classes of somebody else", "lit_fsdp's own model and strategy")
-    if run.data is not None:
-        try:
-            accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
-        except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
-            if not options.ranks:
-                raise
-            print(f"note: a run on {ranks} ranks would need other batch sizes: {error}", file=sys.stderr)
+    ours = not run.foreign - {"data"}
+    require(ours, "audit", f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy")
+    try:
+        accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+    except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
+        if not options.ranks:
+            raise
+        print(f"note: a run on {ranks} ranks would need other batch sizes: {error}", file=sys.stderr)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
 
     if run.trainer["accelerator"] == "cpu":
@@ -80,8 +79,6 @@ node, say, for compute nodes without a network. What is there already is only lo
     from lit_fsdp.config.parser import load_recipe
 
     config = ModelConfig() if options.name and not words else load_recipe(words, "model", flags_of(parser)).run.model
-    if config is None:
-        raise ConfigError("model", "somebody else's class", "lit_fsdp.CausalLMModule")
     config = dataclasses.replace(config, name=options.name) if options.name else config
     from lit_fsdp.models.prepared import prepare_model
     from lit_fsdp.speak import speak

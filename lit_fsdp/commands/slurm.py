@@ -99,19 +99,11 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
         size = getattr(slurm, own.partition(".")[2])
         if size and trainer.get(trainers.partition(".")[2]) in (None, "auto", -1):
             flags += [f"--{trainers}", str(size)]
-    if trainer.get("default_root_dir") is None:
-        flags += ["--trainer.default_root_dir", f"runs/{loaded.files[0].stem if loaded.files else 'run'}"]
-    loaded = load_recipe([*rest, *flags], "fit", also)
-    _check_keys(loaded.values)
-    return plan_job(loaded.run, loaded.values.get("ckpt_path")), loaded.run, loaded.values
+    run = load_recipe([*rest, *flags], "fit", also).run
+    from lit_fsdp.cli import resolved_recipe
 
-
-def _check_keys(values: dict[str, Any]) -> None:
-    """Refuse a key, class or value that only Lightning knows to be wrong, as the job would."""
-    from lit_fsdp.cli_parse import check_parses
-    from lit_fsdp.trainer_keys import check_trainer_values
-
-    check_trainer_values(check_parses(values, []))
+    values = resolved_recipe([*rest, *flags], "fit")  # what only Lightning knows to be wrong is refused here too
+    return plan_job(run, values.get("ckpt_path")), run, values
 
 
 def _facts(job: Job, run: RunConfig) -> Facts:

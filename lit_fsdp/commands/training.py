@@ -37,6 +37,6 @@ def _check(verb: str, argv: list[str]) -> None:
     adopt_step(os.environ)
     check_launch(recipe.run.trainer, os.environ)
     run, values = recipe.run, recipe.values
-    if run.strategy is not None:
+    if "trainer.strategy" not in run.foreign:
         folder = Path(run.trainer["default_root_dir"])
         find_resume(verb, values.get("ckpt_path"), folder, run.checkpoint, run.resume.fallback).check(run)

@@ -423,12 +423,13 @@ def _loaded(parsed: Namespace, line: CommandLine, foreign: set[str], verb: str) 
     given = {key: value for key, value in vars(parsed.trainer).items() if key != "strategy"}
     own = {f.name: given[f.name] for f in dataclasses.fields(TrainerConfig)}
     run = RunConfig(
-        strategy=typed(StrategyConfig, strategy, STRATEGY) if strategy is not None else None,
-        model=typed(ModelConfig, model, "model") if model is not None else None,
-        data=typed(DataConfig, data, "data") if data is not None else None,
-        **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+        strategy=typed(StrategyConfig, strategy or {}, STRATEGY),
+        model=typed(ModelConfig, model or {}, "model"),
+        data=typed(DataConfig, data or {}, "data"),
+        **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},
         trainer=_plain(given) | _plain(vars(typed(TrainerConfig, own, "trainer"))),
         verb=verb,
+        foreign=frozenset(foreign),
     )
     for rule in RULES:
         rule(run)
@@ -456,8 +457,9 @@ def complete(
     for key in (key for key in hidden_keys(_plain(parsed)) if key not in flags):
         given = f"{HIDDEN}, which stands for a secret that was not written down"
         raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
-    for name, section in (("model", model), ("data", data), ("slurm", parsed.slurm)):
-        for key in _PATHS[name] if section is not None else ():
+    ours = {"model": model, "data": data, "slurm": parsed.slurm}
+    for name, section in ((name, section) for name, section in ours.items() if section is not None):
+        for key in _PATHS[name]:
             section[key] = _expanded(section[key], f"{name}.{key}")
     for key, value in vars(parsed.trainer).items():
         setattr(parsed.trainer, key, _expanded(value, f"trainer.{key}"))
@@ -474,12 +476,18 @@ def complete(
         replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model, data)
         if is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
-            print("\n".join(f"miniature: {text}" for text in lines), file=sys.stderr)
+            _say_once("\n".join(f"miniature: {text}" for text in lines))
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _overruled(line: CommandLine) -> list[str]:
     """One line per value of a file that a later file replaces by another."""
-    found, before = [], {}
+    found: list[str] = []
+    before: dict[str, Any] = {}
     for path, content in zip(line.files, line.contents, strict=True):
         now = dict(leaves(content))
         found += [

@@ -112,21 +112,23 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The typed sections of a recipe, and Lightning's as it stands; a section of somebody else's class is None."""
+    """The typed sections of a recipe, and Lightning's as it stands."""
 
-    strategy: StrategyConfig | None
-    model: ModelConfig | None
-    data: DataConfig | None
+    strategy: StrategyConfig
+    model: ModelConfig
+    data: DataConfig
     checkpoint: CheckpointConfig
     resume: ResumeConfig
     slurm: SlurmConfig
     trainer: dict[str, Any]
     verb: str
+    foreign: frozenset[str] = frozenset()
+    """Those of model, data and trainer.strategy that are somebody else's classes: the sections here are defaults."""
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the run."""
-        return int(self.trainer.get("num_nodes") or 1)
+        return int(self.trainer.get("num_nodes", 1))
 
     @property
     def world_size(self) -> int | None:
@@ -159,18 +161,18 @@ def merged_precision(word: Any, precision: Any) -> Any:
 
 
 def _has_a_model(run: RunConfig) -> None:
-    named = run.model is None or run.model.name
+    named = "model" in run.foreign or run.model.name
     require(named, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
 
 
 def _has_data(run: RunConfig) -> None:
     split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}.get(run.verb)
-    there = split is None or run.data is None or run.data.has(split)
+    there = split is None or "data" in run.foreign or run.data.has(split)
     require(there, f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
 
 
 def _training_ends(run: RunConfig) -> None:
-    if run.verb != "fit" or run.model is None:
+    if run.verb != "fit" or "model" in run.foreign:
         return
     steps, epochs = run.trainer["max_steps"], run.trainer["max_epochs"]
     ends = steps > 0 or (epochs or 0) > 0 or run.trainer["max_time"] or run.trainer["fast_dev_run"]
@@ -181,7 +183,7 @@ def _training_ends(run: RunConfig) -> None:
 
 
 def _a_stream_ends(run: RunConfig) -> None:
-    if run.verb != "fit" or run.data is None or not run.data.streaming or run.trainer["fast_dev_run"]:
+    if run.verb != "fit" or not run.data.streaming or run.trainer["fast_dev_run"]:
         return
     steps, interval = run.trainer["max_steps"], run.trainer["val_check_interval"]
     given = f"{steps} with data.streaming: true"
@@ -198,17 +200,17 @@ def _a_stream_ends(run: RunConfig) -> None:
 
 
 def _mesh_fits(run: RunConfig) -> None:
-    if run.world_size is not None and run.strategy is not None:
+    if run.world_size is not None and "trainer.strategy" not in run.foreign:
         mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
 
 
 def _batches_fit(run: RunConfig) -> None:
-    if run.world_size is not None and run.data is not None and run.verb == "fit":
+    if run.world_size is not None and "data" not in run.foreign and run.verb == "fit":
         accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
 
 
 def _counts_whole_batches(run: RunConfig) -> None:
-    if run.data is None:
+    if "data" in run.foreign:
         return
     share, limit = run.trainer["overfit_batches"], run.trainer["limit_train_batches"]
     allowed = "0: the order of samples is a function of the step, which this would change in silence"
@@ -221,10 +223,10 @@ def _counts_whole_batches(run: RunConfig) -> None:
 
 def _attention_has_its_device(run: RunConfig) -> None:
     """Where the recipe names the device; elsewhere it is known later."""
-    attention = run.model and run.model.attn_implementation
+    attention = run.model.attn_implementation
     if attention in GPU_ATTENTION and run.trainer["accelerator"] == "cpu":
         raise gpu_attention_on_cpu(attention)
-    if attention in FLASH_ATTENTION and run.strategy is not None and run.verb != "audit":
+    if attention in FLASH_ATTENTION and "trainer.strategy" not in run.foreign and run.verb != "audit":
         precision = run.strategy.precision_config
         given = f"{attention} with {STRATEGY}.precision {precision.mode}"
         fix = f"set {STRATEGY}.precision: mixed, or leave attn_implementation out"
@@ -233,14 +235,14 @@ def _attention_has_its_device(run: RunConfig) -> None:
 
 
 def _fused_loss_has_a_gpu(run: RunConfig) -> None:
-    if run.model is None or run.model.loss.backend not in ("liger", "cce") or run.verb != "fit":
+    if run.model.loss.backend not in ("liger", "cce") or run.verb != "fit":
         return
     backend, lora = run.model.loss.backend, run.model.lora
-    precision = run.strategy.precision_config if run.strategy else None
+    precision = run.strategy.precision_config
     adapted = [name for names in (lora and (lora.target_modules, lora.modules_to_save)) or () for name in names or ()]
     problem = (
         "trainer.accelerator cpu" if run.trainer["accelerator"] == "cpu"
-        else f"precision {precision.mode}" if backend == "cce" and precision and precision.row.compute == "fp32"
+        else f"precision {precision.mode}" if backend == "cce" and precision.row.compute == "fp32"
         else "adapters on the head" if "lm_head" in adapted
         else None
     )  # fmt: skip

@@ -425,5 +425,5 @@ def _hybrid_shape(
     decided = copies or shards or num_nodes > 1
     given = f"{_word(config.replicate_degree)} on one node, which leaves one copy: that is full_shard"
     require(decided, f"{at}replicate_degree", given, allowed, "set replicate_degree: 2, or sharding: full_shard")
-    copies = copies or (world_size // shards if shards else num_nodes)
-    return copies, world_size // copies
+    found = copies or (world_size // shards if shards else num_nodes)
+    return found, world_size // found

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_fsdp.config.data import check_sources
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.slurm import time_seconds
-from lit_fsdp.config.sources import check_sources
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import GIB, cache_root
 from lit_fsdp.launch.slurm_job import Job, render

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from lit_fsdp import __version__
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.mesh import mesh_shape
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.slurm import SlurmConfig
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError, require
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
@@ -127,7 +127,7 @@ def _node_counts(run: RunConfig, nodes: int, tasks: int) -> tuple[int, ...]:
 def _fits(run: RunConfig, nodes: int, tasks: int) -> bool:
     try:
         _, shards = mesh_shape(run.strategy, nodes, nodes * tasks, STRATEGY)
-        accumulation_steps(run.data.global_batch_size, run.data.micro_batch_size, nodes * tasks)
+        accumulation_steps(run.data, nodes * tasks)
     except ConfigError:
         return False
     return not run.strategy.is_hybrid or nodes == 1 or shards % tasks == 0

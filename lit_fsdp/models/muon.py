@@ -61,7 +61,7 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both."""
         loss = None
         if closure is not None:

@@ -21,17 +21,16 @@ FLOORS = {
     "errors": 0,
     "redaction": 0,
     "host": 1,
-    "signals": 2,
-    "speak": 2,
-    "config": 1,
-    **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert"), 2),
-    **dict.fromkeys(("plan", "report", "launch"), 3),
-    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit", "trainer_keys"), 4),
-    **dict.fromkeys(("cli", "cli_parse", "commands", "__main__"), 5),
+    **dict.fromkeys(("speak", "signals"), 2),
+    "config": 2,
+    **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert"), 3),
+    **dict.fromkeys(("plan", "report", "launch"), 4),
+    **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit"), 5),
+    **dict.fromkeys(("cli", "commands", "__main__"), 6),
 }
-_COMMAND_FLOOR = 5  # its three places are one chain: __main__ → commands → cli
+_COMMAND_FLOOR = 6  # its three places are one chain: __main__ → commands → cli
 
-LIGHTNING_PLACES = ("strategy", "module", "datamodule", "callbacks", "cli", "trainer_keys", "parallel")
+LIGHTNING_PLACES = ("strategy", "module", "datamodule", "callbacks", "cli", "parallel")
 OPTIONAL_PACKAGES = ("datasets", "gguf", "peft", "torchao", "liger_kernel", "wandb", "tensorboard")
 TORCH_FREE = ("config", "errors", "redaction", "host", "signals", "commands", "__main__")
 

@@ -114,7 +114,7 @@ def test_two_words_that_differ(load: Any) -> None:
 def test_somebody_elses_classes_are_left_to_lightning(load: Any) -> None:
     text = "model: {class_path: my.Module, init_args: {optim: {class_path: my.Optim}}}\ntrainer: {strategy: ddp}"
     run = load("--data=my.Rows", base=text).run
-    assert (run.model, run.data, run.strategy) == (None, None, None)
+    assert run.foreign == {"model", "data", "trainer.strategy"}
     ours = load(more="model: {class_path: lit_fsdp.CausalLMModule, init_args: {name: other}}").run.model
     assert (ours.name, ours.optim.lr) == ("other", 1e-4)
 
