@@ -107,7 +107,6 @@ class RecipeCLI(LightningCLI):
 
     def _allow_imports(self, *classes: Any) -> None:
         """Let a recipe name classes of trusted and allowed packages, and of those that Python code has named."""
-        use_loader(not self._is_foreign_model and "model" not in self.line.foreign)
         named = [one.__module__.partition(".")[0] for one in (*classes, type(self)) if one is not None]
         shows_help = any(word in ("-h", "--help") or word.endswith(".help") for word in self.line.words)
         jsonargparse.set_parsing_settings(
@@ -115,6 +114,11 @@ class RecipeCLI(LightningCLI):
             import_path_denylist=["*"],
             import_path_allowlist=[*TRUSTED, *named, *self.line.allow_imports],
         )
+        path = self.line.foreign.get("model")
+        if path and path.partition(".")[0] in (*TRUSTED, *named, *self.line.allow_imports):
+            with contextlib.suppress(ImportError, AttributeError, ValueError, TypeError):  # which the parser reports
+                self._is_foreign_model = not issubclass(_imported(path), CausalLMModule)
+        use_loader(not self._is_foreign_model)
 
     # -- the parser
 
@@ -134,13 +138,14 @@ class RecipeCLI(LightningCLI):
         parser.add_argument("--trainer.precision", type=str | int | None, default=None)
         defaults = {"strategy": {"class_path": FACTORY}} | self.trainer_defaults
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
-        for name, base, in_mode, given in (
+        classes: list[tuple[str, Any, bool, Any]] = [
             ("model", self._model_class, self.subclass_mode_model, self.model_class),
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
-        ):
+        ]
+        for name, base, in_mode, given in classes:
             if in_mode or given is None:
                 parser.add_subclass_arguments(base, name, required=False)
-                if given is None and not self._is_foreign_model:
+                if given is None and (self.model_class is None or not self._is_foreign_model):
                     parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
             else:
                 parser.add_lightning_class_args(base, name)

@@ -53,6 +53,8 @@ TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics"
 """Packages whose classes a recipe may name without being asked."""
 SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "slurm": SlurmConfig}
 _OWN = {"model": ModelConfig, "data": DataConfig}
+_ANYTHING = list | dict | bool | int | float | str | None
+"""What is not looked at here; Any would import the classes that it names."""
 _PATHS = {
     "model": ("name", "tokenizer"),
     "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
@@ -152,8 +154,8 @@ class CommandLine:
     print_config: bool = False
 
     @property
-    def foreign(self) -> set[str]:
-        """Those of model, data and trainer.strategy for which somebody else's class is named."""
+    def foreign(self) -> dict[str, str]:
+        """Those of model, data and trainer.strategy for which somebody else's class is named, and that class."""
         named = [(name, content.get(name)) for content in self.contents for name in OWN_CLASSES]
         trainers = [content.get("trainer") for content in self.contents]
         named += [("trainer.strategy", trainer.get("strategy")) for trainer in trainers if isinstance(trainer, dict)]
@@ -163,12 +165,8 @@ class CommandLine:
             if name in (*OWN_CLASSES, "trainer.strategy"):
                 value = value or (self.words[i + 1] if i + 1 < len(self.words) else "")
                 named.append((name, value if not value.startswith("{") else load_yaml(value)))
-        found = set()
-        for name, given in named:
-            path = given.get("class_path") if isinstance(given, dict) else given
-            if path and path != (FACTORY if name == "trainer.strategy" else None):
-                found.add(name)
-        return found
+        paths = ((name, given.get("class_path") if isinstance(given, dict) else given) for name, given in named)
+        return {name: str(path) for name, path in paths if path and path != FACTORY}
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -227,17 +225,17 @@ def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:
     own = {f.name for f in dataclasses.fields(TrainerConfig)}
     for key in lightning_keys():
         if key in ("callbacks", "logger", "plugins"):
-            parser.add_argument(f"--trainer.{key}", type=list[Any] | dict | bool | str | None)
+            parser.add_argument(f"--trainer.{key}", type=dict | list[dict | str] | _ANYTHING)
         elif key not in own and key != "strategy":
-            parser.add_argument(f"--trainer.{key}", type=Any)
+            parser.add_argument(f"--trainer.{key}", type=_ANYTHING)
     if "trainer.strategy" in foreign:
-        parser.add_argument("--trainer.strategy", type=Any)
+        parser.add_argument("--trainer.strategy", type=_ANYTHING)
     else:
         parser.add_argument("--trainer.strategy.class_path", type=str, default=FACTORY)
         parser.add_class_arguments(StrategyConfig, STRATEGY)
     for name, cls in (_OWN | SECTIONS).items():
         if name in foreign:
-            parser.add_argument(f"--{name}", type=Any)
+            parser.add_argument(f"--{name}", type=_ANYTHING)
         else:
             parser.add_class_arguments(cls, name)
     return parser
@@ -264,7 +262,9 @@ def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: It
 def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     """An error of jsonargparse as ours: what it says, the full path, and the nearest key or word."""
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
-    key = next(iter(re.findall(r'Parser key "([^"]+)"', message)), "recipe")
+    keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
+    inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a section inside of another
+    key = f"{keys[0]}.{inner}" if inner else keys[0]
     if denied:
         return not_allowed(key, denied[1])
     unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
@@ -287,11 +287,13 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             fix = f"write --config {name}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
+    rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
+    if rule:  # of a section that stands for a word
+        return ConfigError(f"{key}.{rule[1]}", rule[2], rule[3], rule[4] or "")
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:
         return ConfigError(key, " ".join(message.split()), "see lit-fsdp fit --help")
-    others = re.findall(r"^\s*- (?!Expected a )(.+)$", message, re.MULTILINE)  # rules of a section's own
     plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
     kinds = {"NoneType": "null", "str": "text", "bool": "true | false", "float": "a number", "int": "a whole number"}
     shown = [
@@ -301,7 +303,12 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     ]
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
-    return ConfigError(key, value[1], "; ".join([allowed, *others]), f"write {key}: {near}" if near else "")
+    return ConfigError(
+        key,
+        "null" if value[1] == "None" else value[1],
+        allowed,
+        f"write {key}: {near}" if near else "",
+    )
 
 
 def not_allowed(key: str, path: str) -> ConfigError:
@@ -415,7 +422,7 @@ def check_recipe(values: Mapping[str, Any], verb: str) -> RunConfig:
     return _loaded(_translated(parser, lambda: parser.parse_object(plain)), line, line.foreign, verb).run
 
 
-def _loaded(parsed: Namespace, line: CommandLine, foreign: set[str], verb: str) -> LoadedRecipe:
+def _loaded(parsed: Namespace, line: CommandLine, foreign: Iterable[str], verb: str) -> LoadedRecipe:
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
@@ -476,11 +483,12 @@ def complete(
         replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model, data)
         if is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
-            _say_once("\n".join(f"miniature: {text}" for text in lines))
+            say_once("\n".join(f"miniature: {text}" for text in lines))
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Print to standard error what is worth saying once per process."""
     print(text, file=sys.stderr)
 
 

@@ -74,15 +74,15 @@ class TrainerConfig:
     """cpu, gpu, cuda or auto."""
     devices: int | list[int] | str = "auto"
     """Processes per node, one per GPU or CPU rank; a list of GPUs, or auto for all of them."""
-    num_nodes: int = 1
-    """Nodes of the run."""
+    num_nodes: int | None = None
+    """Nodes of the run; default: 1."""
     precision: PrecisionWord | str | int | None = None
     """bf16-mixed, bf16-true, 16-mixed, 32-true; under our strategy the same as its own precision."""
     max_steps: int = -1
     """Optimizer steps of the run; -1: max_epochs or max_time ends it."""
     max_epochs: int | None = None
     """Passes over the training rows."""
-    max_time: Any = None
+    max_time: str | dict | None = None
     """Wall-clock limit of the run, DD:HH:MM:SS."""
     accumulate_grad_batches: int | None = None
     """Micro-batches per optimizer step, in place of data.global_batch_size."""
@@ -90,7 +90,7 @@ class TrainerConfig:
     """Largest gradient norm (or value); null: no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     """What gradient_clip_val bounds; default: norm."""
-    val_check_interval: Any = None
+    val_check_interval: int | float | str | None = None
     """Micro-batches, or share of an epoch, between validations."""
     limit_train_batches: int | float | None = None
     """Only 1.0; trainer.max_steps ends a run."""
@@ -102,7 +102,8 @@ class TrainerConfig:
     """The run folder; default: runs/NAME after the first recipe file."""
 
     def __post_init__(self) -> None:
-        require(self.num_nodes >= 1, "num_nodes", self.num_nodes, "a whole number >= 1")
+        nodes = self.num_nodes
+        require(nodes is None or nodes >= 1, "num_nodes", nodes, "a whole number >= 1")
         clip, folder = self.gradient_clip_val, self.default_root_dir
         require(clip is None or clip >= 0, "gradient_clip_val", clip, "a number above 0; 0 or null: no clipping")
         require(folder is None or folder.strip(), "default_root_dir", repr(folder), "the path of a folder, or null")
@@ -128,7 +129,8 @@ class RunConfig:
     @property
     def num_nodes(self) -> int:
         """Nodes of the run."""
-        return int(self.trainer.get("num_nodes", 1))
+        nodes: int | None = self.trainer["num_nodes"]
+        return nodes or 1
 
     @property
     def world_size(self) -> int | None:

@@ -423,7 +423,7 @@ def _hybrid_shape(
             f"set shard_degree: -1, or shard_degree: {world_size // copies} with replicate_degree: {copies}",
         )
     decided = copies or shards or num_nodes > 1
-    given = f"{_word(config.replicate_degree)} on one node, which leaves one copy: that is full_shard"
-    require(decided, f"{at}replicate_degree", given, allowed, "set replicate_degree: 2, or sharding: full_shard")
+    text = f"{_word(config.replicate_degree)} on one node, which leaves one copy: that is full_shard"
+    require(decided, f"{at}replicate_degree", text, allowed, "set replicate_degree: 2, or sharding: full_shard")
     found = copies or (world_size // shards if shards else num_nodes)
     return found, world_size // found

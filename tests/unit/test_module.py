@@ -223,7 +223,7 @@ def test_decay_is_for_matrices_only():
     assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
     assert len(plain["params"]) == 3
     assert len(decayed["params"]) == 8  # one embedding, four projections, three of the MLP
-    assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, True)
+    assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, False)
 
 
 def test_validation_weighs_by_token_over_batches():

@@ -42,6 +42,6 @@ def test_the_rank_that_was_lost_in_a_save_is_named(monkeypatch: pytest.MonkeyPat
     error.add_note("rank 0 (a) lost contact: no word from rank 1 (b): killed, stopped, hanging or cut off")
     error.add_note("this was raised on rank 0 (a)")
     monkeypatch.setattr(__main__, "run", lambda words: (_ for _ in ()).throw(error))
-    assert __main__.main(["fit"]) == 1
+    assert __main__.main(["fit"]) == 76
     said = capsys.readouterr().err
     assert said == f"error: step-00000002: cannot be written\n{error.__notes__[0]}\n"

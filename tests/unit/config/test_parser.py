@@ -10,7 +10,7 @@ import pytest
 
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig
-from lit_fsdp.config.parser import build, check_recipe, lightning_keys, load_recipe, read_command_line
+from lit_fsdp.config.parser import build, check_recipe, lightning_keys, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
 
@@ -144,7 +144,7 @@ def test_any_optimizer(load: Any) -> None:
         (f"--{ARGS}.precision=bf16", f"{ARGS}.precision", "bf16-true"),
         (f"--{ARGS}.wrap.min_num_params=-1", f"{ARGS}.wrap.min_num_params", "at least 1"),
         (f"--{ARGS}.shard_degree=6", f"{ARGS}.shard_degree", "set shard_degree: 2"),
-        ("--model.lora.r=0", "model.lora", "r: got 0"),
+        ("--model.lora.r=0", "model.lora.r", "got 0"),
         ("--data.train=[{source: a, weight: 1}, b]", "data.train", "weights for 1 of 2"),
         ("--model.lora.rank=4", "model.lora.rank", "write model.lora.r"),
         ("--model.optim.warmup_steps=30", "model.optim.warmup_steps", "at most max_steps (20)"),
@@ -263,6 +263,7 @@ def test_a_miniature_replaces_what_a_cpu_lacks(load: Any, given: dict[str, str],
 
 
 def test_a_miniature_says_so_in_one_line(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
     load("--model.optim.warmup_steps=300", small=SMALL)
     assert capsys.readouterr().err == "miniature: 1 values are replaced (--verbose lists them)\n"
     load("--verbose", "--model.optim.warmup_steps=300", small=SMALL)

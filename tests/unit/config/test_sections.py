@@ -66,7 +66,7 @@ def test_words_are_short_for_mappings():
 
 def test_the_factorys_arguments_are_the_fields():
     assert [f.name for f in dataclasses.fields(StrategyConfig)] == list(inspect.signature(fsdp_strategy).parameters)
-    assert strategy_config({}, "") == StrategyConfig()
+    assert strategy_config({}) == StrategyConfig()
     defaults = {name: p.default for name, p in inspect.signature(fsdp_strategy).parameters.items()}
     assert defaults | {"precision": "mixed"} == vars(StrategyConfig())
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_fsdp.config.run import RunConfig, check_recipe
+from lit_fsdp.config.parser import check_recipe
+from lit_fsdp.config.run import RunConfig
 from lit_fsdp.launch import slurm_checks
 from lit_fsdp.launch.slurm_job import Job, plan_job, render
 
@@ -76,6 +77,5 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm_checks, "local_place", lambda path: None)
     monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 2**20)
-    monkeypatch.setattr("lit_fsdp.commands.slurm._check_keys", lambda values: None)
     Path("r.yaml").write_text(yaml.safe_dump(recipe(trainer={"default_root_dir": "run"})))
     return FakeSlurm(tmp_path / "fake", monkeypatch)

@@ -59,23 +59,24 @@ def test_it_says_what_the_recipe_says_in_lines_that_bash_can_read(
 
 def test_no_value_runs_anything_and_all_arrive(slurm: FakeSlurm, tmp_path: Path):
     """Quotes, $( ), backticks, semicolons, in every place of a value."""
-    folder = tmp_path / NASTY.replace("\\", "")
+    odd_path = NASTY.replace("\\", "").replace("$HOME", "$(HOME)")  # a recipe's paths have their variables put in
+    folder = tmp_path / odd_path
     keys = {"command": ["prog", NASTY], "env": {"ODD": NASTY}, "job_name": NASTY, "cpu_bind": NASTY}
-    job, _ = planned(keys, trainer={"default_root_dir": str(folder)}, ckpt_path=f"/x/{NASTY}")
+    job, _ = planned(keys, trainer={"default_root_dir": str(folder)}, ckpt_path=f"/x/{odd_path}")
     done = slurm.run(job, step='printf %s "$ODD" >"$FAKE/odd"')
     assert done.returncode == 0, done.stderr
     words = slurm.words("srun") or []
     assert words[words.index("prog") + 1 :] == [
         *(NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"),
-        *("--ckpt_path", f"/x/{NASTY}", "--trainer.num_nodes", "2"),
+        *("--ckpt_path", f"/x/{odd_path}", "--trainer.num_nodes", "2"),
     ]
     assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
     assert f"--cpu-bind={NASTY}" in words
     assert (slurm.folder / "odd").read_text() == NASTY
     for runtime in ("pyxis", "apptainer"):
-        image = {"container": NASTY, "container_runtime": runtime, "container_mounts": [NASTY], "command": ["prog"]}
+        image = {"container": odd_path, "container_runtime": runtime, "container_mounts": [odd_path]}
         slurm.run(planned(image, trainer={"default_root_dir": str(tmp_path / "run")})[0])
-        assert NASTY in " ".join(slurm.words("srun") or [])
+        assert odd_path in " ".join(slurm.words("srun") or [])
     assert not list(tmp_path.rglob("pwned"))
     for value in ("plain", NASTY, "a b", 'x"y', "a\\b", "", "é"):
         assert shlex.split(sbatch_value(value)) == [value]  # sbatch knows quotes and expands nothing

@@ -1,0 +1,197 @@
+"""Anybody's module, data, callbacks, optimizer and strategy fit in, in a recipe and in a script, on two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+MINE = '''
+import json, pathlib
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lit_fsdp
+
+pathlib.Path("imported").touch()
+
+class Net(L.LightningModule):
+    def __init__(self, hidden: int = 8, lr: float = 0.1):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1))
+        self.lr = lr
+    def training_step(self, batch, index):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("train_loss", loss)
+        return loss
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+class Rows(L.LightningDataModule):
+    def __init__(self, batch: int = 4):
+        super().__init__()
+        self.batch = batch
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(48, 4)), self.batch)
+    val_dataloader = train_dataloader
+
+class Tell(L.Callback):
+    """Writes down what the live run is."""
+    def __init__(self, word: str = "-"):
+        self.word = word
+    def on_train_end(self, trainer, module):
+        found = {
+            "word": self.word, "step": trainer.global_step, "strategy": type(trainer.strategy).__name__,
+            "batches": len(trainer.train_dataloader), "accumulate": trainer.accumulate_grad_batches,
+            "optimizer": type(trainer.optimizers[0]).__name__, "options": trainer.optimizers[0].defaults,
+            "max_time": str(trainer.max_epochs), "extra": getattr(module, "extra", None),
+            "hidden": module.net[0].out_features if hasattr(module, "net") else None,
+            "dtypes": sorted({str(p.dtype) for p in module.parameters()})
+        }
+        if trainer.is_global_zero:
+            pathlib.Path("told.json").write_text(json.dumps(found, default=str))
+
+class Longer(lit_fsdp.CausalLMModule):
+    def __init__(self, extra: int = 3, **kwargs):
+        super().__init__(**kwargs)
+        self.extra = extra
+'''
+OWN = """
+trainer:
+  {devices: 2, accelerator: cpu, max_steps: 4, default_root_dir: run,
+   callbacks: [{class_path: mine.Tell, init_args: {word: hello}}]}
+model: {class_path: mine.Net, init_args: {hidden: 6}}
+data: {class_path: mine.Rows}
+checkpoint: {every_steps: 2}
+"""
+OURS = """
+trainer:
+  {devices: 2, accelerator: cpu, max_steps: 2, default_root_dir: run, callbacks: [{class_path: mine.Tell}]}
+model: {name: CONFIG, miniature: true, optim: {lr: 1e-3}}
+data: {train: "generated:64", max_seq_length: 64, micro_batch_size: 2}
+"""
+SCRIPT = """
+from lit_fsdp import RecipeCLI
+import mine
+
+class CLI(RecipeCLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--size", type=int, default=5)
+        parser.link_arguments("size", "model.hidden")
+
+if __name__ == "__main__":
+    CLI(mine.Net, mine.Rows)
+"""
+CONFIG = Path(__file__).parents[2] / "configs" / "model" / "SmolLM2-135M-Instruct.json"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("mine.py", MINE), ("own.yaml", OWN), ("ours.yaml", OURS), ("train.py", SCRIPT)):
+        (tmp_path / name).write_text(text.replace("CONFIG", str(CONFIG)))
+    return tmp_path
+
+
+def run(*words: str, script: str | None = None, code: int = 0) -> str:
+    """Standard error of a command that ends with ``code``."""
+    start = [script] if script else ["-m", "lit_fsdp"]
+    environment = os.environ | {"PYTHONPATH": str(CONFIG.parents[2])}
+    done = subprocess.run(
+        [sys.executable, *start, *words], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stderr
+
+
+def told() -> dict[str, object]:
+    found: dict[str, object] = json.loads(Path("told.json").read_text())
+    return found
+
+
+def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
+    said = run("fit", "--config", "own.yaml", code=2)
+    assert "model: got mine.Net" in said
+    assert "add --allow-imports mine, or set LIT_FSDP_ALLOW_IMPORTS=mine" in said
+    assert not Path("imported").exists()
+
+    run("fit", "--config", "own.yaml", "--allow-imports", "mine")
+    assert (told()["word"], told()["step"], told()["strategy"]) == ("hello", 4, "FSDP2Strategy")
+    assert told()["batches"] == 6  # 12 of rank 0 and of rank 1 each: Lightning's own sampler deals the rows
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
+    assert recipe["model"] == {"class_path": "mine.Net", "init_args": {"hidden": 6, "lr": 0.1}}
+
+    assert "holds 2 checkpoint(s)" in run("fit", "--config", "own.yaml", "--allow-imports", "mine", code=2)
+    flags = ("--ckpt_path", "last", "--trainer.max_steps", "6", "--trainer.log_every_n_steps", "1")
+    assert "resumed from step 4" in run("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
+    assert told()["step"] == 6
+    rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
+    assert {"4", "5"} <= {row["step"] for row in rows}
+
+
+def test_a_script_of_ones_own(here: Path) -> None:
+    words = ("--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--size", "7")
+    run("fit", *words, "--trainer.callbacks=mine.Tell", script="train.py")
+    assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
+    assert yaml.safe_load(Path("runs/run/recipe.yaml").read_text())["size"] == 7
+    assert "holds 1 checkpoint(s)" in run("fit", *words, script="train.py", code=2)
+    run("validate", *words, "--ckpt_path", "last", script="train.py")
+    assert "write model.hidden" in run("fit", "--model.hiden=3", script="train.py", code=2)
+
+
+def test_words_of_lightning(here: Path) -> None:
+    Path("more.yaml").write_text(
+        "trainer: {precision: bf16-true, accumulate_grad_batches: 3, max_time: 00:01:00:00}\n"
+        "data: {cache_dir: 007}\n"
+        "model: {class_path: mine.Longer, init_args: {extra: 5,\n"
+        "  optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.5}}}}"
+    )
+    run("fit", "--config", "ours.yaml", "--config", "more.yaml", "--allow-imports", "mine")
+    assert (told()["accumulate"], told()["dtypes"], told()["extra"]) == (3, ["torch.bfloat16"], 5)
+    assert (told()["optimizer"], dict(told()["options"])["momentum"]) == ("SGD", 0.5)  # type: ignore[call-overload]
+    assert json.loads(Path("run/dtypes.json").read_text())["mode"] == "low_precision"
+    recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
+    assert (recipe["trainer"]["max_time"], recipe["data"]["cache_dir"]) == ("00:01:00:00", "007")
+    assert Path("007").is_dir()
+
+
+def test_a_strategy_of_lightning(here: Path) -> None:
+    words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--trainer.strategy", "ddp")
+    run(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
+    assert (told()["strategy"], told()["step"], told()["dtypes"]) == ("DDPStrategy", 2, ["torch.float32"])
+    assert Path("run/checkpoints/last.ckpt").is_file()
+    run(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert told()["step"] == 3
+
+
+def test_muon_for_the_matrices(here: Path) -> None:
+    words = (
+        "fit",
+        "--config",
+        "ours.yaml",
+        "--allow-imports",
+        "mine",
+        "--model.optim.class_path",
+        "lit_fsdp.MuonWithAdamW",
+    )
+    run(*words, "--checkpoint.every_steps", "1")
+    assert told()["optimizer"] == "MuonWithAdamW"
+    assert "resumed from step 2" in run(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
+
+
+def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
+    words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--data.val", "generated:16")
+    said = run(*words, "--trainer.val_check_interval", "1000", code=2)
+    assert "Traceback" not in said
+    assert said.count("`val_check_interval` (1000) must be less than or equal to the number of the training") == 1
+    debug = run(*words, "--trainer.val_check_interval", "1000", "--debug", code=2)
+    assert "Traceback" in debug
