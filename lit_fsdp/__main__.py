@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lit_fsdp.commands import run
 from lit_fsdp.errors import (
@@ -31,22 +31,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. What a user can mend is said without a
     traceback, and secrets of the environment and of the recipe are said nowhere.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return ended(lambda: run(words), debug="--debug" in words)
+
+
+def ended(act: Callable[[], int], debug: bool = False) -> int:
+    """The exit code of what a process does, which a job is told too; see :func:`main`.
+
+    Args:
+        act: Returns its own exit code, or raises.
+        debug: Also show the traceback of what a user can mend.
+    """
     code = 1  # of an exception that nobody catches
     try:
         with guarded_streams():
-            code = _run(argv)
+            code = _ended(act, debug)
         return code
     finally:
         tell_job(f"exit.{global_rank()}", str(code))
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _ended(act: Callable[[], int], debug: bool) -> int:
     try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
+        code = act()
         print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
         return code
     except ConfigError as error:
-        if "--debug" in (sys.argv if argv is None else argv):
+        if debug:
             traceback.print_exc()
         if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
             return 2  # the first process says it

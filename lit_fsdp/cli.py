@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ from lit_fsdp.config.parser import (
     SECTIONS,
     TRUSTED,
     complete,
+    not_allowed,
     parse,
     read_command_line,
     typed,
@@ -51,6 +53,7 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
+from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.devices import check_device
@@ -93,32 +96,46 @@ class RecipeCLI(LightningCLI):
         own = {"seed_everything_default": 0, "load_from_checkpoint_support": False, "save_config_callback": None}
         if positional:
             del own["save_config_callback"]
-        try:
+
+        def build() -> int:
             self.line = read_command_line(words)
             self._allow_imports(model_class, datamodule_class)
-            super().__init__(model_class, datamodule_class, *positional, **own | kwargs)
-        except ConfigError as error:
-            if args is not None:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        if args is None and self.exit_code:
-            sys.exit(self.exit_code)
+            LightningCLI.__init__(self, model_class, datamodule_class, *positional, **own | kwargs)
+            return self.exit_code
+
+        if args is not None:
+            build()
+            return
+        from lit_fsdp.__main__ import ended
+
+        adopt_step(os.environ)
+        if code := ended(build, debug="--debug" in words):
+            sys.exit(code)
 
     def _allow_imports(self, *classes: Any) -> None:
         """Let a recipe name classes of trusted and allowed packages, and of those that Python code has named."""
         named = [one.__module__.partition(".")[0] for one in (*classes, type(self)) if one is not None]
-        shows_help = any(word in ("-h", "--help") or word.endswith(".help") for word in self.line.words)
+        self.shows_help = bool({"-h", "--help"} & set(self.line.words))
+        reads_docs = self.shows_help or any(word.partition("=")[0].endswith(".help") for word in self.line.words)
+        self.allowed = (*TRUSTED, *named, *self.line.allow_imports)
         jsonargparse.set_parsing_settings(
-            docstring_parse_attribute_docstrings=shows_help,  # parsing docstrings takes a second
+            docstring_parse_attribute_docstrings=reads_docs,  # parsing docstrings takes a second
             import_path_denylist=["*"],
-            import_path_allowlist=[*TRUSTED, *named, *self.line.allow_imports],
+            import_path_allowlist=list(self.allowed),
         )
-        path = self.line.foreign.get("model")
-        if path and path.partition(".")[0] in (*TRUSTED, *named, *self.line.allow_imports):
-            with contextlib.suppress(ImportError, AttributeError, ValueError, TypeError):  # which the parser reports
-                self._is_foreign_model = not issubclass(_imported(path), CausalLMModule)
+        if "model" in self.line.foreign:
+            self._is_foreign_model = not issubclass(self._named_class("model"), CausalLMModule)
         use_loader(not self._is_foreign_model)
+
+    def _named_class(self, name: str) -> Any:
+        """The class that the recipe names for ``model`` or ``data``, else ours."""
+        path = self.line.foreign.get(name, OWN_CLASSES[name])
+        if path.partition(".")[0] not in self.allowed:
+            raise not_allowed(name, path)
+        try:
+            return _imported(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(name, path, f"a class that can be imported ({error})") from error
 
     # -- the parser
 
@@ -143,7 +160,9 @@ class RecipeCLI(LightningCLI):
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
         ]
         for name, base, in_mode, given in classes:
-            if in_mode or given is None:
+            if self.shows_help and (in_mode or given is None):  # as a section of the class that is named, else of ours
+                parser.add_lightning_class_args(self._named_class(name), name)
+            elif in_mode or given is None:
                 parser.add_subclass_arguments(base, name, required=False)
                 if given is None and (self.model_class is None or not self._is_foreign_model):
                     parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
@@ -153,6 +172,12 @@ class RecipeCLI(LightningCLI):
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
             parser.add_class_arguments(cls, name)
+        if self.shows_help:  # read by read_command_line
+            parser.add_argument(
+                "--allow-imports", metavar="PACKAGE", help="let the recipe name its classes; repeatable"
+            )
+            parser.add_argument("--verbose", help="list what a miniature replaces")
+            parser.add_argument("--debug", help="show the traceback of a refusal")
         super()._add_arguments(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -160,7 +185,7 @@ class RecipeCLI(LightningCLI):
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
         else:
-            words = [*([self.verb] if self.verb else []), *self.line.words]
+            words = [*([self.verb] if self.verb else []), *(["--help"] if self.shows_help else self.line.words)]
             known = self._parser(self.verb)._actions if self.verb else []
             self.config = parse(parser, words, known=[action.dest for action in known])
         self.verb = self.config.get("subcommand")
@@ -202,6 +227,7 @@ class RecipeCLI(LightningCLI):
         FLAGS.install()
         FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
         asked, parsed = self.config, self._section()
+        check_launch(vars(parsed.trainer), os.environ)
         self.resume = self._find_resume()
         if self.verb == "fit" and (self.resume.path or is_requeued()):
             self.config = asked.clone()

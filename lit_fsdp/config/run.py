@@ -135,7 +135,7 @@ class RunConfig:
     @property
     def world_size(self) -> int | None:
         """All ranks, or ``None`` while ``devices`` is ``auto``."""
-        devices = self.trainer.get("devices")
+        devices: Any = self.trainer["devices"]
         count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
         return count * self.num_nodes or None
 
