@@ -211,8 +211,6 @@ class RecipeCLI(LightningCLI):
                 given = _imported(path)
             found.append(section if isinstance(given, type) and issubclass(given, own) else None)
         strategy: Any = parsed.trainer.strategy
-        if strategy == FACTORY:
-            strategy = parsed.trainer.strategy = Namespace(class_path=FACTORY, init_args=Namespace(precision=None))
         is_ours = isinstance(strategy, Namespace) and strategy.class_path.startswith("lit_fsdp.")
         return found[0], found[1], strategy.init_args if is_ours else None
 

@@ -98,6 +98,9 @@ def load_yaml(text: str, own_model: bool = True) -> Any:
             given = values.get(name)
             if isinstance(given, dict) and given.get("class_path") == path:
                 values[name] = given.get("init_args") or {}
+        trainer: Any = values.get("trainer")
+        if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
+            trainer["strategy"] = {"class_path": FACTORY}
         model: Any = values.get("model")
         model = model.get("init_args", model) if isinstance(model, dict) else {}
         optim = model.get("optim") if own_model and isinstance(model, dict) else None

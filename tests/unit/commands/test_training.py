@@ -8,13 +8,14 @@ import pytest
 
 from lit_fsdp.commands import training
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.signals import SignalFlags
 
 
 @pytest.mark.parametrize("under_srun", [True, False])
 def test_under_srun_signals_are_heard_before_the_recipe_is_read(monkeypatch: pytest.MonkeyPatch, under_srun: bool):
     """A task that dies of one makes srun end the others; elsewhere the defaults hold until the recipe is fine."""
     heard: list[Any] = []
-    monkeypatch.setattr(training.SignalFlags, "install", lambda flags: heard.append(flags))
+    monkeypatch.setattr(SignalFlags, "install", lambda flags: heard.append(flags))
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     if under_srun:
         monkeypatch.setenv("SLURM_PROCID", "1")
