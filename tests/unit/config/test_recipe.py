@@ -81,7 +81,7 @@ def test_switches_take_no_value_and_only_show(switch: str):
 
 
 def test_paths_are_expanded_once_for_every_verb(write, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("ROWS", "/rows")
     text = """
 trainer: {default_root_dir: ~/run, logger: [{class_path: CSVLogger, init_args: {save_dir: "${ROWS}/log"}}]}
@@ -93,19 +93,19 @@ slurm: {env_file: ~/env, setup: ["cd ${SLURM_TMPDIR}"]}
     recipe = read_recipe([*words, "--trainer.callbacks+={class_path: X, init_args: {dirpath: ~/best}}"])
     assert recipe.values == {
         "trainer": {
-            "default_root_dir": "/home/me/run",
+            "default_root_dir": "/home/somebody/run",
             "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": "/rows/log"}}],
         },
-        "model": {"name": "/home/me/models/x", "tokenizer": "/rows/tok", "add_tokens": ["~", "${x}"]},
+        "model": {"name": "/home/somebody/models/x", "tokenizer": "/rows/tok", "add_tokens": ["~", "${x}"]},
         "data": {
-            "train": ["/rows/a.jsonl", {"source": "/home/me/b.jsonl", "weight": 1}],
-            "val": "/home/me/v.jsonl",
+            "train": ["/rows/a.jsonl", {"source": "/home/somebody/b.jsonl", "weight": 1}],
+            "val": "/home/somebody/v.jsonl",
             "cache_dir": "/rows",
         },
-        "slurm": {"env_file": "/home/me/env", "setup": ["cd ${SLURM_TMPDIR}"]},
-        "ckpt_path": "/home/me/run/checkpoints/step-00000002",
+        "slurm": {"env_file": "/home/somebody/env", "setup": ["cd ${SLURM_TMPDIR}"]},
+        "ckpt_path": "/home/somebody/run/checkpoints/step-00000002",
     }
-    assert recipe.flags == ['--trainer.callbacks+={"class_path": "X", "init_args": {"dirpath": "/home/me/best"}}']
+    assert recipe.flags == ['--trainer.callbacks+={"class_path": "X", "init_args": {"dirpath": "/home/somebody/best"}}']
     monkeypatch.delenv("ROWS")
     error = refused(*words)
     assert (error.field, error.fix) == ("trainer.logger[0].init_args.save_dir", "export ROWS=...")
@@ -113,7 +113,7 @@ slurm: {env_file: ~/env, setup: ["cd ${SLURM_TMPDIR}"]}
     parser.add_argument("--ckpt", type=Path)
     parser.add_argument("--prompt")
     options = parse(parser, ["--ckpt=~/run", "--prompt=~ ${ROWS}"])
-    assert (options.ckpt, options.prompt) == (Path("/home/me/run"), "~ ${ROWS}")
+    assert (options.ckpt, options.prompt) == (Path("/home/somebody/run"), "~ ${ROWS}")
 
 
 def test_words_that_cannot_be_meant_are_refused(write):
