@@ -51,6 +51,7 @@ from lit_fsdp.config.parser import (
 from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
+from lit_fsdp.ending import ended
 from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
 from lit_fsdp.launch.launcher import adopt_step, check_launch
@@ -106,8 +107,6 @@ class RecipeCLI(LightningCLI):
         if args is not None:
             build()
             return
-        from lit_fsdp.__main__ import ended
-
         adopt_step(os.environ)
         if code := ended(build, debug="--debug" in words):
             sys.exit(code)

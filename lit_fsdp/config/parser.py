@@ -413,6 +413,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
         ConfigError: A key or value that does not exist, or a rule that does not hold.
     """
     line = read_command_line(argv)
+    require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
     foreign = line.foreign
     return _loaded(parse(recipe_parser(foreign), line.words, also), line, foreign, verb)
 

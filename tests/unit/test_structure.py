@@ -21,7 +21,7 @@ FLOORS = {
     "errors": 0,
     "redaction": 0,
     "host": 1,
-    **dict.fromkeys(("speak", "signals"), 2),
+    **dict.fromkeys(("speak", "signals", "ending"), 2),
     "config": 2,
     **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert"), 3),
     **dict.fromkeys(("plan", "report", "launch"), 4),

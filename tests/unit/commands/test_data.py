@@ -205,7 +205,7 @@ def test_the_split_that_fails_is_the_one_shown(capsys: Out):
         (["--plot", "nowhere/x.png"], "--plot"),
         (["--plot", "x.txt"], "--plot"),
         (["--colour", "1"], "colour"),
-        (["--print_config"], "lit-fsdp data inspect"),
+        (["--print_config"], "--print_config"),
         (["--data.train", "null"], "data.train"),
     ],
 )
@@ -238,7 +238,8 @@ def test_a_picture(monkeypatch: pytest.MonkeyPatch):
     words = ["--data.train", train, "--data.packing", "true", "--data.val", train, "--n", "0", "--plot"]
     assert data("inspect", *words, "x.png") == 0
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(data_plot.importlib.util, "find_spec", lambda name: None)
+    found = data_plot.importlib.util.find_spec
+    monkeypatch.setattr(data_plot.importlib.util, "find_spec", lambda name: None if "plot" in name else found(name))
     with pytest.raises(ConfigError, match=r"pip install 'lit-fsdp\[plot\]'"):
         data("inspect", *words, "y.png")
 

@@ -1,0 +1,89 @@
+"""How a process ends: its exit code, what it says of an error, and what it tells the job that it is part of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from lit_fsdp.errors import (
+    CheckpointError,
+    ConfigError,
+    ContractError,
+    DataError,
+    NonFiniteGradientError,
+    RefusedByLightning,
+)
+from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
+from lit_fsdp.redaction import OutputError, guarded_streams
+
+EXIT_LOST = 76
+"""Of a rank that lost the others; the batch script of a job may start it again."""
+
+
+def ended(act: Callable[[], int], debug: bool = False) -> int:
+    """The exit code of what a process does, which a job is told too; see :func:`lit_fsdp.__main__.main`.
+
+    Args:
+        act: Returns its own exit code, or raises.
+        debug: Also show the traceback of what a user can mend.
+    """
+    code = 1  # of an exception that nobody catches
+    try:
+        with guarded_streams():
+            code = _ended(act, debug)
+        return code
+    finally:
+        tell_job(f"exit.{global_rank()}", str(code))
+
+
+def _ended(act: Callable[[], int], debug: bool) -> int:
+    try:
+        code = act()
+        print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
+        return code
+    except ConfigError as error:
+        if debug:
+            traceback.print_exc()
+        if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
+            return 2  # the first process says it
+        return _say(str(error), 2)
+    except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
+        lost = _lost(error)
+        is_lost = lost or " lost contact with another rank: " in str(error)  # in a save or load
+        return _say("\n".join([str(error), *lost]), EXIT_LOST if is_lost else 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130) if is_first_process() else 130
+    except BrokenPipeError:
+        _drop_output()
+        return 1
+    except OutputError as error:
+        _drop_output()
+        return _say(f"{error.strerror}", 1)
+    except Exception as error:
+        if not _lost(error):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_LOST
+
+
+def _lost(error: BaseException) -> list[str]:
+    """Which ranks this one lost, if that is why it failed (:mod:`lit_fsdp.parallel.last_words`)."""
+    return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
+
+
+def _drop_output() -> None:
+    """What is still to be written at the end of the process goes nowhere."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str, code: int) -> int:
+    # rows and file names that an error quotes may hold escapes, which must not reach the terminal
+    text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    rank = global_rank()
+    with contextlib.suppress(OSError):  # where nothing can be said the exit code still counts
+        print(f"[rank {rank}] error: {text}" if rank else f"error: {text}", file=sys.stderr, flush=True)
+    return code
