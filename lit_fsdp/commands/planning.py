@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -75,11 +74,10 @@ node, say, for compute nodes without a network. What is there already is only lo
     options, words = options_and_recipe(parser, argv)
     if options is None:
         return 0
-    from lit_fsdp.config.model import ModelConfig
     from lit_fsdp.config.parser import load_recipe
 
-    config = ModelConfig() if options.name and not words else load_recipe(words, "model", flags_of(parser)).run.model
-    config = dataclasses.replace(config, name=options.name) if options.name else config
+    words += [f"--model.name={options.name}"] if options.name else []
+    config = load_recipe(words, "model", flags_of(parser)).run.model
     from lit_fsdp.models.prepared import prepare_model
     from lit_fsdp.speak import speak
 

@@ -500,7 +500,7 @@ def _overruled(line: CommandLine) -> list[str]:
     """One line per value of a file that a later file replaces by another."""
     found: list[str] = []
     before: dict[str, Any] = {}
-    for path, content in zip(line.files, line.contents, strict=True):
+    for path, content in zip(line.files, line.contents, strict=False):  # a mapping comes from no file
         now = dict(leaves(content))
         found += [
             f"{key}: {before[key]!r} → {new!r} ({path})" for key, new in now.items() if before.get(key, new) != new

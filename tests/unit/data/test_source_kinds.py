@@ -194,7 +194,7 @@ def test_columns_are_renamed(tmp_path: Path):
 def test_columns_that_are_not_ours():
     with pytest.raises(ConfigError, match=r"^columns\.chat: got messages\n  allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
-    with pytest.raises(ConfigError, match="'q' for two of our columns"):
+    with pytest.raises(ConfigError, match="'q' twice"):
         SourceConfig(source="a.jsonl", columns={"prompt": "q", "text": "q"})
 
 

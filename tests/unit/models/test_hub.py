@@ -164,9 +164,8 @@ def test_what_is_not_in_the_cache_offline(hub_cache):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "got nothing"),
         (["prepair"], "got prepair"),
-        (["prepare"], "a recipe with model.name, or --name"),
+        (["prepare"], "model.name: got null"),
         (["prepare", "--nam", "x"], "nam"),
         (["prepare", "--name"], "expected one argument"),
     ],
