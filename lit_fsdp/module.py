@@ -30,9 +30,8 @@ from lit_fsdp.metrics.losses import EvalMetrics, score_totals, step_metrics
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.description import model_entry, model_files
-from lit_fsdp.models.fused_loss import refuse_cpu
 from lit_fsdp.models.lora import LoraWeights
-from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
+from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, refuse_cpu, sample_losses
 from lit_fsdp.models.muon import MuonWithAdamW
 from lit_fsdp.models.packed import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models import by_sample
 from lit_fsdp.models.attention import check_architecture, check_package
 
 
@@ -35,7 +34,6 @@ def build_on_meta(
     config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     check_package(attn_implementation)
-    by_sample.register()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +26,7 @@ from lit_fsdp.models.quiet import no_progress_bars
 _VERSION = 1
 _MIB = 2**20
 _SHARD_BYTES = 4 * 2**30
+GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -46,8 +48,12 @@ def convert_gguf(file: Path) -> Path:
 
     def make(folder: Path) -> None:
         write_gguf_tokenizer(file, folder)
+        # else weights of qwen3.5 and lfm2 stay in the blocks of the file, which nothing can train
+        unpacked = {"quantization_config": GgufConfig(dequantize=True)} if GgufConfig else {}
         with _reading(file):
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **unpacked
+            )
         save_folder(model, folder)
 
     return _converted(file, key.hexdigest(), make)

@@ -19,7 +19,9 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cache_root, is_launched_by_lightning, locked
 from lit_fsdp.redaction import HIDDEN, redact
 
-_TOKENIZER = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""What files of a folder are a tokenizer, as patterns."""
+_TOKENIZER = ["*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES]
 _WEIGHTS = "*.safetensors"
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*", "*/*.safetensors"]
 _STARTED = time.time()  # of this process, near enough: what another one has found since then is fresh

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.models import by_sample
-
 INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
 """What a model, or its loss, may get of a batch."""
 
@@ -31,12 +29,9 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
 
     Returns:
         The batch's :data:`INPUTS`. Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q``
-        and ``cu_seq_lens_k`` int32 (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers. For ``by_sample``
-        see :func:`lit_fsdp.models.by_sample.with_borders`.
+        and ``cu_seq_lens_k`` int32 (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers.
     """
     inputs = {name: value for name, value in batch.items() if name in INPUTS}
-    if attn_implementation == by_sample.NAME:
-        return by_sample.with_borders(inputs, batch.get("cu_seq_lens"))
     if "cu_seq_lens" not in batch or not attn_implementation.startswith("flash_attention"):
         return inputs
     borders, longest = batch["cu_seq_lens"], int(batch["longest"])

@@ -7,9 +7,9 @@ from typing import Any
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.hub import fetch_tokenizer
+from lit_fsdp.models.hub import TOKENIZER_FILES, fetch_tokenizer
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import TOKENIZER_FILES, load_tokenizer
+from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import open_weights
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.hub import fetch_tokenizer
+from lit_fsdp.models.hub import TOKENIZER_FILES, fetch_tokenizer
 from lit_fsdp.models.source import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ CHATML_TEMPLATE = (
 )
 """ChatML with the assistant's words and its end mark as the part that is learnt."""
 
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""What files of a folder are a tokenizer, as patterns."""
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),

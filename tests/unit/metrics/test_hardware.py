@@ -26,6 +26,7 @@ from lit_fsdp.metrics.hardware import PEAK_RATES, peak_flops
         ("Tesla V100-SXM2-16GB", None),  # no bf16
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 with Max-Q Design", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA L40", None),
         ("CPU", None),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import attention
-from lit_fsdp.models.attention import check_architecture, check_attention
+from lit_fsdp.models.attention import check_attention
 from lit_fsdp.models.build import build_on_meta
 
 GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
@@ -100,12 +99,3 @@ def test_the_miniature_replaces_them_on_a_cpu(tiny, accelerator):
     values["model"]["miniature"] = True
     found = check_recipe(values, "audit").model.attn_implementation
     assert found == (None if accelerator == "cpu" else "flex_attention")
-
-
-def test_by_sample_is_for_layers_it_knows(tiny):
-    asked = audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "by_sample"), "audit"))
-    assert asked == audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "sdpa"), "audit"))
-    chunked = tiny("gemma3_text")
-    chunked.layer_types = ["chunked_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="layers of chunked_attention"):
-        check_architecture(SimpleNamespace(config=chunked), "by_sample")

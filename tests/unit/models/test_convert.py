@@ -109,20 +109,19 @@ def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.ndarray]:
-    """A llama of one block and 8 wide, with the miniature tokenizer; returns the embedding as it was written."""
+def _write_gguf(file: Path, pre: str, add_bos: bool = False, architecture: str = "llama") -> dict[str, np.ndarray]:
+    """A llama of one block and 32 wide, or an lfm2 with matrices of 8 bits; returns the values as they were made."""
     gguf = pytest.importorskip("gguf")
     tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
     vocab = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(77)
-    writer.add_embedding_length(8)
+    writer.add_embedding_length(32)
     writer.add_block_count(1)
-    writer.add_feed_forward_length(16)
+    writer.add_feed_forward_length(64)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(4)
+    writer.add_rope_dimension_count(16)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(vocab))
     writer.add_tokenizer_model("gpt2")
@@ -134,12 +133,24 @@ def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.nda
     writer.add_bos_token_id(vocab["<|endoftext|>"])
     writer.add_eos_token_id(vocab["<|im_end|>"])
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    shapes = {"token_embd": (len(vocab), 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8)}
-    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
+    shapes = {"token_embd": (len(vocab), 32), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
+    shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
+    shapes |= {"blk.0.ffn_down": (32, 64)}
+    if architecture == "llama":
+        writer.add_head_count_kv(1)
+        shapes["output_norm"] = (32,)
+    else:
+        writer.add_head_count_kv([1])
+        writer.add_uint32("lfm2.shortconv.l_cache", 3)
+        shapes |= {"token_embd_norm": (32,), "blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)}
     values = {n: np.random.default_rng(0).normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
     for name, value in values.items():
-        writer.add_tensor(f"{name}.weight", value)
+        if architecture == "llama" or value.ndim == 1:
+            writer.add_tensor(f"{name}.weight", value)
+        else:
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(value, eight_bits), raw_dtype=eight_bits)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -187,6 +198,18 @@ def test_gguf_tokenizer_with_another_split_is_left_to_transformers(tmp_path):
     tokenizer = gguf_tokenizer(file)
     assert tokenizer.model_max_length == 77
     assert tokenizer.decode(tokenizer("the user", add_special_tokens=False)["input_ids"]) == "the user"
+
+
+def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monkeypatch):
+    """Of lfm2 and qwen3.5 it keeps the blocks of the file wherever it has kernels for them."""
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf")
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(quantizer, "get_gguf_kernel", lambda: pytest.fail("asked for a kernel"))
+    values = _write_gguf(tmp_path / "small.gguf", "gpt-2", architecture="lfm2")
+    stored = load_file(convert.convert_gguf(tmp_path / "small.gguf") / "model.safetensors")
+    packed = gguf.quants.quantize(values["blk.0.ffn_up"], gguf.GGMLQuantizationType.Q8_0)
+    expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(stored["model.layers.0.feed_forward.w3.weight"], torch.from_numpy(expected))
 
 
 def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):

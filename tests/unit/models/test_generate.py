@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import generate
@@ -55,6 +55,14 @@ def test_length_is_limited_and_the_end_mark_stops(pair):
         model.model.embed_tokens.weight[tokenizer.eos_token_id] = 1e3  # tied: the end mark wins wherever it is positive
     answers = answer_batch(model, tokenizer, [_user("a"), _user("b")], 40)
     assert all(len(tokenizer(answer)["input_ids"]) < 40 for answer in answers)
+
+
+def test_settings_of_the_model_itself_are_not_used(pair):
+    model, tokenizer = pair
+    plain = answer_batch(model, tokenizer, [_user("a")], 12)
+    own = model.generation_config = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=12)
+    assert answer_batch(model, tokenizer, [_user("a")], 12) == plain
+    assert model.generation_config is own
 
 
 def test_sampling_varies(pair):

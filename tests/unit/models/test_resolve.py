@@ -111,7 +111,7 @@ def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
     assert (source.weights_folder, source.label, source.base) == (folder, "model", "some/model")
     ((name, patterns),) = asked
     assert name == "some/model"
-    assert "*.safetensors" in patterns
+    assert {"*.safetensors", "*.tiktoken"} <= set(patterns)
     assert not {"*.bin", "*.py"} & set(patterns)
 
 
