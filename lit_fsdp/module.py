@@ -102,7 +102,7 @@ class CausalLMModule(LightningModule):
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
-            self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
+            self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             ends = (model.get_input_embeddings(), model.get_output_embeddings())
             outer = {id(param) for module in ends if module is not None for param in module.parameters()}

@@ -174,7 +174,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 dhidden.append(grads.pop(0))
             for i, grad in enumerate(grads):
                 if grad is not None:
-                    sums[i] = grad if sums[i] is None else sums[i].add_(grad)
+                    so_far = sums[i]
+                    sums[i] = grad if so_far is None else so_far.add_(grad)
             found.append(scores)
         ctx.gradients, ctx.factor = [torch.cat(dhidden) if with_hidden else None, *sums], factor
         ctx.dtypes = [tensor.dtype for tensor in (hidden_ND, *trained)]

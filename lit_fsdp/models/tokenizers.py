@@ -11,7 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
 from lit_fsdp.models.hub import TOKENIZER_FILES, fetch_tokenizer
+from lit_fsdp.models.quiet import reading
 from lit_fsdp.models.source import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -201,12 +203,15 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub repository as it is there.
+    """The tokenizer of a folder, GGUF file or hub repository as it is there.
 
     Raises:
         ConfigError: It cannot be found or read.
     """
     folder = Path(name).expanduser()
+    if folder.is_file() and folder.suffix == ".gguf":
+        with reading(folder):
+            return gguf_tokenizer(folder)
     if not folder.is_dir():
         folder = fetch_tokenizer(name, trust_remote_code)
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):

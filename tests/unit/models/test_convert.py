@@ -51,14 +51,22 @@ def test_bin_files_keep_their_dtype(saved, fill, cache):
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
 
 
-def test_one_entry_per_expert_is_joined(saved, fill, tensors):
-    folder = saved("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_one_entry_per_expert_is_joined_while_it_is_read(family, saved, fill, tensors, monkeypatch):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(saved.__globals__["_TINY"], "qwen3_moe", {**saved.__globals__["_LLAMA"], **sizes})
+    folder = saved(family)
     assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
     source = _resolve(folder)
-    assert source.weights_folder != folder
+    assert source.weights_folder == folder
     model = _filled(source, fill)
     expected = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items())
+    meta = build_on_meta(source.hf_config, "eager")
+    weights, experts = open_weights(source, meta, 1), meta.get_submodule("model.layers.1.mlp.experts")
+    for rows in (slice(1, 3), slice(4, 4)):
+        found = weights.read("model.layers.1.mlp.experts", experts, "gate_up_proj", rows)
+        assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
 
 
 def test_converted_once(saved, monkeypatch):
@@ -98,7 +106,8 @@ def test_damaged_bin_file(saved):
 
 
 def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "_SHARD_BYTES", 50_000)
+    whole = convert.save_torch_state_dict
+    monkeypatch.setattr(convert, "save_torch_state_dict", lambda *a: whole(*a, max_shard_size=50_000))
     model = AutoModelForCausalLM.from_config(tiny("llama"))
     convert.save_folder(model, tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -216,7 +225,7 @@ def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):
     file = tmp_path / "small.gguf"
     _write_gguf(file, "smollm")
     first = convert.convert_gguf(file)
-    monkeypatch.setattr(convert, "gguf_tokenizer", lambda _: pytest.fail("converted twice"))
+    monkeypatch.setattr(convert, "read_tokenizer", lambda *_, **__: pytest.fail("converted twice"))
     assert convert.convert_gguf(file) == first
 
 

@@ -11,7 +11,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import hub
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.resolve import resolve_model, resolve_tokenizer
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 
 
@@ -190,3 +190,15 @@ def test_miniature_of_an_unknown_hub_name(no_hub):
 def test_miniature_of_an_architecture_without_known_sizes(no_hub):
     with pytest.raises(ConfigError, match=r"model\.miniature: got true for mamba"):
         _resolve({"model_type": "mamba"}, miniature=True)
+
+
+def test_the_tokenizer_alone_needs_no_weights(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = miniature_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 400}))
+    found = resolve_tokenizer(ModelConfig(name=str(folder), add_tokens=["<|new|>"]))
+    assert found.encode("a<|new|>") == [*tokenizer.encode("a"), len(tokenizer)]
+    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
+        resolve_tokenizer(ModelConfig(name=str(folder / "config.json")))
