@@ -33,7 +33,7 @@ from lit_fsdp.models.description import model_entry, model_files
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, refuse_cpu, sample_losses
 from lit_fsdp.models.muon import MuonWithAdamW
-from lit_fsdp.models.packed import last_hidden_states, model_inputs
+from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer

@@ -55,7 +55,7 @@ def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
         return source
     tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
     num_used = len(tokenizer)
-    fresh = add_special_tokens(tokenizer, config.add_tokens).added
+    fresh = add_special_tokens(tokenizer, config.add_tokens)
     hf_config, num_stored = source.hf_config, source.hf_config.get_text_config().vocab_size
     numbers = tokenizer.get_vocab()
     beyond = {token: number for token, number in numbers.items() if number >= num_stored}

@@ -1,10 +1,9 @@
-"""What an attention backend needs: a package, a device, a kind of GPU."""
+"""What an attention backend needs: a package, a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 
-import torch
 from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, gpu_attention_on_cpu
@@ -18,8 +17,6 @@ _PACKAGES = {  # name to import, what to install
         "install flash-attn-3 (folder hopper of the flash-attention repository)",
     ),
 }
-_CAPABILITY = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
-_NEEDS = {"flash_attention_2": "an NVIDIA Ampere GPU or newer", "flash_attention_3": "an NVIDIA Hopper GPU"}
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
@@ -32,17 +29,11 @@ def check_attention(attn_implementation: str | None, device_type: str) -> None:
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: It needs a GPU, another GPU, or a package that is not installed.
+        ConfigError: It needs a GPU, or a package that is not installed.
     """
-    if attn_implementation is None:
-        return
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
     check_package(attn_implementation)
-    least = _CAPABILITY.get(attn_implementation)
-    if device_type == "cuda" and least is not None and torch.cuda.get_device_capability() < least:
-        given = f"{attn_implementation} on {torch.cuda.get_device_name()}"
-        raise ConfigError(_FIELD, given, _NEEDS[attn_implementation], "leave attn_implementation out")
 
 
 def check_package(attn_implementation: str | None) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -151,23 +150,17 @@ def _is_unit(module: nn.Module) -> bool:
     return type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "set_requires_all_reduce")
 
 
-_PLANS: WeakKeyDictionary[nn.Module, LossPlan] = WeakKeyDictionary()
-
-
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
-    Loss and gradients are those of :func:`summed_loss`, plus what the plan adds. Where ``position_ids`` start
-    anew (packed samples) the first token of a sample is never learnt.
+    Where ``position_ids`` start anew (packed samples) the first token of a sample is never learnt.
 
     Args:
         model: The causal LM, sharded or wrapped as may be.
         batch: Tensors on the model's device.
-        plan: From :func:`plan_loss`; default: the chunked loss without extras, planned at the first call.
+        plan: Default: :func:`plan_loss` of the model.
     """
-    if plan is None:
-        plan = _PLANS.get(model) or _PLANS.setdefault(model, plan_loss(model))
-    targets_BT = next_targets(batch)
+    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
     found, router = _compute(model, batch, targets_BT, plan)
     num_tokens = (targets_BT != IGNORED).sum()
     return TokenLoss(
@@ -188,23 +181,12 @@ def sample_losses(
 
     For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
     """
-    if plan is None:
-        plan = _PLANS.get(model) or _PLANS.setdefault(model, plan_loss(model))
-    targets_BT = next_targets(batch)
+    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
     scores = _compute(model, batch, targets_BT, plan)[0].scores
     assert scores is not None  # Liger only trains
     row_N = (targets_BT != IGNORED).nonzero()[:, 0]
     sums_B = torch.zeros(len(targets_BT), dtype=scores.nll.dtype, device=row_N.device)
     return sums_B.index_add(0, row_N, scores.nll), (targets_BT != IGNORED).sum(dim=1)
-
-
-def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, terms: LossTerms | None = None) -> TokenLoss:
-    """The loss of logits at token t for the label at token t + 1, over labels other than -100."""
-    targets_BT = next_targets({"labels": labels_BT})
-    supervised_BT = targets_BT != IGNORED
-    loss, scores = plain_loss(logits_BTV[supervised_BT], targets_BT[supervised_BT], terms or LossTerms())
-    sums = (scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum())
-    return TokenLoss(loss, supervised_BT.sum(), *sums)
 
 
 def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

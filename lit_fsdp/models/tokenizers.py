@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -37,17 +36,6 @@ _MERGED = (
 )
 
 
-class TokensAdded(NamedTuple):
-    """What became of the tokens that a recipe adds."""
-
-    added: tuple[str, ...]
-    """New, with a number of their own."""
-    kept: tuple[str, ...]
-    """There already."""
-    made_special: tuple[str, ...]
-    """In the vocabulary already, but as ordinary pieces of text; they keep their numbers."""
-
-
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
@@ -67,14 +55,12 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     else:
         raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
     if config.add_tokens:
-        done = add_special_tokens(tokenizer, config.add_tokens)
-        for tokens, text in (
-            (done.added, "added to %s as special tokens: %s"),
-            (done.kept, "in %s already, left as they are: %s"),
-            (done.made_special, "pieces of text in %s, special tokens from now on under their old numbers: %s"),
-        ):
-            if tokens:
-                _log.info(f"model.add_tokens: {text}", label, " ".join(tokens))
+        fresh = add_special_tokens(tokenizer, config.add_tokens)
+        if fresh:
+            _log.info("model.add_tokens: added to %s as special tokens: %s", label, " ".join(fresh))
+        if len(fresh) < len(config.add_tokens):
+            there = " ".join(token for token in config.add_tokens if token not in fresh)
+            _log.info("model.add_tokens: in %s already, under their old numbers: %s", label, there)
     set_pad_token(tokenizer, config.pad_token, label)
     embeddings = source.hf_config.get_text_config().vocab_size
     if len(tokenizer) > embeddings:
@@ -87,28 +73,25 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     return tokenizer
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> TokensAdded:
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[str]:
     """Make ``tokens`` special tokens of a tokenizer, in place: never split, and left out of decoded text.
+
+    Returns:
+        Those that have a new number; pieces of text that were in the vocabulary keep theirs.
 
     Raises:
         ConfigError: The tokenizer does not read one of them as one token afterwards.
     """
     from tokenizers import AddedToken
 
-    known = tokenizer.added_tokens_encoder
-    kept = tuple(token for token in tokens if token in known)
     vocabulary = tokenizer.get_vocab()
-    pieces = tuple(token for token in tokens if token in vocabulary and token not in known)
-    fresh = [token for token in tokens if token not in known]
-    if fresh:
-        marked = [AddedToken(token, special=True, normalized=False) for token in fresh]
-        tokenizer.add_tokens(marked, special_tokens=True)
+    marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
+    tokenizer.add_tokens(marked, special_tokens=True)
     for token in tokens:
-        number = tokenizer.convert_tokens_to_ids(token)
-        if tokenizer.encode(token, add_special_tokens=False) != [number]:
+        if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]:
             fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
             raise ConfigError("model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
-    return TokensAdded(tuple(token for token in fresh if token not in pieces), kept, pieces)
+    return [token for token in tokens if token not in vocabulary]
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:

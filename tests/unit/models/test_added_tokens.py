@@ -15,7 +15,7 @@ from lit_fsdp.models import added_tokens
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.names import headers_of
 from lit_fsdp.models.resolve import resolve_architecture, resolve_model
-from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
 from lit_fsdp.models.weights import open_weights
 
@@ -61,21 +61,6 @@ def test_equal_to_the_plain_model_with_the_mean_in_its_new_rows(family, base, fi
     assert tokenizer.decode(tokenizer("a<|think|>b")["input_ids"], skip_special_tokens=True) == "ab"
 
 
-def test_the_bias_of_a_head_grows_too(tiny, fill, tmp_path):
-    config = tiny("llama", vocab_size=TIGHT).to_dict() | {"tie_word_embeddings": False}
-    from transformers import PhiConfig, PhiForCausalLM
-
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    torch.manual_seed(0)
-    model = PhiForCausalLM(PhiConfig(**{key: config[key] for key in keys}))
-    torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path / "phi")
-    miniature_tokenizer().save_pretrained(tmp_path / "phi")
-    _, ours = _grown(tmp_path / "phi", fill)
-    assert ours.lm_head.bias[-1].item() == pytest.approx(model.lm_head.bias.double().mean().item(), rel=1e-6)
-    assert torch.equal(ours.lm_head.bias[:TIGHT], model.lm_head.bias)
-
-
 def test_free_rows_are_used_first(base, fill):
     folder = base(rows=TIGHT + 1)
     source, ours = _grown(folder, fill)
@@ -102,15 +87,7 @@ def test_only_known_tokens_change_nothing(base, caplog):
     assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT)
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         assert len(load_tokenizer(source, config)) == TIGHT
-    assert "left as they are: <|im_end|>" in caplog.text
-
-
-def test_a_piece_of_text_becomes_special_under_its_number():
-    tokenizer = miniature_tokenizer()
-    number = tokenizer.convert_tokens_to_ids("assistant")
-    assert add_special_tokens(tokenizer, ["assistant"]) == ((), (), ("assistant",))
-    assert tokenizer("xassistant")["input_ids"][-1] == number
-    assert len(tokenizer) == TIGHT
+    assert "under their old numbers: <|im_end|>" in caplog.text
 
 
 def test_a_foreign_tokenizer_is_not_grown_to(base):
@@ -156,11 +133,3 @@ def test_adapters_train_embedding_and_head_beside_them(base, caplog):
     assert kept_with_adapters(tied.requires_grad_(False), config, has_new_rows=True) == BOTH
     with pytest.raises(ConfigError, match="embed_tokens beside add_tokens"):
         _trainable(apart, lora=LoraConfig(r=2, target_modules=["embed_tokens"]))
-
-
-def test_frozen_rows_are_said(base, caplog):
-    _trainable(base(), freeze=["model.embed_tokens.*"])
-    assert "model.embed_tokens.weight and lm_head.weight are not trained" in caplog.text
-    caplog.clear()
-    _trainable(base(), train_only=["*"])
-    assert "not trained" not in caplog.text

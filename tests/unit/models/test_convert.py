@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models import convert
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
@@ -69,23 +69,6 @@ def test_one_entry_per_expert_is_joined_while_it_is_read(family, saved, fill, te
         assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
 
 
-def test_converted_once(saved, monkeypatch):
-    folder = saved("llama")
-    _to_bin(folder)
-    first = _resolve(folder)
-    monkeypatch.setattr(convert, "save_folder", lambda *_: pytest.fail("converted twice"))
-    assert _resolve(folder).weights_folder == first.weights_folder
-
-
-def test_changed_source_is_converted_again(saved):
-    folder = saved("llama")
-    _to_bin(folder)
-    first = _resolve(folder).weights_folder
-    stored = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    torch.save({name: t.float() for name, t in stored.items()}, folder / "pytorch_model.bin")
-    assert _resolve(folder).weights_folder != first
-
-
 def test_conversion_does_not_invent_tensors(saved, cache):
     folder = saved("llama")
     _to_bin(folder)
@@ -95,14 +78,6 @@ def test_conversion_does_not_invent_tensors(saved, cache):
     with pytest.raises(CheckpointError, match=r"1 tensors are missing or misshapen: model\.norm\.weight"):
         _resolve(folder)
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
-
-
-def test_damaged_bin_file(saved):
-    folder = saved("llama")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(ConfigError, match="check that the file is whole"):
-        _resolve(folder)
 
 
 def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
@@ -201,14 +176,6 @@ def test_gguf_tokenizer_is_that_of_the_file(tmp_path):
     assert gguf_tokenizer(file)(text)["input_ids"] == [expected.bos_token_id, *expected(text)["input_ids"]]
 
 
-def test_gguf_tokenizer_with_another_split_is_left_to_transformers(tmp_path):
-    file = tmp_path / "small.gguf"
-    _write_gguf(file, "llama-bpe")
-    tokenizer = gguf_tokenizer(file)
-    assert tokenizer.model_max_length == 77
-    assert tokenizer.decode(tokenizer("the user", add_special_tokens=False)["input_ids"]) == "the user"
-
-
 def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monkeypatch):
     """Of lfm2 and qwen3.5 it keeps the blocks of the file wherever it has kernels for them."""
     quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf")
@@ -219,22 +186,6 @@ def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monk
     packed = gguf.quants.quantize(values["blk.0.ffn_up"], gguf.GGMLQuantizationType.Q8_0)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
     assert torch.equal(stored["model.layers.0.feed_forward.w3.weight"], torch.from_numpy(expected))
-
-
-def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):
-    file = tmp_path / "small.gguf"
-    _write_gguf(file, "smollm")
-    first = convert.convert_gguf(file)
-    monkeypatch.setattr(convert, "read_tokenizer", lambda *_, **__: pytest.fail("converted twice"))
-    assert convert.convert_gguf(file) == first
-
-
-def test_file_that_is_no_gguf(tmp_path):
-    pytest.importorskip("gguf")
-    file = tmp_path / "broken.gguf"
-    file.write_bytes(b"GGUF but not really" * 10)
-    with pytest.raises(ConfigError, match=r"broken\.gguf"):
-        convert.convert_gguf(file)
 
 
 @pytest.mark.slow

@@ -99,27 +99,3 @@ def test_a_cached_copy_without_its_weights(hub_cache):
 def test_what_is_not_in_the_cache_offline(hub_cache):
     with pytest.raises(ConfigError, match="could not be fetched"):
         run(["model", "prepare", "--name", "some/other"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["prepair"], "got prepair"),
-        (["prepare"], "model.name: got null"),
-        (["prepare", "--nam", "x"], "nam"),
-        (["prepare", "--name"], "expected one argument"),
-    ],
-)
-def test_bad_words(words, said):
-    with pytest.raises(ConfigError, match=said):
-        run(["model", *words])
-
-
-def test_nothing_to_fetch(capsys, tiny, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny("llama").to_dict()))
-    words = ["--name", str(tmp_path / "config.json"), "--model.miniature", "true"]
-    assert run(["model", "prepare", *words]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "weights   random init, nothing to fetch",
-        "tokenizer the generated one of the miniature",
-    ]
