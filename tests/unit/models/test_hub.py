@@ -94,8 +94,3 @@ def test_a_cached_copy_without_its_weights(hub_cache):
     (hub_cache / "model-1.safetensors").touch()
     with pytest.raises(ConfigError, match=r"lacks model-2\.safetensors"):
         run(["model", "prepare", "--name", "some/model"])
-
-
-def test_what_is_not_in_the_cache_offline(hub_cache):
-    with pytest.raises(ConfigError, match="could not be fetched"):
-        run(["model", "prepare", "--name", "some/other"])

@@ -111,25 +111,6 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits(family, tiny, fill, ex
     _check_same(model, _batch(), plan, LossPlan(LossConfig(backend="plain", **extras), "plain"))
 
 
-_AFTER_THE_HEAD = {
-    "gemma2": ({"final_logit_softcapping": 2.0, "head_dim": 16, "initializer_range": 0.3}, (1.0, 2.0)),
-    "granite": ({"logits_scaling": 6.0}, (1 / 6, None)),
-    "cohere": ({"logit_scale": 0.3}, (0.3, None)),
-    "olmo2": ({}, (1.0, None)),
-    "phi": ({}, (1.0, None)),
-}
-
-
-@pytest.mark.parametrize("model_type", sorted(_AFTER_THE_HEAD))
-def test_what_a_model_does_with_its_logits_is_read_and_done(model_type, tiny, fill, monkeypatch):
-    changes, use = _AFTER_THE_HEAD[model_type]
-    monkeypatch.setitem(tiny.__globals__["_TINY"], model_type, tiny.__globals__["_LLAMA"])
-    model = _model(tiny(model_type, **changes), fill)
-    plan = plan_loss(model, LossConfig(chunk_tokens=4, **EXTRAS))
-    assert (plan.backend, plan.scale, plan.cap) == ("chunked", pytest.approx(use[0], rel=1e-9), use[1])
-    _check_same(model, _batch(), plan, LossPlan(LossConfig(backend="plain", **EXTRAS), "plain"))
-
-
 _HEADS = ("bert", "cohere", "gemma2", "granite", "modernbert-decoder", "mpt", "nanochat", "recurrent_gemma")
 
 
@@ -185,41 +166,6 @@ def test_losses_of_rows(tiny, fill):
     for row in range(3):
         one = {name: tensor[row : row + 1] for name, tensor in batch.items()}
         assert sums[row].item() == pytest.approx(causal_lm_forward(model, one).nll_sum.item(), rel=1e-5)
-
-
-def test_nothing_of_it_stays_in_the_model(tiny, fill):
-    model, batch = _model(tiny("llama"), fill), _batch()
-    names, attributes = list(model.state_dict()), set(model.lm_head.__dict__)
-    causal_lm_forward(model, batch).loss_sum.backward()
-    with pytest.raises(IndexError):
-        causal_lm_forward(model, {**batch, "input_ids": batch["input_ids"] + 99})
-    assert "forward" not in model.lm_head.__dict__
-    assert set(model.lm_head.__dict__) == attributes
-    assert list(model.state_dict()) == names
-    assert model(input_ids=batch["input_ids"]).logits.shape == (2, 16, 99)
-
-
-@pytest.mark.parametrize("target", ["lm_head", "modules_to_save"])
-def test_adapters_on_the_head(tiny, fill, target):
-    peft = pytest.importorskip("peft")
-    options = {"modules_to_save": ["lm_head"]} if target == "modules_to_save" else {}
-    targets = ["q_proj"] if options else ["q_proj", "lm_head"]
-    model = _model(tiny("llama", tie_word_embeddings=False), fill)
-    settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
-    peft.LoraModel(model, settings, "default")  # in place
-    _check_same(model, _batch(), plan_loss(model, LossConfig(chunk_tokens=3)), PLAIN)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and "lm_head" in name}
-    assert len(trained) == (1 if options else 2)
-    assert all(p.grad.any() for p in trained.values())
-
-
-@pytest.mark.parametrize("frozen", ["head", "body"])
-def test_frozen_parts(tiny, fill, frozen):
-    model = _model(tiny("llama", tie_word_embeddings=False), fill)
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.startswith("lm_head") == (frozen == "body"))
-    _check_same(model, _batch(), plan_loss(model, LossConfig(chunk_tokens=3)), PLAIN)
-    assert (model.lm_head.weight.grad is None) == (frozen == "head")
 
 
 class _Shifted(LlamaForCausalLM):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp.models.packing import (
     Worst,
@@ -22,6 +23,7 @@ from lit_fsdp.models.packing import (
     sequence_numbers,
     takes_positions,
 )
+from tests.unit.models.families import tiny
 
 LENGTHS = [[5, 17, 9, 3], [14, 2, 8, 12]]  # of 40 tokens: padding at the end of both packs
 
@@ -71,80 +73,61 @@ def test_flash_attention_gets_one_row_and_its_borders():
     assert set(model_inputs(batch, "flash_attention_2")) == {"input_ids", "labels", "position_ids"}  # padded
 
 
-COMMON = {
-    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-GPT = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-WINDOW = {**COMMON, "sliding_window": 6}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "sdpa", COMMON),
-    ("mistral", "sdpa", WINDOW),
-    ("gemma3_text", "sdpa", {**WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-    ("gpt2", "sdpa", GPT),
-    ("mixtral", "sdpa", {**WINDOW, "num_local_experts": 4}),
-]
-LEAKING = [
-    ("bloom", "eager", {"vocab_size": 128, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    ("falcon", "sdpa", {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-]
+_LONG = bool(os.environ.get("LIT_FSDP_LONG"))
+SEPARATE = ("llama", "mistral", "gemma3_text", "gpt2", "mixtral")
+MORE = ("qwen3", "olmo2", "gemma2", "phi3", "gpt_neox", "cohere2", "starcoder2", "qwen2_moe", "llama4_text")
+LEAKING, MORE_LEAKING = ("bloom", "falcon"), ("mamba", "recurrent_gemma", "mpt")
 
 
-def _model(kind: str, attention: str, values: dict[str, Any]) -> torch.nn.Module:
-    config = AutoConfig.for_model(kind, **values)
+def _model(family: str) -> Any:
+    config = tiny(family)
     config.use_cache = False
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
     for param in model.parameters():
         if param.ndim > 1:  # else attention is nearly uniform, and nothing much depends on anything
             torch.nn.init.normal_(param, std=0.15)
     return model
 
 
-def _worst(model: torch.nn.Module, attention: str, batch: dict[str, Any]) -> Worst:
+def _worst(model: Any, batch: dict[str, Any]) -> Worst:
     numbers, worst = sequence_numbers(batch["position_ids"]), Worst()
-    before = last_hidden_states(model, batch, attention)
+    before = last_hidden_states(model, batch, "sdpa")
     for changed in changed_in(10, num_rounds(10)):
         ids = torch.where(changed[numbers], other_ids(batch["input_ids"]), batch["input_ids"])
-        worst.compare(before, last_hidden_states(model, {**batch, "input_ids": ids}, attention), numbers, changed)
+        worst.compare(before, last_hidden_states(model, {**batch, "input_ids": ids}, "sdpa"), numbers, changed)
     return worst
 
 
-@pytest.mark.parametrize(("kind", "attention", "values"), FAMILIES, ids=lambda v: v if v is str else "")
-def test_packed_is_as_alone_in_fp32(kind: str, attention: str, values: dict[str, Any]):
-    model, batch = _model(kind, attention, values), _batch()
+@pytest.mark.parametrize("family", SEPARATE + MORE * _LONG)
+def test_packed_is_as_alone_in_fp32(family: str):
+    model, batch = _model(family), _batch()
     assert takes_positions(model)
-    worst = _worst(model, attention, batch)
-    has_experts = any(
-        "experts" in name for name in values
-    )  # which take all tokens together: other shapes, other kernels
-    assert worst.difference <= (1e-5 if has_experts else 0.0)
+    worst = _worst(model, batch)
+    # experts take all tokens together: other shapes, other kernels
+    assert worst.difference <= (1e-5 if any("experts" in name for name, _ in model.named_modules()) else 0.0)
     assert worst.blind == -1
-    packed = last_hidden_states(model, batch, attention)
+    packed = last_hidden_states(model, batch, "sdpa")
     numbers = sequence_numbers(batch["position_ids"])
     for number in range(10):
         ids = batch["input_ids"][numbers == number][None]
         alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
-        found, wanted = packed[numbers == number], last_hidden_states(model, alone, attention)[0]
+        found, wanted = packed[numbers == number], last_hidden_states(model, alone, "sdpa")[0]
         assert (found - wanted).norm() / wanted.norm() <= 5e-6
 
 
-@pytest.mark.parametrize(("kind", "attention", "values"), LEAKING, ids=lambda v: "")
+@pytest.mark.parametrize("family", LEAKING + MORE_LEAKING * _LONG)
 @pytest.mark.filterwarnings("ignore")
-def test_families_that_leak_are_found(kind: str, attention: str, values: dict[str, Any]):
+def test_families_that_leak_are_found(family: str):
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
-    model = _model(kind, attention, values)
-    assert _worst(model, attention, _batch()).difference > 0.01
+    assert _worst(_model(family), _batch()).difference > 0.01
 
 
 def test_a_two_dimensional_mask_makes_samples_see_each_other():
     """Why a packed batch has none: transformers would not look for packs."""
-    model, batch = _model("llama", "sdpa", COMMON), _batch()
-    masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    assert _worst(model, "sdpa", batch).difference == 0.0
-    assert _worst(model, "sdpa", masked).difference > 0.01
+    model, batch = _model("llama"), _batch()
+    assert _worst(model, batch).difference == 0.0
+    assert _worst(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}).difference > 0.01
 
 
 def test_every_pair_is_told_apart():
