@@ -50,7 +50,7 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
         raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
     if config.miniature:
         return _miniature(config, seed)
-    name, kind, label = config.name, kind_of(config.name), _label(config.name)
+    name, kind, label = config.name, _kind_of(config.name), _label(config.name)
     if isinstance(name, Mapping) or kind == "config":
         source = ModelSource(_from_values(name), None, config.tokenizer, f"{label}, random init (seed {seed})")
     elif with_weights:
@@ -89,7 +89,7 @@ def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(resolve_model(config, 0, with_weights=False), config)
 
 
-def kind_of(name: str | Mapping[str, Any]) -> Literal["config", "gguf", "folder", "hub"]:
+def _kind_of(name: str | Mapping[str, Any]) -> Literal["config", "gguf", "folder", "hub"]:
     """What a model is named by.
 
     Raises:

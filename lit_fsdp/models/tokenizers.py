@@ -185,18 +185,22 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
+def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
+    """The folder or GGUF file of a tokenizer, fetched from the hub if there is none of that name."""
+    path = Path(name).expanduser()
+    return path if path.exists() else fetch_tokenizer(name, trust_remote_code)
+
+
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, GGUF file or hub repository as it is there.
 
     Raises:
         ConfigError: It cannot be found or read.
     """
-    folder = Path(name).expanduser()
-    if folder.is_file() and folder.suffix == ".gguf":
+    folder = find_tokenizer(name, trust_remote_code)
+    if folder.suffix == ".gguf" and folder.is_file():
         with reading(folder):
             return gguf_tokenizer(folder)
-    if not folder.is_dir():
-        folder = fetch_tokenizer(name, trust_remote_code)
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers may make an empty tokenizer up from config.json
         fix = "set model.tokenizer to a folder or hub name that has one"

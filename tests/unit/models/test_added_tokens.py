@@ -9,18 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import added_tokens
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.names import headers_of
 from lit_fsdp.models.resolve import resolve_architecture, resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
-from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
 from lit_fsdp.models.weights import open_weights
 
 TOKENS = ["<|tool|>", "<|im_end|>", "<|think|>"]
-BOTH = ["model.embed_tokens.weight", "lm_head.weight"]
 TIGHT = len(miniature_tokenizer())
 
 
@@ -108,28 +106,3 @@ def test_random_init_and_miniature_have_the_rows(base):
         source = resolve_model(small, 0)
         assert source.hf_config.vocab_size == len(load_tokenizer(source, small)) == TIGHT + 2
     assert resolve_architecture(ModelConfig(name=str(folder), add_tokens=TOKENS)).vocab_size == TIGHT + 2
-
-
-def _trainable(folder, **options):
-    config = ModelConfig(name=str(folder), add_tokens=TOKENS, **options)
-    model, _ = build_trainable(resolve_model(config, 0).hf_config, config)
-    return model, kept_with_adapters(model, config, has_new_rows=False)
-
-
-def test_adapters_train_embedding_and_head_beside_them(base, caplog):
-    tied, names = _trainable(base("llama"), lora=LoraConfig(r=2))
-    assert names == BOTH
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    trained = [name for name, p in tied.named_parameters() if p.requires_grad and "lora_" not in name]
-    assert trained == ["model.embed_tokens.weight"]
-    apart = base("qwen2")
-    _, names = _trainable(apart, lora=LoraConfig(r=2, modules_to_save=["lm_head"]))
-    assert names == ["model.embed_tokens.weight"]
-    assert "not trained" not in caplog.text
-    _, names = _trainable(apart, lora=LoraConfig(r=2), freeze=["lm_head.*"])
-    assert names == ["model.embed_tokens.weight"]
-    assert "lm_head.weight is not trained" in caplog.text
-    config = ModelConfig(name="x", lora=LoraConfig(), add_tokens=TOKENS)
-    assert kept_with_adapters(tied.requires_grad_(False), config, has_new_rows=True) == BOTH
-    with pytest.raises(ConfigError, match="embed_tokens beside add_tokens"):
-        _trainable(apart, lora=LoraConfig(r=2, target_modules=["embed_tokens"]))
