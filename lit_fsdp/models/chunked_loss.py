@@ -72,14 +72,17 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
     """
     share, target_N1 = terms.label_smoothing, targets_N[:, None]
     with torch.autocast(z_NV.device.type, enabled=False):
-        lse_N, p_NV = z_NV.logsumexp(dim=-1), z_NV.softmax(dim=-1)
+        top_N, best_N = z_NV.max(dim=-1)
+        p_NV = z_NV.softmax(dim=-1)
+        # the largest probability is at least 1 / V, so its logarithm is safe; that of the target's may not be
+        lse_N = top_N - p_NV.gather(1, best_N[:, None])[:, 0].log()
         nll_N = lse_N - z_NV.gather(1, target_N1)[:, 0]
         entropy_N = lse_N - torch.bmm(p_NV[:, None], z_NV[:, :, None])[:, 0, 0]
         z_loss_N = terms.z_loss * lse_N.square()
         loss_N = nll_N + z_loss_N
         if share:
             loss_N = loss_N + share * (lse_N - z_NV.mean(dim=-1) - nll_N)
-        scores = TokenScores(loss_N, nll_N, z_loss_N, entropy_N, z_NV.argmax(dim=-1) == targets_N)
+        scores = TokenScores(loss_N, nll_N, z_loss_N, entropy_N, best_N == targets_N)
         grad_NV = (
             p_NV  # the probabilities become the gradient, as a third tensor of this size would be the largest cost
         )
@@ -157,27 +160,15 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Any:
         with_hidden = ctx.needs_input_grad[4]
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        dhidden, found = [], []
+        dhidden: list[torch.Tensor] = []
+        found: list[TokenScores] = []
         for hidden_CD, targets_C in zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True):
-            with torch.enable_grad():
-                leaf_CD = hidden_CD.detach().requires_grad_(with_hidden)
-                logits_CV = head(leaf_CD)
-                factor = _FP16_SCALE if logits_CV.dtype == torch.float16 else 1.0
-                z_CV = made_of(logits_CV, terms)
-            del logits_CV
-            scores, grad_CV = score_tokens(z_CV, targets_C, terms)
-            inputs = [leaf_CD, *trained] if with_hidden else list(trained)
-            found_grads = torch.autograd.grad(z_CV, inputs, grad_CV.mul_(factor), allow_unused=True)
-            # in fp32: a sum of bf16 rounds, and one of fp16 may have no room before the loss scale is known
-            grads = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found_grads]
-            if with_hidden:
-                dhidden.append(grads.pop(0))
-            for i, grad in enumerate(grads):
-                if grad is not None:
-                    so_far = sums[i]
-                    sums[i] = grad if so_far is None else so_far.add_(grad)
+            leaf_CD = hidden_CD.detach().requires_grad_(with_hidden)
+            scores, dhidden_CD, factor = _differentiate(head, leaf_CD, targets_C, terms, trained, sums)
             found.append(scores)
-        ctx.gradients, ctx.factor = [torch.cat(dhidden) if with_hidden else None, *sums], factor
+            if dhidden_CD is not None:
+                dhidden.append(dhidden_CD)
+        ctx.gradients, ctx.factor = [torch.cat(dhidden) if dhidden else None, *sums], factor
         ctx.dtypes = [tensor.dtype for tensor in (hidden_ND, *trained)]
         joined = _joined(found)
         ctx.mark_non_differentiable(*joined)
@@ -194,6 +185,37 @@ class _ChunkedLoss(torch.autograd.Function):
             for total, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (None, None, None, None, *narrow)
+
+
+def _differentiate(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden_CD: torch.Tensor,
+    targets_C: torch.Tensor,
+    terms: LossTerms,
+    trained: Sequence[torch.Tensor],
+    sums: list[torch.Tensor | None],
+) -> tuple[TokenScores, torch.Tensor | None, float]:
+    """Scores of a chunk and its gradient by the hidden states; what it adds to those of the head goes into ``sums``.
+
+    Gradients come multiplied by the last value. They are summed in fp32: in bf16 a sum rounds, and in fp16 it may have
+    no room before the loss scale is known. A function of its own, so that nothing of a chunk is left for the next.
+    """
+    with torch.enable_grad():
+        z_CV = made_of(logits_CV := head(hidden_CD), terms)
+    factor = _FP16_SCALE if logits_CV.dtype == torch.float16 else 1.0
+    del logits_CV
+    scores, grad_CV = score_tokens(z_CV, targets_C, terms)
+    if factor != 1.0:
+        grad_CV *= factor
+    inputs = [hidden_CD, *trained] if hidden_CD.requires_grad else list(trained)
+    grads = torch.autograd.grad(z_CV, inputs, grad_CV, allow_unused=True)
+    wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    dhidden_CD = wide.pop(0) if hidden_CD.requires_grad else None
+    for i, grad in enumerate(wide):
+        if grad is not None:
+            so_far = sums[i]
+            sums[i] = grad if so_far is None else so_far.add_(grad)
+    return scores, dhidden_CD, factor
 
 
 def _joined(chunks: Sequence[TokenScores]) -> TokenScores:
