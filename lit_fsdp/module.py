@@ -30,11 +30,10 @@ from lit_fsdp.metrics.losses import EvalMetrics, score_totals, step_metrics
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.description import model_entry, model_files
-from lit_fsdp.models.fused_loss import refuse_cpu
 from lit_fsdp.models.lora import LoraWeights
-from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
+from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, refuse_cpu, sample_losses
 from lit_fsdp.models.muon import MuonWithAdamW
-from lit_fsdp.models.packed import last_hidden_states, model_inputs
+from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer
@@ -103,7 +102,7 @@ class CausalLMModule(LightningModule):
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
-            self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.added_rows is not None)
+            self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             ends = (model.get_input_embeddings(), model.get_output_embeddings())
             outer = {id(param) for module in ends if module is not None for param in module.parameters()}

@@ -83,6 +83,7 @@ _EVERY = {
     "test_two_ranks": 5,
     "test_no_canary_in_any_output": 3,
     "test_initial_values_never_touch_a_loaded_tensor": 2,
+    "test_every_family_has_its_own_loss": 2,
 }
 
 

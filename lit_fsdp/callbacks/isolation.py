@@ -17,8 +17,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp.callbacks.csv_log import beside
 from lit_fsdp.callbacks.run_record import write_json
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.isolation import Worst, changed_in, moved, num_rounds, other_ids, sequence_numbers
-from lit_fsdp.models.packed import recut, takes_positions
+from lit_fsdp.models.packing import (
+    Worst,
+    changed_in,
+    moved,
+    num_rounds,
+    other_ids,
+    recut,
+    sequence_numbers,
+    takes_positions,
+)
 from lit_fsdp.parallel.rng import restore_rng, rng_state
 from lit_fsdp.parallel.sharded import ShardedStrategy
 
@@ -35,7 +43,7 @@ class IsolationProof(Callback):
 
     It uses the live model under its strategy, sharded, in its dtype and compiled if it is, on all ranks together, in
     eval mode and without gradients. Every sample is once left as it is while any given other one is changed (fewest
-    forward passes: :func:`lit_fsdp.models.isolation.num_rounds`); its last hidden states must stay bit-equal. One more
+    forward passes: :func:`lit_fsdp.models.packing.num_rounds`); its last hidden states must stay bit-equal. One more
     pass moves samples to another place of their pack. Random generators, gradients and the mode of every module are
     afterwards what they were, so that a resumed run stays bit-equal. Batches without packs cost nothing.
     """

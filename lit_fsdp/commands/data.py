@@ -66,11 +66,11 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
     from lit_fsdp.data.report import describe_data
     from lit_fsdp.data.samples import prepare_samples
     from lit_fsdp.data.window_report import WindowSeen
-    from lit_fsdp.models.tokenizer_alone import tokenizer_alone
+    from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.inspection import Inspector
     from lit_fsdp.report.sample_text import visible_lines
 
-    tokenizer = tokenizer_alone(run.model)
+    tokenizer = resolve_tokenizer(run.model)
     encoder = RowEncoder(tokenizer, run.data)
     samples: dict[str, Samples] = {}
     record, window, at_work = None, None, "train"
@@ -138,10 +138,10 @@ def _prepare(argv: Sequence[str]) -> int:
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.report import describe_data
     from lit_fsdp.data.samples import prepare_samples
-    from lit_fsdp.models.tokenizer_alone import tokenizer_alone
+    from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.data_tables import print_data
 
-    encoder = RowEncoder(tokenizer_alone(run.model), run.data)
+    encoder = RowEncoder(resolve_tokenizer(run.model), run.data)
     made: dict[str, Any] = {}
     found: dict[str, Samples] = {}
     for split in splits:

@@ -55,7 +55,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
     if on_cpu and model.attn_implementation in GPU_ATTENTION:
         why = f"{model.attn_implementation} is trained with on GPUs only"
         replace(model, "model", "attn_implementation", None, why)
-    if on_cpu and model.loss.backend in ("liger", "cce"):
+    if on_cpu and model.loss.backend == "liger":
         replace(model.loss, "model.loss", "backend", "chunked", f"{model.loss.backend} needs a GPU")
     if 0 < trainer.max_steps < model.optim.warmup_steps:
         replace(model.optim, "model.optim", "warmup_steps", 1, f"{trainer.max_steps} steps")

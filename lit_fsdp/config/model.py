@@ -78,8 +78,8 @@ class LossConfig:
     is ``train_objective``, and its z-loss ``train_z_loss``.
     """
 
-    backend: Literal["chunked", "plain", "liger", "cce"] = "chunked"
-    """chunked: head and cross-entropy a few rows at a time; plain: all logits at once; liger, cce: their kernels."""
+    backend: Literal["chunked", "plain", "liger"] = "chunked"
+    """chunked: head and cross-entropy a few rows at a time; plain: all logits at once; liger: its kernel."""
     chunk_tokens: int | None = None
     """Supervised tokens per chunk; default: as many as keep a chunk's fp32 logits at about 96 MiB, or
     at a quarter of the fp32 gradient of the head where that is more."""
@@ -94,11 +94,8 @@ class LossConfig:
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
         require(0 <= z_loss < float("inf"), "z_loss", z_loss, "a finite number >= 0", "write z_loss: 1.0e-4")
         require(0 <= smooth < 1, "label_smoothing", smooth, "0 <= label_smoothing < 1", "write 0.1")
-        lacks = "cce knows none" if backend == "cce" else "liger does not tell the plain loss beside it"
-        fits = backend in ("chunked", "plain") or not smooth
-        require(fits, "label_smoothing", f"{smooth}: {lacks}", "0 here", "set backend: chunked")
-        fits = backend != "cce" or not z_loss
-        require(fits, "z_loss", f"{z_loss}: cce knows none", "0 here", "set backend: chunked, or liger")
+        given = f"{smooth}: liger does not tell the plain loss beside it"
+        require(backend != "liger" or not smooth, "label_smoothing", given, "0 here", "set backend: chunked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +166,10 @@ class ModelConfig:
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     pad_token: str | None = None
     """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
-    attn_implementation: (
-        Literal["sdpa", "eager", "by_sample", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
-    ) = None
-    """Attention backend of transformers, default: sdpa, or eager for models without it; by_sample is our own, the
-    fastest one for short samples on CPUs."""
+    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
+        None
+    )
+    """Attention backend of transformers, default: sdpa, or eager for models without it."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     miniature: bool = False
@@ -193,4 +189,4 @@ class ModelConfig:
 def gpu_attention_on_cpu(name: str) -> ConfigError:
     """What is said of an attention backend that only trains on GPUs, on a CPU."""
     fix = "leave attn_implementation out"
-    return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager | by_sample without a GPU", fix)
+    return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager without a GPU", fix)

@@ -237,20 +237,17 @@ def _attention_has_its_device(run: RunConfig) -> None:
 
 
 def _fused_loss_has_a_gpu(run: RunConfig) -> None:
-    if run.model.loss.backend not in ("liger", "cce") or run.verb != "fit":
+    if run.model.loss.backend != "liger" or run.verb != "fit":
         return
-    backend, lora = run.model.loss.backend, run.model.lora
-    precision = run.strategy.precision_config
+    lora = run.model.lora
     adapted = [name for names in (lora and (lora.target_modules, lora.modules_to_save)) or () for name in names or ()]
     problem = (
         "trainer.accelerator cpu" if run.trainer["accelerator"] == "cpu"
-        else f"precision {precision.mode}" if backend == "cce" and precision.row.compute == "fp32"
         else "adapters on the head" if "lm_head" in adapted
         else None
     )  # fmt: skip
-    allowed = "a GPU, and for cce bf16 or fp16 compute; a plain linear head"
-    given = f"{backend} with {problem}"
-    require(problem is None, "model.loss.backend", given, allowed, "set model.loss.backend: chunked")
+    given, fix = f"liger with {problem}", "set model.loss.backend: chunked"
+    require(problem is None, "model.loss.backend", given, "a GPU and a plain linear head", fix)
 
 
 RULES: list[Callable[[RunConfig], None]] = [

@@ -48,8 +48,8 @@ PEAK_RATES = (
     PeakRate("MI300X", _MI300, "AMD Instinct MI300X data sheet, 2023"),
     PeakRate("MI325X", _MI300, "AMD Instinct MI325X data sheet, 2024"),
 )
-_SLOWER = ("LAPTOP", "MIG", "D", "MAX-Q")
-"""A name with one of these is another or a part of the device, whose rate is not in the table."""
+_SLOWER = ("LAPTOP", "MIG", "D", "Q")
+"""A name with one of these words (of Max-Q the last) is another or a part of the device, whose rate is not here."""
 
 
 def peak_flops(device_name: str, multiplies: str) -> float | None:

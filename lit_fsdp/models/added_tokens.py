@@ -1,10 +1,9 @@
 """``model.add_tokens``: rows of embedding and head for tokens that the model was not trained with.
 
-The files of the model have no such rows, so a tensor with them is read as the rows of its file and, beyond, as the
-mean of the rows that tokens had before. The mean is summed in fp64, in pieces of a fixed number of rows, so that it is
-the same number on every rank, for any sharding and for both engines; it is made only where such a row is asked for.
-Every old logit stays as it was, and a new token starts less likely than the average of the old ones, where random
-values would make some of them the most likely of all.
+The files of the model have no such rows, so embedding and head are written once more, in fp32, to a file of their own
+in the cache, with the mean of the rows that tokens had before in each new one. Every old logit stays as it was, and a
+new token starts less likely than the average of the old ones, where random values would make some of them the most
+likely of all.
 
 Source: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021,
 https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
@@ -14,62 +13,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.names import Stored
-from lit_fsdp.models.source import AddedRows, ModelSource
+from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.names import Stored, match_names, stored_tensors
+from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import add_special_tokens, read_tokenizer
+from lit_fsdp.models.weights import read_stored
 
 _log = logging.getLogger(__name__)
-_FIELD = "model.add_tokens"
-_CHUNK_ROWS = 8192
-
-
-class GrownTensor:
-    """Reads a tensor of a file to which rows for added tokens belong.
-
-    Args:
-        stored: Where the tensor lies.
-        added: Which rows are new.
-        num_rows: Rows in the model.
-        read: Gives rows of a stored tensor.
-    """
-
-    def __init__(
-        self, stored: Stored, added: AddedRows, num_rows: int, read: Callable[[Stored, slice | None], torch.Tensor]
-    ) -> None:
-        self._stored, self._added, self._num_rows, self._read = stored, added, num_rows, read
-        self._mean: torch.Tensor | None = None
-
-    def read(self, rows: slice | None) -> torch.Tensor:
-        """The tensor, or its ``rows`` in dim 0; fp32 if a new row is among them, else in the dtype of the file."""
-        start, stop, _ = (rows or slice(None)).indices(self._num_rows)
-        values = self._read(self._stored, slice(start, max(start, min(stop, self._added.num_stored))))
-        fresh = [i - start for i in self._added.ids if start <= i < stop]
-        if not fresh:
-            return values
-        whole = torch.empty(stop - start, *values.shape[1:])
-        whole[: len(values)] = values
-        whole[fresh] = self.mean()
-        return whole
-
-    def mean(self) -> torch.Tensor:
-        """The mean of the rows that tokens had before, in fp32."""
-        if self._mean is None:
-            total = torch.zeros(self._stored.shape[1:], dtype=torch.float64)
-            for start in range(0, self._added.num_used, _CHUNK_ROWS):
-                rows = slice(start, min(start + _CHUNK_ROWS, self._added.num_used))
-                total += self._read(self._stored, rows).double().sum(0)
-            self._mean = (total / self._added.num_used).float()
-        return self._mean
+_CHUNK_ROWS = 8192  # of which the sum is made at a time, in fp64
+_VERSION = 1
 
 
 def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
@@ -89,7 +55,7 @@ def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
         return source
     tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
     num_used = len(tokenizer)
-    fresh = add_special_tokens(tokenizer, config.add_tokens).added
+    fresh = add_special_tokens(tokenizer, config.add_tokens)
     hf_config, num_stored = source.hf_config, source.hf_config.get_text_config().vocab_size
     numbers = tokenizer.get_vocab()
     beyond = {token: number for token, number in numbers.items() if number >= num_stored}
@@ -111,19 +77,32 @@ def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
         len(ids),
         f"{num_stored} rows grow to {num_rows}" if num_rows > num_stored else f"{num_stored} rows had room for them",
     )
-    added = AddedRows(tuple(sorted(ids)), min(num_used, num_stored), num_stored)
-    return dataclasses.replace(
-        source,
-        hf_config=grown_config(hf_config, num_rows),
-        added_rows=added if source.weights_folder is not None else None,
-    )
-
-
-def grown_config(hf_config: PretrainedConfig, num_rows: int) -> PretrainedConfig:
-    """A copy of ``hf_config`` with that vocabulary."""
+    overlay = None
+    if source.weights_folder is not None:
+        model = build_on_meta(hf_config, "eager", config.trust_remote_code)
+        match = match_names(model, stored_tensors(source.weights_folder))
+        stored = [one for name in vocabulary_tensors(model) if isinstance(one := match.found.get(name), Stored)]
+        overlay = _written_overlay({one.name: one for one in stored}, num_rows, sorted(ids), min(num_used, num_stored))
     grown = copy.deepcopy(hf_config)
     grown.get_text_config().vocab_size = num_rows
-    return grown
+    return dataclasses.replace(source, hf_config=grown, overlay=overlay)
+
+
+def _written_overlay(stored: Mapping[str, Stored], num_rows: int, ids: list[int], num_used: int) -> Path:
+    """The folder with these tensors grown to ``num_rows``, where the rows ``ids`` are the mean of the first ones."""
+    times = [(str(one.file.resolve()), one.file.stat().st_mtime_ns) for one in stored.values()]
+    key = hashlib.blake2b(repr((_VERSION, times, sorted(stored), num_rows, ids, num_used)).encode(), digest_size=6)
+
+    def make(folder: Path) -> None:
+        for number, (name, one) in enumerate(stored.items()):
+            values = read_stored(one)
+            sums = [part.double().sum(0) for part in values[:num_used].split(_CHUNK_ROWS)]
+            grown = torch.empty(num_rows, *values.shape[1:])
+            grown[: len(values)] = values
+            grown[ids] = (torch.stack(sums).sum(0) / num_used).float()
+            save_file({name: grown}, folder / f"{number}.safetensors")
+
+    return make_once(cache_root() / "models" / f"tokens-{key.hexdigest()}", make, f"adding {len(ids)} rows")
 
 
 def vocabulary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

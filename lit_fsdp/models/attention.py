@@ -1,15 +1,13 @@
-"""What an attention backend needs: a package, a device, a kind of GPU."""
+"""What an attention backend needs: a package, a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 
-import torch
 from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models import by_sample
 
 _FIELD = "model.attn_implementation"
 _PACKAGES = {  # name to import, what to install
@@ -19,9 +17,6 @@ _PACKAGES = {  # name to import, what to install
         "install flash-attn-3 (folder hopper of the flash-attention repository)",
     ),
 }
-_CAPABILITY = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
-_KINDS_BY_SAMPLE = {"full_attention", "sliding_attention"}
-_NEEDS = {"flash_attention_2": "an NVIDIA Ampere GPU or newer", "flash_attention_3": "an NVIDIA Hopper GPU"}
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
@@ -34,17 +29,11 @@ def check_attention(attn_implementation: str | None, device_type: str) -> None:
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: It needs a GPU, another GPU, or a package that is not installed.
+        ConfigError: It needs a GPU, or a package that is not installed.
     """
-    if attn_implementation is None:
-        return
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
     check_package(attn_implementation)
-    least = _CAPABILITY.get(attn_implementation)
-    if device_type == "cuda" and least is not None and torch.cuda.get_device_capability() < least:
-        given = f"{attn_implementation} on {torch.cuda.get_device_name()}"
-        raise ConfigError(_FIELD, given, _NEEDS[attn_implementation], "leave attn_implementation out")
 
 
 def check_package(attn_implementation: str | None) -> None:
@@ -68,17 +57,9 @@ def check_package(attn_implementation: str | None) -> None:
 def check_architecture(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Refuse FlashAttention for an architecture that has none, where its package need not be there to find out.
 
-    ``by_sample`` is for layers that attend to everything before them, or to a window of it, as ``sdpa`` would.
-
     Raises:
-        ConfigError: transformers has no FlashAttention for this architecture, or it has layers that ``by_sample``
-            would compute wrongly.
+        ConfigError: transformers has no FlashAttention for this architecture.
     """
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - _KINDS_BY_SAMPLE
-    if attn_implementation == by_sample.NAME and (kinds or not model._supports_sdpa):
-        has = f"has layers of {', '.join(sorted(kinds))}" if kinds else "does not work with sdpa either"
-        given = f"by_sample for {model.config.model_type}, which {has}"
-        raise ConfigError(_FIELD, given, "full and sliding attention only", "leave attn_implementation out")
     if attn_implementation in FLASH_ATTENTION and not model._supports_flash_attn:
         given = f"{attn_implementation} for {model.config.model_type}"
         raise ConfigError(_FIELD, given, "an attention backend that the model has", "leave attn_implementation out")

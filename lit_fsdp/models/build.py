@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models import by_sample
 from lit_fsdp.models.attention import check_architecture, check_package
 
 
@@ -35,7 +34,6 @@ def build_on_meta(
     config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     check_package(attn_implementation)
-    by_sample.register()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -62,23 +60,11 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 def _refusal(config: PretrainedConfig, attn_implementation: str | None, error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
+    given, fix = f"a model of type {config.model_type} ({text[:200]})", "name a decoder-only language model"
     if "attention implementation" in text or "does not support Flash Attention" in text:
-        return ConfigError(
-            "model.attn_implementation",
-            f"{attn_implementation} for {config.model_type}",
-            "an attention backend that the model has",
-            "leave attn_implementation out, or set attn_implementation: eager",
-        )
+        given, fix = f"{attn_implementation} for {config.model_type}", "leave attn_implementation out"
+        return ConfigError("model.attn_implementation", given, "an attention backend that the model has", fix)
     if "trust_remote_code" in text:
-        return ConfigError(
-            "model.trust_remote_code",
-            "false for a model that comes with its own code",
-            "true, after you have read that code",
-            "set trust_remote_code: true",
-        )
-    return ConfigError(
-        "model.name",
-        f"a model of type {config.model_type} ({text[:200]})",
-        "an architecture that AutoModelForCausalLM can build",
-        "name a decoder-only language model (llama, qwen3, mistral, gemma3_text, gpt2, ...)",
-    )
+        given, fix = "false for a model that comes with its own code", "set trust_remote_code: true"
+        return ConfigError("model.trust_remote_code", given, "true, after you have read that code", fix)
+    return ConfigError("model.name", given, "an architecture that AutoModelForCausalLM can build", fix)

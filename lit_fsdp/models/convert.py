@@ -5,26 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
-from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
 from lit_fsdp.models.names import has_safetensors, stored_tensors, tied_groups
-from lit_fsdp.models.quiet import no_progress_bars
+from lit_fsdp.models.quiet import reading
+from lit_fsdp.models.tokenizers import read_tokenizer
 
 _VERSION = 1
 _MIB = 2**20
-_SHARD_BYTES = 4 * 2**30
+GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -45,22 +44,16 @@ def convert_gguf(file: Path) -> Path:
         key.update(handle.read(_MIB))
 
     def make(folder: Path) -> None:
-        write_gguf_tokenizer(file, folder)
-        with _reading(file):
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        read_tokenizer(str(file), trust_remote_code=False).save_pretrained(folder)
+        # else weights of qwen3.5 and lfm2 stay in the blocks of the file, which nothing can train
+        unpacked = {"quantization_config": GgufConfig(dequantize=True)} if GgufConfig else {}
+        with reading(file):
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **unpacked
+            )
         save_folder(model, folder)
 
     return _converted(file, key.hexdigest(), make)
-
-
-def write_gguf_tokenizer(file: Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file as :func:`convert_gguf` does, without its weights.
-
-    Raises:
-        ConfigError: The ``gguf`` package is missing, or the file is of a kind that cannot be read.
-    """
-    with _reading(file):
-        gguf_tokenizer(file).save_pretrained(folder)
 
 
 def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
@@ -80,7 +73,7 @@ def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
     def make(folder: Path) -> None:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
-        with _reading(source):
+        with reading(source):
             options["dtype"] = _stored_dtype(source)  # "auto" would believe config.json
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, info = loaded
@@ -106,51 +99,16 @@ def save_folder(model: PreTrainedModel, folder: Path) -> None:
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     state = model.state_dict()
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    room = _SHARD_BYTES
-    for name in (names[0] for names in tied_groups(model)):
-        if state[name].nbytes > room and shards[-1]:
-            shards.append({})
-            room = _SHARD_BYTES
-        shards[-1][name] = state[name].contiguous()
-        room -= state[name].nbytes
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for file, shard in zip(files, shards, strict=True):
-        try:
-            save_file(shard, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk comes wrapped in it
-            raise OSError(str(error)) from error
+    try:
+        save_torch_state_dict({names[0]: state[names[0]].contiguous() for names in tied_groups(model)}, folder)
+    except SafetensorError as error:  # a full disk comes wrapped in it
+        raise OSError(str(error)) from error
 
 
 def _converted(source: Path, key: str, make: Callable[[Path], None]) -> Path:
     stem = source.stem if source.is_file() else source.resolve().name
     folder = cache_root() / "models" / f"{stem}-{key}"
     return make_once(folder, make, f"converting {source.name} to safetensors")
-
-
-@contextmanager
-def _reading(source: Path) -> Iterator[None]:
-    """Load quietly; what transformers raises about the file becomes a ConfigError that names it."""
-    try:
-        with no_progress_bars():
-            yield
-    except (ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
-        if isinstance(error, ImportError) and "gguf" in str(error).lower():
-            allowed, fix = "a GGUF file, with the gguf package installed", "pip install 'lit-fsdp[gguf]'"
-            raise ConfigError("model.name", source, allowed, fix) from error
-        text = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            "model.name",
-            f"{source} ({type(error).__name__}: {text})",
-            "a causal LM that transformers can read",
-            "check that the file is whole; else start from the model's safetensors folder",
-        ) from error
 
 
 def _stored_dtype(source: Path) -> torch.dtype:

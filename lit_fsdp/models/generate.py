@@ -62,7 +62,7 @@ def answer_batch(
 ) -> list[str]:
     """The assistant's next turn for each conversation, stripped, generated in one batch padded on the left.
 
-    The settings in the model's own generation config are not used; mode and cache setting of the model are put back.
+    Of the model's own generation config only the end marks are used; it and the model's mode are put back.
 
     Args:
         model: Unsharded, on any device.
@@ -86,11 +86,13 @@ def answer_batch(
         use_cache=True,
     )
     generating: Any = model  # the mixin with generate() is added to each model class, unseen by type checkers
-    training = model.training
+    training, own = model.training, model.generation_config
     model.eval()
+    generating.generation_config = GenerationConfig()  # which fills whatever is None in the settings
     try:
         out = generating.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
     finally:
+        generating.generation_config = own
         model.train(training)
     return [str(tokenizer.decode(row, skip_special_tokens=True)).strip() for row in out[:, longest:]]
 

@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,12 @@ from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.initial import seeded
 from lit_fsdp.models.names import tied_groups
+from lit_fsdp.models.weights import Weights
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-
-
-class BaseWeights(Protocol):
-    """Gives the tensors of the model without adapters, as :class:`lit_fsdp.models.weights.Weights`."""
-
-    def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """One tensor, or its rows in dim 0."""
 
 
 class LoraWeights:
@@ -48,7 +42,7 @@ class LoraWeights:
         seed: Of random initialisation.
     """
 
-    def __init__(self, base: BaseWeights, model: nn.Module, seed: int) -> None:
+    def __init__(self, base: Weights, model: nn.Module, seed: int) -> None:
         self._base, self._seed = base, seed
         self._modules = dict(model.named_modules())
 

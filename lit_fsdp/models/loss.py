@@ -1,39 +1,35 @@
 """The next-token loss as a sum over supervised tokens.
 
+The model is always called as a whole, so that hooks and all-gathers happen; only its head's own forward is replaced
+while it runs, by one that computes the loss of supervised tokens chunk by chunk.
+
 Shapes: B batch, T tokens, D width of the hidden states, V vocabulary, N supervised tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.model import LossConfig
-from lit_fsdp.models.fused_loss import check_fused, fused_loss
-from lit_fsdp.models.head import (
-    HeadUse,
-    UnknownHead,
-    head_of,
-    in_place_of_forward,
-    is_plain_linear,
-    learn_head,
-    owner_of_head,
-)
-from lit_fsdp.models.linear_loss import AnyHead, Head, LinearHead, chunk_rows, head_loss
-from lit_fsdp.models.plain_loss import logits_of, loss_of_logits
-from lit_fsdp.models.router_loss import router_loss
-from lit_fsdp.models.token_scores import LossTerms, TokenScores, Workspace
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.chunked_loss import LossTerms, TokenScores, chunk_rows, chunked_loss, plain_loss
 
 IGNORED = -100
 """Label of a token that is not learnt, as in ``torch.nn.functional.cross_entropy``."""
 _log = logging.getLogger(__name__)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_ELSEWHERE = re.compile(r"router|^attn_|^mlp_|_to_keep$|_bias$")
 
 
 class TokenLoss(NamedTuple):
@@ -56,94 +52,122 @@ class TokenLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss of one model is computed."""
+    """How the loss of one model is computed; made by :func:`plan_loss`."""
 
     config: LossConfig
     """The ``model.loss`` section."""
-    use: HeadUse | None
-    """What the model does with its logits; None: unknown, so the plain way is taken."""
-    reason: str = ""
-    """Why ``use`` is None."""
-    space: Workspace = field(default_factory=Workspace, repr=False, compare=False)
-    """Buffers of the chunked loss, kept from batch to batch on a CPU; a GPU's allocator keeps them itself."""
-
-    @property
-    def backend(self) -> str:
-        """``chunked``, ``plain``, ``liger`` or ``cce``: the recipe's, or ``plain`` where nothing else is safe."""
-        return "plain" if self.use is None else self.config.backend
+    backend: str
+    """``chunked``, ``plain`` or ``liger``: the recipe's, or ``plain`` where nothing else is safe."""
+    scale: float = 1.0
+    """The model's factor on its logits."""
+    cap: float | None = None
+    """The model's bound of its logits."""
 
     @property
     def tells_scores(self) -> bool:
         """Whether right predictions and entropy are known in training."""
-        return self.backend in ("chunked", "plain")
+        return self.backend != "liger"
 
     @property
     def terms(self) -> LossTerms:
         """Numbers of the loss."""
-        scale, cap = self.use or (1.0, None)
-        return LossTerms(z_loss=self.config.z_loss, label_smoothing=self.config.label_smoothing, scale=scale, cap=cap)
+        extras = {"z_loss": self.config.z_loss, "label_smoothing": self.config.label_smoothing}
+        return LossTerms(**extras, scale=self.scale, cap=self.cap)
 
 
 def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
-    """Learn what ``model`` does with its logits, and refuse what cannot work; nothing is computed.
+    """How the loss of ``model`` is computed, from its configuration; what cannot work is refused.
 
-    An architecture that is not understood gets the plain way, and the log says why.
+    An architecture whose logits are not understood gets the plain way, and the log says why.
 
     Args:
         model: A causal LM, on meta, sharded or wrapped.
         config: The ``model.loss`` section; default: all defaults.
 
     Raises:
-        ConfigError: A fused backend that is not installed or does not fit this model.
+        ConfigError: Liger is not installed or does not fit this model.
     """
     config = config or LossConfig()
     if config.backend == "plain":
-        return LossPlan(config, None, "the recipe says so")
-    try:
-        plan = LossPlan(config, learn_head(model))
-        head = head_of(model)
-        if not is_plain_linear(head) and _has_units_inside(head):
-            raise UnknownHead("its head has FSDP units inside")
-    except UnknownHead as error:
-        plan = LossPlan(config, None, str(error))
-    if config.backend != "chunked":
-        check_fused(config, None if plan.use is None else head_of(model), plan.terms, plan.reason)
-    if plan.use is None:
+        return LossPlan(config, "plain")
+    scale, cap, unknown = _after_the_head(model)
+    if config.backend == "liger":
+        _check_liger(model, scale, cap, unknown)
+    if unknown:
         _log.warning(
             "model.loss.backend: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
-            config.backend,
-            type(model).__name__,
-            plan.reason,
+            *(config.backend, type(model).__name__, unknown),
         )
-    return plan
+        return LossPlan(config, "plain")
+    return LossPlan(config, config.backend, scale, cap)
 
 
-_PLANS: WeakKeyDictionary[nn.Module, LossPlan] = WeakKeyDictionary()
+def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
+    """The model's factor on its logits, their bound, and why neither is known, or nothing."""
+    owner: Any = _owner_of_head(model)
+    if owner is None:
+        return 1.0, None, "it has no output head (get_output_embeddings)"
+    if not type(owner).forward.__module__.startswith("transformers.models."):
+        return 1.0, None, "its forward is not one of transformers"
+    if any(_is_unit(module) for module in _head_of(owner).modules() if module is not _head_of(owner)):
+        return 1.0, None, "its head has FSDP units inside"  # whose hooks must not run chunk by chunk
+    config = owner.config.get_text_config()
+    named = {key: value for key, value in config.to_dict().items() if re.search(r"logit|lm_head|output_mult", key)}
+    scale, cap = 1.0, None
+    for key, value in named.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not value or _ELSEWHERE.search(key):
+            continue
+        if is_number and key in _CAPS:
+            cap = float(value)
+        elif is_number and key in _FACTORS:
+            scale = float(value)
+        elif is_number and key == "logits_scaling" and config.model_type.startswith("granite"):
+            scale = 1.0 / value
+        else:
+            return 1.0, None, f"what it does with {key}: {value} is not known here"
+    return scale, cap, ""
+
+
+def _owner_of_head(model: nn.Module) -> nn.Module | None:
+    """The module that has a body and an output head, inside whatever is around it."""
+    for module in model.modules():
+        get = getattr(type(module), "get_output_embeddings", None)
+        if get is not None and isinstance(get(module), nn.Module):
+            return module
+    return None
+
+
+def _head_of(owner: Any) -> nn.Module:
+    """The module whose forward makes logits of hidden states, without FSDP1's wrapper."""
+    head: nn.Module = owner.get_output_embeddings()
+    while (inner := head._modules.get("_fsdp_wrapped_module")) is not None:
+        head = inner
+    return head
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "set_requires_all_reduce")
 
 
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
-    The model is called as a whole, so that hooks and all-gathers happen, with its head's forward replaced by one that
-    computes the loss of supervised tokens chunk by chunk. Loss and gradients are those of :func:`summed_loss`, plus
-    what the plan adds. Where ``position_ids`` start anew (packed samples) the first token of a sample is never learnt.
+    Where ``position_ids`` start anew (packed samples) the first token of a sample is never learnt.
 
     Args:
         model: The causal LM, sharded or wrapped as may be.
         batch: Tensors on the model's device.
-        plan: From :func:`plan_loss`; default: the chunked loss without extras, planned at the first call.
+        plan: Default: :func:`plan_loss` of the model.
     """
-    if plan is None:
-        plan = _PLANS.get(model) or _PLANS.setdefault(model, plan_loss(model))
-    targets_BT = next_targets(batch)
-    found = _compute(model, batch, targets_BT, plan)
+    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
+    found, router = _compute(model, batch, targets_BT, plan)
     num_tokens = (targets_BT != IGNORED).sum()
-    nothing = found.loss.detach() * 0
     return TokenLoss(
-        found.loss if found.router is None else found.loss + found.router * num_tokens,
+        found.loss if router is None else found.loss + router * num_tokens,
         num_tokens,
         found.nll_sum,
-        nothing if found.z_loss_sum is None else found.z_loss_sum,
+        found.z_loss_sum,
         None if found.scores is None else found.scores.correct.sum(),
         None if found.scores is None else found.scores.entropy.sum(),
     )
@@ -157,23 +181,12 @@ def sample_losses(
 
     For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
     """
-    if plan is None:
-        plan = _PLANS.get(model) or _PLANS.setdefault(model, plan_loss(model))
-    targets_BT = next_targets(batch)
-    scores = _compute(model, batch, targets_BT, plan).scores
-    assert scores is not None  # fused backends only train
+    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
+    scores = _compute(model, batch, targets_BT, plan)[0].scores
+    assert scores is not None  # Liger only trains
     row_N = (targets_BT != IGNORED).nonzero()[:, 0]
     sums_B = torch.zeros(len(targets_BT), dtype=scores.nll.dtype, device=row_N.device)
     return sums_B.index_add(0, row_N, scores.nll), (targets_BT != IGNORED).sum(dim=1)
-
-
-def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, terms: LossTerms | None = None) -> TokenLoss:
-    """The loss of logits at token t for the label at token t + 1, over labels other than -100."""
-    targets_BT = next_targets({"labels": labels_BT})
-    supervised_BT = targets_BT != IGNORED
-    loss, scores = loss_of_logits(logits_BTV[supervised_BT], targets_BT[supervised_BT], terms or LossTerms())
-    sums = (scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum())
-    return TokenLoss(loss, supervised_BT.sum(), *sums)
 
 
 def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -189,64 +202,125 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 class _Found(NamedTuple):
     loss: torch.Tensor
     nll_sum: torch.Tensor
-    z_loss_sum: torch.Tensor | None
+    z_loss_sum: torch.Tensor
     scores: TokenScores | None
-    router: torch.Tensor | None
 
 
-def _compute(model: nn.Module, batch: Mapping[str, torch.Tensor], targets_BT: torch.Tensor, plan: LossPlan) -> _Found:
+def _compute(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], targets_BT: torch.Tensor, plan: LossPlan
+) -> tuple[_Found, torch.Tensor | None]:
+    """The loss, and the router's beside it."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     supervised_BT = targets_BT != IGNORED
+    targets_N = targets_BT[supervised_BT]
     if plan.backend == "plain":
-        out, logits_NV, targets_N = logits_of(model, inputs, targets_BT, supervised_BT)
-        loss, scores = loss_of_logits(logits_NV, targets_N, plan.terms)
-        return _Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores, router_loss(model, out))
-    head = head_of(model)
-    own_forward: Any = None if is_plain_linear(head) else head.forward
+        out = model(**inputs)
+        loss, scores = plain_loss(out.logits[supervised_BT], targets_N, plan.terms)
+        return _Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores), _router_loss(model, out)
+    head = _head_of(_owner_of_head(model))
+    own_forward = head.forward
     found: list[_Found] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
         if hidden_BTD.shape[:-1] != targets_BT.shape:
-            raise RuntimeError(f"the head got {tuple(hidden_BTD.shape)}, not hidden states of all {targets_BT.shape}")
-        hidden_ND, targets_N = hidden_BTD[supervised_BT], targets_BT[supervised_BT]
-        if own_forward is None:
-            found.append(_of_linear(head, hidden_ND, targets_N, plan))
+            given = f"{plan.backend} for {type(model).__name__}, whose head gets {tuple(hidden_BTD.shape)}"
+            allowed = f"hidden states of all {tuple(targets_BT.shape)} tokens"
+            raise ConfigError("model.loss.backend", given, allowed, "set model.loss.backend: plain")
+        hidden_ND = hidden_BTD[supervised_BT]
+        if plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):
+            found.append(_liger_loss(head, hidden_ND, targets_N, plan.terms))
         else:
-            any_head = AnyHead(head, own_forward)
             num_rows = plan.config.chunk_tokens or chunk_rows(_vocab_size(model), hidden_ND.shape[1])
-            found.append(_chunked(any_head, hidden_ND, targets_N, plan.terms, num_rows))
+            loss, scores = chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows)
+            found.append(_Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores))
         return found[-1].loss
 
-    with in_place_of_forward(head, loss_forward):
+    with _in_place_of_forward(head, loss_forward):
         out = model(**inputs)
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
-    return found[0]._replace(loss=found[0].loss.sum(), router=router_loss(model, out))
+    return found[0]._replace(loss=found[0].loss.sum()), _router_loss(model, out)
 
 
-def _of_linear(head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan: LossPlan) -> _Found:
-    """Inside the head's forward, where its weights are."""
-    device, weight_VD, bias_V = hidden_ND.device.type, head.weight, head.bias
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
-    if plan.backend != "chunked" and hidden_ND.requires_grad and len(targets_N):
-        tensors = (hidden_ND.to(dtype), weight_VD.to(dtype), bias_V)
-        return _Found(*fused_loss(plan.backend, *tensors, targets_N, plan.terms), None, None)
-    num_rows = plan.config.chunk_tokens or chunk_rows(*weight_VD.shape)
-    linear = LinearHead(weight_VD, bias_V, dtype, plan.space if device == "cpu" else None)
-    return _chunked(linear, hidden_ND, targets_N, plan.terms, num_rows)
+@contextmanager
+def _in_place_of_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calling ``head`` runs its hooks and ``forward``; afterwards it is as it was."""
+    before = head.__dict__.get("forward")
+    head.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
-def _chunked(head: Head, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms, num_rows: int) -> _Found:
-    loss, scores = head_loss(head, hidden_ND, targets_N, terms, num_rows)
-    return _Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores, None)
+def _trained(head: nn.Module) -> list[torch.Tensor]:
+    """What is trained of the head, as its modules hold it now: FSDP1 puts plain tensors in the place of parameters."""
+    held = [values for module in head.modules() for values in (module._parameters, module.__dict__)]
+    tensors = [t for values in held for t in values.values() if torch.is_tensor(t) and t.requires_grad]
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _vocab_size(model: nn.Module) -> int:
-    owner: Any = owner_of_head(model)
+    owner: Any = _owner_of_head(model)
     return int(owner.config.get_text_config().vocab_size)
 
 
-def _has_units_inside(head: nn.Module) -> bool:
-    """FSDP units whose hooks must not run while the head's gradients are computed in the forward pass."""
-    inside = [child for child in head.modules() if child is not head]
-    return any(type(c).__name__ == "FullyShardedDataParallel" or hasattr(c, "set_requires_all_reduce") for c in inside)
+def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
+    """What a mixture of experts would add to its mean loss if it were given labels, so that all experts are used.
+
+    Models compute it only where their configuration says ``output_router_logits: true``.
+    """
+    aux = getattr(out, "aux_loss", None)
+    owner: Any = _owner_of_head(model)
+    if not torch.is_tensor(aux) or owner is None:
+        return None
+    for holder in (owner, owner.config):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            factor = getattr(holder, name, None)
+            if isinstance(factor, (int, float)):
+                return aux * factor
+    raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+
+
+def _check_liger(model: nn.Module, scale: float, cap: float | None, unknown: str) -> None:
+    fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
+    if importlib.util.find_spec("liger_kernel") is None:
+        given = "liger, but liger_kernel is not installed"
+        raise ConfigError("model.loss.backend", given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
+    head: Any = None if unknown else _head_of(_owner_of_head(model))
+    if type(head) is not nn.Linear or (scale != 1.0 and cap is not None):
+        given = f"liger with a head that is a {type(head).__name__}, factor {scale} and bound {cap} {unknown}".strip()
+        raise ConfigError("model.loss.backend", given, "a plain linear head, with a factor or a bound at most", fix)
+
+
+def refuse_cpu(backend: str, device_type: str) -> None:
+    """Raise ConfigError for Liger's kernel on anything but a GPU, which it needs to train; others run anywhere."""
+    if backend == "liger" and device_type != "cuda":
+        raise ConfigError("model.loss.backend", f"liger on {device_type}", "a GPU", "set model.loss.backend: chunked")
+
+
+def _liger_loss(head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) -> _Found:
+    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine.
+
+    A factor on the logits goes to the hidden states and the bias: the product is the same.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
+
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    result: Any = liger_fused_linear_cross_entropy(
+        hidden_ND.to(dtype) * terms.scale,
+        head.weight.to(dtype),
+        targets_N,
+        bias=None if head.bias is None else head.bias.to(dtype) * terms.scale,
+        lse_square_scale=terms.z_loss,
+        reduction="sum",
+        softcap=terms.cap,
+        return_z_loss=True,
+        accum_dtype=torch.float32,
+    )
+    z_loss = result.z_loss.detach().float() if terms.z_loss else result.loss.detach().float() * 0
+    return _Found(result.loss.reshape(1, 1, 1).clone(), result.loss.detach().float() - z_loss, z_loss, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,10 @@ from lit_fsdp.models.text_part import names_in_whole_model
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_EXPERT_PARTS = {  # what a tensor of all experts is made of where each is stored by itself, joined in dim 0
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 
 class Stored(NamedTuple):
@@ -29,11 +33,29 @@ class Stored(NamedTuple):
     dtype: str
 
 
+class StoredExperts(NamedTuple):
+    """A tensor of all experts whose parts lie apart, as on the hub: ``experts.0.w1.weight`` and so on."""
+
+    parts: tuple[tuple[Stored, ...], ...]
+    """Of each expert, those that are joined in dim 0."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Experts first."""
+        first = self.parts[0]
+        return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
+
+    @property
+    def file(self) -> Path:
+        """Of the first part."""
+        return self.parts[0][0].file
+
+
 @dataclass(frozen=True)
 class Match:
     """A model held against a folder."""
 
-    found: dict[str, Stored]
+    found: dict[str, Stored | StoredExperts]
     """By the name of the parameter or persistent buffer in the model; tied names all point at the one stored."""
     missing: list[str]
     """Names in the model with nothing in the folder."""
@@ -65,6 +87,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         absent = [file.name for file in files if not file.is_file()]
         if absent:
             raise CheckpointError(f"{folder}: {_INDEX} names files that are not there: {', '.join(absent)}")
+    return headers_of(files)
+
+
+def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
+    """Every tensor of safetensors files by its name.
+
+    Raises:
+        CheckpointError: A file is damaged or cut short.
+    """
     tensors: dict[str, Stored] = {}
     for file in files:
         try:
@@ -77,29 +108,24 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def match_names(
-    model: PreTrainedModel, tensors: dict[str, Stored], stored_rows: Mapping[str, int] | None = None
-) -> Match:
+def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
     """Hold ``model`` (any device) against the tensors of a folder.
 
     A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or carry one that the
-    model lacks; a tied parameter may be stored under any of its names.
-
-    Args:
-        model: Names and shapes.
-        tensors: Of the folder.
-        stored_rows: Rows in the folder of tensors that have more of them in the model, by name there.
+    model lacks; a tied parameter may be stored under any of its names, and experts each by themselves.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, Stored | StoredExperts] = {}
     used: set[str] = set()
     groups = tied_groups(model)
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items()}
     for names in groups:
         for candidate in [c for n in names for c in _may_be_stored_as(model, n)]:
             if candidate in tensors:
                 used.add(candidate)
                 found.update({name: found.get(name, tensors[candidate]) for name in names})
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items()}
-    shapes |= {name: (rows, *shapes[name][1:]) for name, rows in (stored_rows or {}).items()}
+        if names[0] not in found and (experts := _experts(model, names[0], shapes[names[0]], tensors)):
+            used |= {part.name for parts in experts.parts for part in parts}
+            found[names[0]] = experts
     return Match(
         found=found,
         missing=[names[0] for names in groups if names[0] not in found],
@@ -114,7 +140,20 @@ def match_names(
 
 def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
     prefix = f"{model.base_model_prefix}."
-    return [name, name.removeprefix(prefix), prefix + name, *names_in_whole_model(model.config, name)]
+    same = [name, name.removeprefix(prefix), prefix + name, *names_in_whole_model(model.config, name)]
+    return [*same, *(one.replace(".mlp.", ".block_sparse_moe.") for one in same if ".mlp." in one)]  # Mixtral's files
+
+
+def _experts(
+    model: PreTrainedModel, name: str, shape: tuple[int, ...], tensors: dict[str, Stored]
+) -> StoredExperts | None:
+    owner, _, own = name.rpartition(".")
+    for stored_owner in _may_be_stored_as(model, owner) if owner.endswith(".experts") else ():
+        for words in _EXPERT_PARTS.get(own, ()):
+            names = [[f"{stored_owner}.{i}.{word}.weight" for word in words] for i in range(shape[0])]
+            if all(part in tensors for parts in names for part in parts):
+                return StoredExperts(tuple(tuple(tensors[part] for part in parts) for parts in names))
+    return None
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.hub import fetch_tokenizer
+from lit_fsdp.models.hub import TOKENIZER_FILES
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import TOKENIZER_FILES, load_tokenizer
+from lit_fsdp.models.tokenizers import find_tokenizer, load_tokenizer
 from lit_fsdp.models.weights import open_weights
 
 
@@ -38,9 +38,7 @@ def prepare_model(config: ModelConfig) -> dict[str, Any]:
     if found is None:
         tokenizer = _part(None, (), "the generated one of the miniature")
     else:
-        local = Path(found).expanduser()
-        folder = local if local.is_dir() else fetch_tokenizer(found, config.trust_remote_code)
-        tokenizer = _part(folder, TOKENIZER_FILES, "")
+        tokenizer = _part(find_tokenizer(found, config.trust_remote_code), TOKENIZER_FILES, "")
     return {"weights": weights, "tokenizer": tokenizer, "hub_name": source.hub_name}
 
 

@@ -8,10 +8,10 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
@@ -21,26 +21,26 @@ from lit_fsdp.models.convert import convert_checkpoint, convert_gguf
 from lit_fsdp.models.hub import fetch_config, fetch_model
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
+from lit_fsdp.models.quiet import reading
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.text_part import text_part
-from lit_fsdp.models.tokenizers import add_special_tokens, miniature_tokenizer, read_tokenizer
-
-__all__ = ["ModelSource", "resolve_architecture", "resolve_model"]
+from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
 _BAD_CONFIG = (ValueError, TypeError, KeyError, StrictDataclassError)
 
 
-def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
+def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> ModelSource:
     """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
 
-    Safe to call in every process: downloads and conversions happen in one, the others wait. A miniature never asks
-    the hub and reads no weights.
+    Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and
+    reads no weights.
 
     Args:
         config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialisation).
         seed: Of random initialisation; only named in the label here.
+        with_weights: Else nothing large is fetched or converted, and the result has no weights.
 
     Raises:
         ConfigError: Nothing usable is there; the error says what is.
@@ -50,27 +50,19 @@ def resolve_model(config: ModelConfig, seed: int) -> ModelSource:
         raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
     if config.miniature:
         return _miniature(config, seed)
-    return with_added_tokens(_as_it_is(config, seed), config)
-
-
-def _as_it_is(config: ModelConfig, seed: int) -> ModelSource:
-    """The model without the recipe's own tokens."""
-    assert config.name is not None
-    if isinstance(config.name, Mapping) or config.name.endswith(".json"):
-        hf_config = _from_values(*_values(config.name))
-        label = f"{_label(config.name)}, random init (seed {seed})"
-        return ModelSource(hf_config, None, config.tokenizer, label)
-    path = Path(config.name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        folder = convert_gguf(path)
-    elif path.is_dir():
-        folder = path
+    name, kind, label = config.name, _kind_of(config.name), _label(config.name)
+    if isinstance(name, Mapping) or kind == "config":
+        source = ModelSource(_from_values(name), None, config.tokenizer, f"{label}, random init (seed {seed})")
+    elif with_weights:
+        folder = _folder_of(kind, name, config)
+        hf_config = _trainable(_read_config(folder, config.trust_remote_code), name)
+        weights = _readable(folder, hf_config, config)
+        source = ModelSource(hf_config, weights, config.tokenizer or str(folder), label, base=str(folder.resolve()))
+        if kind == "hub":
+            source = dataclasses.replace(source, hub_name=name, base=name)
     else:
-        if path.exists() or _is_path(config.name):
-            raise _no_such_path(config.name)
-        folder = fetch_model(config.name, config.trust_remote_code)
-        return dataclasses.replace(_from_folder(folder, config), hub_name=config.name, base=config.name)
-    return dataclasses.replace(_from_folder(folder, config), base=str(folder.resolve()))
+        source = ModelSource(_architecture(kind, name, config), None, config.tokenizer or name, label)
+    return with_added_tokens(source, config)
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
@@ -79,35 +71,61 @@ def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
     Raises:
         ConfigError: No config is at hand for it; the error says what is.
     """
-    name = config.name
-    if config.miniature or name is None or isinstance(name, Mapping) or name.endswith(".json"):
-        return resolve_model(config, seed=0).hf_config
-    hf_config = _architecture(name, config)
-    if not config.add_tokens:
-        return hf_config
-    source = ModelSource(hf_config, None, config.tokenizer or name, _label(name))
     try:
-        return with_added_tokens(source, config).hf_config
+        return resolve_model(config, 0, with_weights=False).hf_config
     except ConfigError as error:
-        if error.field != "model.tokenizer" or config.tokenizer is not None:
+        if not config.add_tokens or error.field != "model.tokenizer" or config.tokenizer is not None:
             raise
-        _log.warning("model.add_tokens: no tokenizer at hand for %s, so their rows are not counted", _label(name))
-        return hf_config
+    _log.warning("model.add_tokens: no tokenizer at hand for %s, so their rows are not counted", _label(config.name))
+    return resolve_model(dataclasses.replace(config, add_tokens=None), 0, with_weights=False).hf_config
 
 
-def _architecture(name: str, config: ModelConfig) -> PretrainedConfig:
-    """Of a folder, GGUF file or hub repository, as it is there."""
+def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted.
+
+    Raises:
+        ConfigError: No tokenizer or no config is at hand, or they do not fit each other.
+    """
+    return load_tokenizer(resolve_model(config, 0, with_weights=False), config)
+
+
+def _kind_of(name: str | Mapping[str, Any]) -> Literal["config", "gguf", "folder", "hub"]:
+    """What a model is named by.
+
+    Raises:
+        ConfigError: A path to nothing, or to no model.
+    """
+    if isinstance(name, Mapping):
+        return "config"
     path = Path(name).expanduser()
     if path.is_dir():
-        return _trainable(_read_config(path, config.trust_remote_code), name)
-    if path.is_file() and path.suffix == ".gguf":
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    if path.exists() or _is_path(name):
+        return "folder"
+    if path.is_file() and path.suffix in (".json", ".gguf"):
+        return "config" if path.suffix == ".json" else "gguf"
+    # hub names have at most one slash and no file ending of ours
+    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json")):
         raise _no_such_path(name)
-    values = shipped_config(name, exact=True)
+    return "hub"
+
+
+def _folder_of(kind: str, name: str, config: ModelConfig) -> Path:
+    if kind == "hub":
+        return fetch_model(name, config.trust_remote_code)
+    path = Path(name).expanduser()
+    return convert_gguf(path) if kind == "gguf" else path
+
+
+def _architecture(kind: str, name: str, config: ModelConfig) -> PretrainedConfig:
+    """Of a folder, GGUF file or hub repository, as it is there."""
+    path = Path(name).expanduser()
+    if kind == "gguf":
+        with reading(path):
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    values = shipped_config(name, exact=True) if kind == "hub" else None
     if values is not None:
         return _from_values(values, name)
-    return _trainable(_read_config(fetch_config(name, config.trust_remote_code), config.trust_remote_code), name)
+    folder = fetch_config(name, config.trust_remote_code) if kind == "hub" else path
+    return _trainable(_read_config(folder, config.trust_remote_code), name)
 
 
 def _trainable(hf_config: PretrainedConfig, name: str) -> PretrainedConfig:
@@ -117,16 +135,13 @@ def _trainable(hf_config: PretrainedConfig, name: str) -> PretrainedConfig:
     return hf_config
 
 
-def _from_folder(folder: Path, config: ModelConfig) -> ModelSource:
-    hf_config = _trainable(_read_config(folder, config.trust_remote_code), str(config.name))
-    label = _label(config.name)
-    tokenizer = config.tokenizer or str(folder)
+def _readable(folder: Path, hf_config: PretrainedConfig, config: ModelConfig) -> Path:
+    """``folder``, or what it is converted to."""
     if has_safetensors(folder):
         model = build_on_meta(hf_config, "eager", config.trust_remote_code)
         match = match_names(model, stored_tensors(folder))
-        fits = not match.misshapen and not (match.missing and match.unexpected)
-        if fits:
-            return ModelSource(hf_config, folder, tokenizer, label)
+        if not match.misshapen and not (match.missing and match.unexpected):
+            return folder
     elif not list(folder.glob("pytorch_model*.bin")):
         raise ConfigError(
             _FIELD,
@@ -134,56 +149,47 @@ def _from_folder(folder: Path, config: ModelConfig) -> ModelSource:
             "model.safetensors or its index beside config.json",
             f"for random init name {folder / 'config.json'}",
         )
-    return ModelSource(hf_config, convert_checkpoint(folder, config.trust_remote_code), tokenizer, label)
+    return convert_checkpoint(folder, config.trust_remote_code)
 
 
 def _miniature(config: ModelConfig, seed: int) -> ModelSource:
     assert config.name is not None
-    local = Path(config.name).expanduser() if isinstance(config.name, str) else None
-    tokenizer_folders = [Path(config.tokenizer).expanduser()] if config.tokenizer else [local] if local else []
-    tokenizer = next((str(f) for f in tokenizer_folders if (f / "tokenizer.json").is_file()), None)
-    if local is not None and (local / "config.json").is_file():
-        full = _read_config(local, config.trust_remote_code)
-    elif isinstance(config.name, Mapping) or config.name.endswith(".json"):
-        full = _from_values(*_values(config.name))
-    else:
-        values = shipped_config(config.name)
-        if values is not None:
-            full = _from_values(values, config.name)
-        elif local is not None and local.suffix == ".gguf" and local.is_file():
-            full = AutoConfig.from_pretrained(local.parent, gguf_file=local.name, local_files_only=True)
-        else:
-            raise ConfigError(
-                _FIELD,
-                f"{config.name} with miniature: true",
-                "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
-                "download its config.json and name that file",
-            )
-    label = f"{_label(config.name)} miniature, random init (seed {seed})"
+    full = _config_at_hand(config.name, config)
+    found = Path(config.tokenizer or (config.name if isinstance(config.name, str) else "")).expanduser()
+    tokenizer = str(found) if (found / "tokenizer.json").is_file() else None
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
     add_special_tokens(loaded, config.add_tokens or ())
-    small = shrink(full, loaded, config.trust_remote_code)
+    small, label = shrink(full, loaded, config.trust_remote_code), _label(config.name)
     layers, hidden = (getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size"))
-    _log.info(
-        "miniature: model.name: %s → %s of %s layers, hidden size %s, random init",
-        _label(config.name),
-        small.model_type,
-        layers,
-        hidden,
-    )
+    sizes = (label, small.model_type, layers, hidden)
+    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", *sizes)
     if tokenizer is None:
-        _log.info(
-            "miniature: model.tokenizer: %s → %d byte-level tokens made here",
-            config.tokenizer or "the model's",
-            len(loaded),
-        )
-    return ModelSource(small, None, tokenizer, label)
+        given = config.tokenizer or "the model's"
+        _log.info("miniature: model.tokenizer: %s → %d byte-level tokens made here", given, len(loaded))
+    return ModelSource(small, None, tokenizer, f"{label} miniature, random init (seed {seed})")
 
 
-def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The keys of an inline config or of a config file, and where they stand."""
-    if isinstance(name, Mapping):
-        return dict(name), _FIELD
+def _config_at_hand(name: str | Mapping[str, Any], config: ModelConfig) -> PretrainedConfig:
+    """Of the model itself, or the one shipped for its name; the hub is not asked."""
+    if isinstance(name, Mapping) or name.endswith(".json"):
+        return _from_values(name)
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return _read_config(path, config.trust_remote_code)
+    values = shipped_config(name)
+    if values is not None:
+        return _from_values(values, name)
+    if path.is_file() and path.suffix == ".gguf":
+        return _architecture("gguf", name, config)
+    raise ConfigError(
+        _FIELD,
+        f"{name} with miniature: true",
+        "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
+        "download its config.json and name that file",
+    )
+
+
+def _values_of_file(name: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise _no_such_path(name)
@@ -193,7 +199,7 @@ def _values(name: str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             _FIELD, f"{name}, which is no JSON ({error})", "a Hugging Face config.json", "mend it"
         ) from error
-    return values if isinstance(values, dict) else {}, name
+    return values if isinstance(values, dict) else {}
 
 
 def _special_float(values: dict[str, Any]) -> Any:
@@ -201,8 +207,11 @@ def _special_float(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
-def _from_values(values: dict[str, Any], where: str) -> PretrainedConfig:
-    values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
+def _from_values(given: str | Mapping[str, Any], where: str = _FIELD) -> PretrainedConfig:
+    """Of an inline config or a config file."""
+    if isinstance(given, str):
+        return _from_values(_values_of_file(given), given)
+    values = {key: value for key, value in given.items() if key != HUB_NAMES_KEY}
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3, cutoff=0.5)
@@ -239,11 +248,6 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         raise ConfigError(
             _FIELD, f"{folder / 'config.json'} ({text})", "a config transformers can read", fix
         ) from error
-
-
-def _is_path(name: str) -> bool:
-    """Whether ``name`` can only be meant as a path: hub names have at most one slash and no file ending of ours."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json", "/"))
 
 
 def _no_such_path(name: str) -> ConfigError:

@@ -9,18 +9,6 @@ from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
-class AddedRows:
-    """Rows of embedding and head that no file has a value for, because their tokens were added by the recipe."""
-
-    ids: tuple[int, ...]
-    """Rows that start at the mean of the others, ascending."""
-    num_used: int
-    """Rows that the tokenizer had tokens for before; the first ones, whose mean is taken."""
-    num_stored: int
-    """Rows in the files."""
-
-
-@dataclass(frozen=True)
 class ModelSource:
     """Where the parts of a model come from; nothing large has been read yet."""
 
@@ -37,5 +25,6 @@ class ModelSource:
     base: str | None = None
     """What ``from_pretrained`` loads the model from: the name on the hub, or a folder (of a GGUF file, its converted
     one); None with random init. Adapters name it, so that peft finds their base."""
-    added_rows: AddedRows | None = None
-    """Rows for ``model.add_tokens``; ``hf_config`` has them, ``weights_folder`` has not. None with random init."""
+    overlay: Path | None = None
+    """Folder of the tensors to be taken instead of those in ``weights_folder``: embedding and head with rows for
+    ``model.add_tokens``."""

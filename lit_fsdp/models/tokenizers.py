@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.hub import fetch_tokenizer
+from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
+from lit_fsdp.models.hub import TOKENIZER_FILES, fetch_tokenizer
+from lit_fsdp.models.quiet import reading
 from lit_fsdp.models.source import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -28,24 +29,11 @@ CHATML_TEMPLATE = (
 )
 """ChatML with the assistant's words and its end mark as the part that is learnt."""
 
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""What files of a folder are a tokenizer, as patterns."""
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),
     *("ing", "ion", "ent", "er", "ed", "es", "ly", "assistant", "user", "system", "\n\n", "  "),
 )
-
-
-class TokensAdded(NamedTuple):
-    """What became of the tokens that a recipe adds."""
-
-    added: tuple[str, ...]
-    """New, with a number of their own."""
-    kept: tuple[str, ...]
-    """There already."""
-    made_special: tuple[str, ...]
-    """In the vocabulary already, but as ordinary pieces of text; they keep their numbers."""
 
 
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -67,14 +55,12 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     else:
         raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
     if config.add_tokens:
-        done = add_special_tokens(tokenizer, config.add_tokens)
-        for tokens, text in (
-            (done.added, "added to %s as special tokens: %s"),
-            (done.kept, "in %s already, left as they are: %s"),
-            (done.made_special, "pieces of text in %s, special tokens from now on under their old numbers: %s"),
-        ):
-            if tokens:
-                _log.info(f"model.add_tokens: {text}", label, " ".join(tokens))
+        fresh = add_special_tokens(tokenizer, config.add_tokens)
+        if fresh:
+            _log.info("model.add_tokens: added to %s as special tokens: %s", label, " ".join(fresh))
+        if len(fresh) < len(config.add_tokens):
+            there = " ".join(token for token in config.add_tokens if token not in fresh)
+            _log.info("model.add_tokens: in %s already, under their old numbers: %s", label, there)
     set_pad_token(tokenizer, config.pad_token, label)
     embeddings = source.hf_config.get_text_config().vocab_size
     if len(tokenizer) > embeddings:
@@ -87,28 +73,25 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     return tokenizer
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> TokensAdded:
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[str]:
     """Make ``tokens`` special tokens of a tokenizer, in place: never split, and left out of decoded text.
+
+    Returns:
+        Those that have a new number; pieces of text that were in the vocabulary keep theirs.
 
     Raises:
         ConfigError: The tokenizer does not read one of them as one token afterwards.
     """
     from tokenizers import AddedToken
 
-    known = tokenizer.added_tokens_encoder
-    kept = tuple(token for token in tokens if token in known)
     vocabulary = tokenizer.get_vocab()
-    pieces = tuple(token for token in tokens if token in vocabulary and token not in known)
-    fresh = [token for token in tokens if token not in known]
-    if fresh:
-        marked = [AddedToken(token, special=True, normalized=False) for token in fresh]
-        tokenizer.add_tokens(marked, special_tokens=True)
+    marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
+    tokenizer.add_tokens(marked, special_tokens=True)
     for token in tokens:
-        number = tokenizer.convert_tokens_to_ids(token)
-        if tokenizer.encode(token, add_special_tokens=False) != [number]:
+        if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]:
             fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
             raise ConfigError("model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
-    return TokensAdded(tuple(token for token in fresh if token not in pieces), kept, pieces)
+    return [token for token in tokens if token not in vocabulary]
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
@@ -202,15 +185,22 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
+def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
+    """The folder or GGUF file of a tokenizer, fetched from the hub if there is none of that name."""
+    path = Path(name).expanduser()
+    return path if path.exists() else fetch_tokenizer(name, trust_remote_code)
+
+
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub repository as it is there.
+    """The tokenizer of a folder, GGUF file or hub repository as it is there.
 
     Raises:
         ConfigError: It cannot be found or read.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = fetch_tokenizer(name, trust_remote_code)
+    folder = find_tokenizer(name, trust_remote_code)
+    if folder.suffix == ".gguf" and folder.is_file():
+        with reading(folder):
+            return gguf_tokenizer(folder)
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers may make an empty tokenizer up from config.json
         fix = "set model.tokenizer to a folder or hub name that has one"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from safetensors import safe_open
@@ -11,9 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.models.added_tokens import GrownTensor, vocabulary_tensors
 from lit_fsdp.models.initial import InitialValues, check_filled
-from lit_fsdp.models.names import Stored, match_names, stored_tensors, tied_groups
+from lit_fsdp.models.names import Stored, StoredExperts, headers_of, match_names, stored_tensors, tied_groups
 from lit_fsdp.models.source import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -26,17 +25,12 @@ class Weights:
         initial: Values for what no file holds.
         stored: Tensors in files, by name in the model.
         first_owner: For each name of a tied tensor, the first of its names.
-        grown: Of tensors with more rows than their file, how to read them, by name in the model.
     """
 
     def __init__(
-        self,
-        initial: InitialValues,
-        stored: dict[str, Stored],
-        first_owner: dict[str, str],
-        grown: Mapping[str, GrownTensor] | None = None,
+        self, initial: InitialValues, stored: dict[str, Stored | StoredExperts], first_owner: dict[str, str]
     ) -> None:
-        self._initial, self._stored, self._first_owner, self._grown = initial, stored, first_owner, grown or {}
+        self._initial, self._stored, self._first_owner = initial, stored, first_owner
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """The parameter or buffer ``attribute`` owned directly by ``module``, or only its ``rows`` in dim 0.
@@ -48,8 +42,7 @@ class Weights:
             rows: Rows of the unsharded tensor; may be empty. Only these are read from a file.
 
         Returns:
-            A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's (rows of
-            added tokens, and what is read together with them, in fp32).
+            A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's.
 
         Raises:
             CheckpointError: The file has been cut short since it was checked, or the model's code does not
@@ -58,8 +51,6 @@ class Weights:
         noted = self._initial.module(module_name)
         assert isinstance(module, type(noted)), f"{module_name} is a {type(noted).__name__}, not {type(module)}"
         name = f"{module_name}.{attribute}" if module_name else attribute
-        if name in self._grown:
-            return self._grown[name].read(rows)
         if name in self._stored:
             return read_stored(self._stored[name], rows)
         owner, _, attribute = self._first_owner.get(name, name).rpartition(".")
@@ -81,9 +72,10 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
     initial = InitialValues(model, seed)
     if source.weights_folder is None:
         return Weights(initial, {}, first_owner)
-    added = source.added_rows
-    grown = {} if added is None else dict.fromkeys(vocabulary_tensors(model), added.num_stored)
-    match = match_names(model, stored_tensors(source.weights_folder), grown)
+    tensors = stored_tensors(source.weights_folder)
+    if source.overlay is not None:
+        tensors |= headers_of(source.overlay.glob("*.safetensors"))
+    match = match_names(model, tensors)
     if match.missing:
         raise CheckpointError(
             f"{source.weights_folder}: {len(match.missing)} tensors of {type(model).__name__} are missing:"
@@ -96,21 +88,24 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
             "%s: %d tensors have no place in %s and are not loaded: %s",
             *(source.weights_folder, len(match.unexpected), type(model).__name__, _some(match.unexpected)),
         )
-    if added is None:
-        return Weights(initial, match.found, first_owner)
-    num_rows = {name: model.get_parameter(name).shape[0] for name in grown}
-    tensors = {name: GrownTensor(match.found[name], added, rows, read_stored) for name, rows in num_rows.items()}
-    return Weights(initial, match.found, first_owner, tensors)
+    return Weights(initial, match.found, first_owner)
 
 
-def read_stored(stored: Stored, rows: slice | None) -> torch.Tensor:
-    """A tensor of a file, or its ``rows`` in dim 0, on the CPU.
+def read_stored(stored: Stored | StoredExperts, rows: slice | None = None) -> torch.Tensor:
+    """A tensor of a file, or its ``rows`` in dim 0, on the CPU; of experts stored apart, only those among them.
 
     Open, copy, close: the mapping of the file (which counts as this process's memory) goes at once.
 
     Raises:
         CheckpointError: The file has been cut short.
     """
+    if isinstance(stored, StoredExperts):
+        chosen = stored.parts[rows or slice(None)]
+        whole = read_stored(stored.parts[0][0], slice(0, 0)).new_empty(len(chosen), *stored.shape[1:])
+        for expert, parts in zip(whole, chosen, strict=True):
+            for target, part in zip(expert.split([part.shape[0] for part in parts]), parts, strict=True):
+                target.copy_(read_stored(part))
+        return whole
     try:
         with safe_open(stored.file, framework="pt") as handle:
             if rows is None:

@@ -111,7 +111,7 @@ class TrainWork:
                     "init_args": {"engine": "single", "precision": "mixed"},
                 },
             },
-            "model": {"name": work["model"], "optim": OPTIM, "attn_implementation": "by_sample"},
+            "model": {"name": work["model"], "optim": OPTIM},
             "data": {**self._data(packing), **sizes},
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -59,9 +58,7 @@ def test_the_quickstart_shows_its_arithmetic():
 
 
 def test_a_chunk_of_the_loss_is_as_large_as_the_arithmetic_says():
-    if importlib.util.find_spec("lit_fsdp.models.linear_loss") is None:
-        pytest.skip("no chunked loss here")
-    from lit_fsdp.models.linear_loss import chunk_rows
+    from lit_fsdp.models.chunked_loss import chunk_rows
 
     for recipe in RECIPES:
         config = meta_model(str(checked(recipe).model.name)).config

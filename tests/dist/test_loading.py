@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.source import ModelSource
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
 from tests.dist.loading_jobs import fingerprint
@@ -94,10 +97,38 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_llama(tmp_path_factory.mktemp("large"), {**shape, **heads})
 
 
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of 105M parameters under the names it has on the hub, 32 experts to a block, each by itself."""
+    shape = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 4096}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    config = MixtralConfig(**shape, **heads, num_local_experts=32)
+    folder = tmp_path_factory.mktemp("experts")
+    config.save_pretrained(folder)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in build_on_meta(config).state_dict().items():
+        stored = {name.replace(".mlp.", ".block_sparse_moe."): tensor.shape}
+        if ".experts." in name:
+            owner, words = next(iter(stored)).rpartition(".")[0], {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+            parts = words[name.rpartition(".")[2]]
+            rows, width = tensor.shape[1] // len(parts), tensor.shape[2]
+            stored = {f"{owner}.{i}.{part}.weight": (rows, width) for i in range(32) for part in parts}
+        if name != "lm_head.weight":
+            made = {key: (torch.randn(size) * 0.02).bfloat16() for key, size in stored.items()}
+            files.setdefault(f"{name.split('.')[2]}.safetensors", {}).update(made)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    miniature_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["large_model", "many_experts"])
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_peak_memory_of_a_rank(large_model: Path, engine: str) -> None:
+def test_peak_memory_of_a_rank(request: pytest.FixtureRequest, engine: str, model: str) -> None:
     """Each of two ranks stays under its shard, the largest unit and 120 MB."""
-    result = measure(engine, large_model, 2)
+    result = measure(engine, request.getfixturevalue(model), 2)
     assert "error" not in result, result.get("error")
     records = result["ranks_measured"]
     assert sum(record["held_bytes"] for record in records) == pytest.approx(4 * records[0]["num_params"], rel=0.01)

@@ -70,9 +70,8 @@ def test_resumed_on_other_ranks(workers: Workers, tiny_model: Path, tmp_path: Pa
         ({"engine": "fsdp1", "precision": "mixed", "activation_checkpointing": "full"}, {"lora": {}}),
         ({"engine": "ddp", "precision": "mixed"}, {"attn_implementation": "eager"}),
         ({"engine": "fsdp2", "precision": "low_precision", "sharding": "no_shard"}, {}),
-        ({"engine": "fsdp2", "precision": "mixed"}, {"attn_implementation": "by_sample"}),
     ],
-    ids=["fsdp1-lora", "ddp-eager", "fsdp2-bf16", "fsdp2-by-sample"],
+    ids=["fsdp1-lora", "ddp-eager", "fsdp2-bf16"],
 )
 def test_isolation_holds_in_bf16(
     workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], model: dict[str, Any]

@@ -14,8 +14,8 @@ from lit_fsdp.config.model import LossConfig
 from lit_fsdp.models.loss import LossPlan, causal_lm_forward, plan_loss
 from tests.gpu.runs import train
 
-PLAIN = LossPlan(LossConfig(backend="plain"), None)
-_PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}
+PLAIN = LossPlan(LossConfig(backend="plain"), "plain")
+_PACKAGES = {"liger": "liger_kernel"}
 
 
 def _needs(backend: str) -> None:
@@ -58,7 +58,6 @@ def _step(model: Any, batch: dict[str, torch.Tensor], plan: LossPlan) -> tuple[f
     model.zero_grad()
     before = _peak_bytes(reset=True)
     loss = causal_lm_forward(model, batch, plan).loss_sum
-    assert not plan.space._buffers  # kept between batches on CPUs only
     loss.backward()
     peak = _peak_bytes() - before
     grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
@@ -66,7 +65,7 @@ def _step(model: Any, batch: dict[str, torch.Tensor], plan: LossPlan) -> tuple[f
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("backend", ["chunked", "liger", "cce"])
+@pytest.mark.parametrize("backend", ["chunked", "liger"])
 def test_loss_and_gradients_in_bf16(device: str, backend: Any, tied: bool) -> None:
     _needs(backend)
     model, batch = _model(device, torch.bfloat16, tied), _batch(device)
@@ -100,7 +99,7 @@ def test_z_loss_of_liger_is_ours(device: str) -> None:
     assert theirs.num_correct is None
 
 
-@pytest.mark.parametrize("backend", ["chunked", "liger", "cce"])
+@pytest.mark.parametrize("backend", ["chunked", "liger"])
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_training_under_an_engine(tiny_model: Path, accelerator: str, engine: str, backend: str) -> None:
     _needs(backend)

@@ -30,7 +30,6 @@ _BROUGHT_BY = {
     "peft": "the extra lora",
     "liger_kernel": "the extra liger",
     "matplotlib": "the extra plot",
-    "cut_cross_entropy": "the extra cce",
 }
 _MODULE_OF = {"pyyaml": "yaml"}
 

@@ -15,8 +15,6 @@ from lit_fsdp.errors import ConfigError
         ({"z_loss": -1e-4}, "z_loss"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"backend": "liger", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"backend": "cce", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"backend": "cce", "z_loss": 1e-4}, "z_loss"),
         ({"backend": "plain", "chunk_tokens": 64}, "chunk_tokens"),
     ],
 )

@@ -198,7 +198,6 @@ def test_a_stream_ends_by_steps(load: Any) -> None:
     ("backend", "flags", "problem"),
     [
         ("liger", ["--trainer.accelerator=cpu"], "accelerator cpu"),
-        ("cce", [f"--{ARGS}.precision=fp32"], "precision fp32"),
         ("liger", ["--model.lora.target_modules=[lm_head]"], "adapters on the head"),
         ("liger", [f"--{ARGS}.precision=fp32"], None),
     ],

@@ -26,6 +26,7 @@ from lit_fsdp.metrics.hardware import PEAK_RATES, peak_flops
         ("Tesla V100-SXM2-16GB", None),  # no bf16
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 with Max-Q Design", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA L40", None),
         ("CPU", None),
@@ -34,13 +35,6 @@ from lit_fsdp.metrics.hardware import PEAK_RATES, peak_flops
 )
 def test_bf16(name: str, tflops: float | None) -> None:
     assert peak_flops(name, "bf16") == (None if tflops is None else tflops * 1e12)
-
-
-def test_other_dtypes() -> None:
-    assert peak_flops("Tesla V100-SXM2-16GB", "fp16") == 125e12
-    assert peak_flops("NVIDIA H200", "fp8") == 1978.9e12
-    assert peak_flops("NVIDIA A100-PCIE-40GB", "tf32") == 156e12
-    assert peak_flops("NVIDIA A100-PCIE-40GB", "fp8") is None
 
 
 @pytest.mark.parametrize("row", PEAK_RATES, ids=lambda row: row.words)

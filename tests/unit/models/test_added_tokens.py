@@ -9,17 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import added_tokens
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.names import headers_of
 from lit_fsdp.models.resolve import resolve_architecture, resolve_model
-from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer
-from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 
 TOKENS = ["<|tool|>", "<|im_end|>", "<|think|>"]
-BOTH = ["model.embed_tokens.weight", "lm_head.weight"]
 TIGHT = len(miniature_tokenizer())
 
 
@@ -55,25 +54,9 @@ def test_equal_to_the_plain_model_with_the_mean_in_its_new_rows(family, base, fi
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
     assert source.hf_config.vocab_size == TIGHT + 2
-    assert source.added_rows.ids == (TIGHT, TIGHT + 1)
     tokenizer = load_tokenizer(source, ModelConfig(name=str(folder), add_tokens=TOKENS))
     assert tokenizer.convert_tokens_to_ids(["<|tool|>", "<|think|>"]) == [TIGHT, TIGHT + 1]
     assert tokenizer.decode(tokenizer("a<|think|>b")["input_ids"], skip_special_tokens=True) == "ab"
-
-
-def test_the_bias_of_a_head_grows_too(tiny, fill, tmp_path):
-    config = tiny("llama", vocab_size=TIGHT).to_dict() | {"tie_word_embeddings": False}
-    from transformers import PhiConfig, PhiForCausalLM
-
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    torch.manual_seed(0)
-    model = PhiForCausalLM(PhiConfig(**{key: config[key] for key in keys}))
-    torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path / "phi")
-    miniature_tokenizer().save_pretrained(tmp_path / "phi")
-    _, ours = _grown(tmp_path / "phi", fill)
-    assert ours.lm_head.bias[-1].item() == pytest.approx(model.lm_head.bias.double().mean().item(), rel=1e-6)
-    assert torch.equal(ours.lm_head.bias[:TIGHT], model.lm_head.bias)
 
 
 def test_free_rows_are_used_first(base, fill):
@@ -83,43 +66,26 @@ def test_free_rows_are_used_first(base, fill):
     assert source.hf_config.vocab_size == TIGHT + 2
     assert torch.allclose(ours.get_input_embeddings().weight[TIGHT:], stored[:TIGHT].mean(0), atol=1e-7)
     roomy = resolve_model(ModelConfig(name=str(base("qwen2", rows=400)), add_tokens=TOKENS), 0)
-    assert (roomy.hf_config.vocab_size, roomy.added_rows.num_used) == (400, TIGHT)
+    assert roomy.hf_config.vocab_size == 400
+    (embedding, _) = headers_of(roomy.overlay.glob("*.safetensors")).values()
+    assert (embedding.shape, embedding.dtype) == ((400, 64), "F32")
 
 
-def test_rows_read_in_any_slices_are_the_same_bits(base, monkeypatch):
-    monkeypatch.setattr(added_tokens, "_CHUNK_ROWS", 50)
-    source = resolve_model(ModelConfig(name=str(base()), add_tokens=TOKENS), 0)
-    model = build_on_meta(source.hf_config)
-    module = model.get_input_embeddings()
-
-    def read(rows):
-        return open_weights(source, model, 0).read("model.embed_tokens", module, "weight", rows)
-
-    whole = read(None)
-    for ranks in (2, 3, 7):
-        size = -(-len(whole) // ranks)
-        parts = [read(slice(i * size, min((i + 1) * size, len(whole)))) for i in range(ranks)]
-        assert torch.equal(torch.cat(parts), whole)
-    assert read(slice(TIGHT + 1, TIGHT + 1)).shape == (0, 64)
-    assert read(slice(TIGHT + 1, TIGHT + 2)).shape == (1, 64)
+def test_embedding_and_head_are_written_once(base, monkeypatch):
+    config = ModelConfig(name=str(base()), add_tokens=TOKENS)
+    overlay = resolve_model(config, 0).overlay
+    monkeypatch.setattr(added_tokens, "save_file", lambda *_: pytest.fail("written twice"))
+    assert resolve_model(config, 0).overlay == overlay
 
 
 def test_only_known_tokens_change_nothing(base, caplog):
     folder = str(base())
     config = ModelConfig(name=folder, add_tokens=["<|im_end|>"])
     source = resolve_model(config, 0)
-    assert (source.added_rows, source.hf_config.vocab_size) == (None, TIGHT)
+    assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT)
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         assert len(load_tokenizer(source, config)) == TIGHT
-    assert "left as they are: <|im_end|>" in caplog.text
-
-
-def test_a_piece_of_text_becomes_special_under_its_number():
-    tokenizer = miniature_tokenizer()
-    number = tokenizer.convert_tokens_to_ids("assistant")
-    assert add_special_tokens(tokenizer, ["assistant"]) == ((), (), ("assistant",))
-    assert tokenizer("xassistant")["input_ids"][-1] == number
-    assert len(tokenizer) == TIGHT
+    assert "under their old numbers: <|im_end|>" in caplog.text
 
 
 def test_a_foreign_tokenizer_is_not_grown_to(base):
@@ -134,42 +100,9 @@ def test_random_init_and_miniature_have_the_rows(base):
     with pytest.raises(ConfigError, match=r"model\.tokenizer: got None"):
         load_tokenizer(resolve_model(ModelConfig(name=config, add_tokens=TOKENS), 0), ModelConfig(name=config))
     random = resolve_model(ModelConfig(name=config, tokenizer=str(folder), add_tokens=TOKENS), 0)
-    assert (random.added_rows, random.hf_config.vocab_size) == (None, TIGHT + 2)
+    assert (random.overlay, random.hf_config.vocab_size) == (None, TIGHT + 2)
     for name in (str(folder), config):
         small = ModelConfig(name=name, miniature=True, add_tokens=TOKENS)
         source = resolve_model(small, 0)
         assert source.hf_config.vocab_size == len(load_tokenizer(source, small)) == TIGHT + 2
     assert resolve_architecture(ModelConfig(name=str(folder), add_tokens=TOKENS)).vocab_size == TIGHT + 2
-
-
-def _trainable(folder, **options):
-    config = ModelConfig(name=str(folder), add_tokens=TOKENS, **options)
-    model, _ = build_trainable(resolve_model(config, 0).hf_config, config)
-    return model, kept_with_adapters(model, config, has_new_rows=False)
-
-
-def test_adapters_train_embedding_and_head_beside_them(base, caplog):
-    tied, names = _trainable(base("llama"), lora=LoraConfig(r=2))
-    assert names == BOTH
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    trained = [name for name, p in tied.named_parameters() if p.requires_grad and "lora_" not in name]
-    assert trained == ["model.embed_tokens.weight"]
-    apart = base("qwen2")
-    _, names = _trainable(apart, lora=LoraConfig(r=2, modules_to_save=["lm_head"]))
-    assert names == ["model.embed_tokens.weight"]
-    assert "add_tokens" not in caplog.text
-    _, names = _trainable(apart, lora=LoraConfig(r=2), freeze=["lm_head.*"])
-    assert names == ["model.embed_tokens.weight"]
-    assert "lm_head.weight is not trained" in caplog.text
-    config = ModelConfig(name="x", lora=LoraConfig(), add_tokens=TOKENS)
-    assert kept_with_adapters(tied.requires_grad_(False), config, has_new_rows=True) == BOTH
-    with pytest.raises(ConfigError, match="embed_tokens beside add_tokens"):
-        _trainable(apart, lora=LoraConfig(r=2, target_modules=["embed_tokens"]))
-
-
-def test_frozen_rows_are_said(base, caplog):
-    _trainable(base(), freeze=["model.embed_tokens.*"])
-    assert "model.embed_tokens.weight and lm_head.weight are not trained" in caplog.text
-    caplog.clear()
-    _trainable(base(), train_only=["*"])
-    assert "not trained" not in caplog.text

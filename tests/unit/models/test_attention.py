@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import attention
-from lit_fsdp.models.attention import check_architecture, check_attention
+from lit_fsdp.models.attention import check_attention
 from lit_fsdp.models.build import build_on_meta
 
 GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize("name", GPU_ONLY)
@@ -45,34 +38,6 @@ def test_a_missing_package_is_named_before_anything_is_downloaded(name, package,
         assert "install" in raised.value.fix
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "fits"),
-    [
-        ("flash_attention_2", (7, 5), False),
-        ("flash_attention_2", (8, 0), True),
-        ("flash_attention_3", (8, 9), False),
-        ("flash_attention_3", (9, 0), True),
-        ("flex_attention", (7, 5), True),
-    ],
-)
-def test_what_a_gpu_can(name, capability, fits, installed, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    if fits:
-        check_attention(name, "cuda")
-        return
-    with pytest.raises(ConfigError, match=f"{name} on a GPU"):
-        check_attention(name, "cuda")
-
-
-def test_torch_still_has_no_backward_on_a_cpu():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q = torch.rand(1, 1, 16, 16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="backward on CPU"):
-        flex_attention(q, q, q)
-
-
 def _recipe(config, attn, precision="mixed", **trainer):
     strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": precision}}
     model = {"name": config.to_dict(), "attn_implementation": attn}
@@ -87,25 +52,9 @@ def test_an_audit_needs_no_package(tiny):
         audit_recipe(check_recipe(_recipe(tiny("bloom"), "flash_attention_2"), "audit"))
 
 
-def test_flash_attention_needs_few_bits(tiny):
-    values = {**_recipe(tiny("llama"), "flash_attention_2", "fp32"), "data": {"train": "generated:4"}}
-    with pytest.raises(ConfigError, match=r"flash_attention_2 with .*precision fp32(.|\n)*precision: mixed"):
-        check_recipe(values, "fit")
-    check_recipe({**values, **_recipe(tiny("llama"), "flash_attention_2")}, "fit")
-
-
 @pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
 def test_the_miniature_replaces_them_on_a_cpu(tiny, accelerator):
     values = _recipe(tiny("llama"), "flex_attention", accelerator=accelerator)
     values["model"]["miniature"] = True
     found = check_recipe(values, "audit").model.attn_implementation
     assert found == (None if accelerator == "cpu" else "flex_attention")
-
-
-def test_by_sample_is_for_layers_it_knows(tiny):
-    asked = audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "by_sample"), "audit"))
-    assert asked == audit_recipe(check_recipe(_recipe(tiny("gemma3_text"), "sdpa"), "audit"))
-    chunked = tiny("gemma3_text")
-    chunked.layer_types = ["chunked_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="layers of chunked_attention"):
-        check_architecture(SimpleNamespace(config=chunked), "by_sample")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -46,11 +45,6 @@ def test_everything_is_on_meta_and_trainable(family, tiny, tensors):
     assert config.to_dict() == before
 
 
-def test_dtype_in_the_config_does_not_matter(tiny):
-    model = build_on_meta(tiny("llama", dtype="bfloat16"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_tied_weights_are_one_object(tiny):
     model = build_on_meta(tiny("llama"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -59,9 +53,8 @@ def test_tied_weights_are_one_object(tiny):
 
 
 def test_attention_that_the_model_lacks(tiny, caplog):
-    for name in ("sdpa", "by_sample"):
-        with pytest.raises(ConfigError, match=f"{name} for bloom(.|\n)*leave attn_implementation out"):
-            build_on_meta(tiny("bloom"), name)
+    with pytest.raises(ConfigError, match=r"sdpa for bloom(.|\n)*leave attn_implementation out"):
+        build_on_meta(tiny("bloom"), "sdpa")
     with caplog.at_level(logging.INFO):
         assert CausalLMModule(name=tiny("bloom").to_dict()).build().attn_implementation == "eager"
         assert CausalLMModule(name=tiny("llama").to_dict()).build().attn_implementation == "sdpa"
@@ -75,14 +68,9 @@ def test_no_causal_lm():
         build_on_meta(AutoConfig.for_model("t5"))
 
 
-@pytest.mark.parametrize("name", sorted(_MILLIONS))
-def test_shipped_configs_have_the_published_size(name):
-    file = shipped("model") / f"{name}.json"
-    source = resolve_model(ModelConfig(name=str(file)), seed=1)
-    assert num_parameters(build_on_meta(source.hf_config)) == round(_MILLIONS[name] * 1e6)
-    assert json.loads(file.read_text())["_hub_names"]
-    assert "_hub_names" not in source.hf_config.to_dict()
-
-
-def test_every_shipped_config_is_checked():
-    assert {file.stem for file in shipped("model").glob("*.json")} == set(_MILLIONS)
+def test_shipped_configs_have_the_published_size():
+    files = {file.stem: file for file in shipped("model").glob("*.json")}
+    assert files.keys() == _MILLIONS.keys()
+    for name, file in files.items():
+        hf_config = resolve_model(ModelConfig(name=str(file)), seed=1).hf_config
+        assert num_parameters(build_on_meta(hf_config)) == round(_MILLIONS[name] * 1e6), name

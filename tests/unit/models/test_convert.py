@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models import convert
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
@@ -51,31 +51,22 @@ def test_bin_files_keep_their_dtype(saved, fill, cache):
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
 
 
-def test_one_entry_per_expert_is_joined(saved, fill, tensors):
-    folder = saved("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_one_entry_per_expert_is_joined_while_it_is_read(family, saved, fill, tensors, monkeypatch):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(saved.__globals__["_TINY"], "qwen3_moe", {**saved.__globals__["_LLAMA"], **sizes})
+    folder = saved(family)
     assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
     source = _resolve(folder)
-    assert source.weights_folder != folder
+    assert source.weights_folder == folder
     model = _filled(source, fill)
     expected = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items())
-
-
-def test_converted_once(saved, monkeypatch):
-    folder = saved("llama")
-    _to_bin(folder)
-    first = _resolve(folder)
-    monkeypatch.setattr(convert, "save_folder", lambda *_: pytest.fail("converted twice"))
-    assert _resolve(folder).weights_folder == first.weights_folder
-
-
-def test_changed_source_is_converted_again(saved):
-    folder = saved("llama")
-    _to_bin(folder)
-    first = _resolve(folder).weights_folder
-    stored = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    torch.save({name: t.float() for name, t in stored.items()}, folder / "pytorch_model.bin")
-    assert _resolve(folder).weights_folder != first
+    meta = build_on_meta(source.hf_config, "eager")
+    weights, experts = open_weights(source, meta, 1), meta.get_submodule("model.layers.1.mlp.experts")
+    for rows in (slice(1, 3), slice(4, 4)):
+        found = weights.read("model.layers.1.mlp.experts", experts, "gate_up_proj", rows)
+        assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
 
 
 def test_conversion_does_not_invent_tensors(saved, cache):
@@ -89,16 +80,9 @@ def test_conversion_does_not_invent_tensors(saved, cache):
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
 
 
-def test_damaged_bin_file(saved):
-    folder = saved("llama")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(ConfigError, match="check that the file is whole"):
-        _resolve(folder)
-
-
 def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "_SHARD_BYTES", 50_000)
+    whole = convert.save_torch_state_dict
+    monkeypatch.setattr(convert, "save_torch_state_dict", lambda *a: whole(*a, max_shard_size=50_000))
     model = AutoModelForCausalLM.from_config(tiny("llama"))
     convert.save_folder(model, tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -109,20 +93,19 @@ def test_large_models_are_written_in_shards(tiny, tmp_path, monkeypatch):
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.ndarray]:
-    """A llama of one block and 8 wide, with the miniature tokenizer; returns the embedding as it was written."""
+def _write_gguf(file: Path, pre: str, add_bos: bool = False, architecture: str = "llama") -> dict[str, np.ndarray]:
+    """A llama of one block and 32 wide, or an lfm2 with matrices of 8 bits; returns the values as they were made."""
     gguf = pytest.importorskip("gguf")
     tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
     vocab = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(77)
-    writer.add_embedding_length(8)
+    writer.add_embedding_length(32)
     writer.add_block_count(1)
-    writer.add_feed_forward_length(16)
+    writer.add_feed_forward_length(64)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(4)
+    writer.add_rope_dimension_count(16)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(vocab))
     writer.add_tokenizer_model("gpt2")
@@ -134,12 +117,24 @@ def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.nda
     writer.add_bos_token_id(vocab["<|endoftext|>"])
     writer.add_eos_token_id(vocab["<|im_end|>"])
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    shapes = {"token_embd": (len(vocab), 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8)}
-    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
+    shapes = {"token_embd": (len(vocab), 32), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
+    shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
+    shapes |= {"blk.0.ffn_down": (32, 64)}
+    if architecture == "llama":
+        writer.add_head_count_kv(1)
+        shapes["output_norm"] = (32,)
+    else:
+        writer.add_head_count_kv([1])
+        writer.add_uint32("lfm2.shortconv.l_cache", 3)
+        shapes |= {"token_embd_norm": (32,), "blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)}
     values = {n: np.random.default_rng(0).normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
     for name, value in values.items():
-        writer.add_tensor(f"{name}.weight", value)
+        if architecture == "llama" or value.ndim == 1:
+            writer.add_tensor(f"{name}.weight", value)
+        else:
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(value, eight_bits), raw_dtype=eight_bits)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -181,28 +176,16 @@ def test_gguf_tokenizer_is_that_of_the_file(tmp_path):
     assert gguf_tokenizer(file)(text)["input_ids"] == [expected.bos_token_id, *expected(text)["input_ids"]]
 
 
-def test_gguf_tokenizer_with_another_split_is_left_to_transformers(tmp_path):
-    file = tmp_path / "small.gguf"
-    _write_gguf(file, "llama-bpe")
-    tokenizer = gguf_tokenizer(file)
-    assert tokenizer.model_max_length == 77
-    assert tokenizer.decode(tokenizer("the user", add_special_tokens=False)["input_ids"]) == "the user"
-
-
-def test_gguf_is_found_again_by_its_content(tmp_path, monkeypatch):
-    file = tmp_path / "small.gguf"
-    _write_gguf(file, "smollm")
-    first = convert.convert_gguf(file)
-    monkeypatch.setattr(convert, "gguf_tokenizer", lambda _: pytest.fail("converted twice"))
-    assert convert.convert_gguf(file) == first
-
-
-def test_file_that_is_no_gguf(tmp_path):
-    pytest.importorskip("gguf")
-    file = tmp_path / "broken.gguf"
-    file.write_bytes(b"GGUF but not really" * 10)
-    with pytest.raises(ConfigError, match=r"broken\.gguf"):
-        convert.convert_gguf(file)
+def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monkeypatch):
+    """Of lfm2 and qwen3.5 it keeps the blocks of the file wherever it has kernels for them."""
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf")
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(quantizer, "get_gguf_kernel", lambda: pytest.fail("asked for a kernel"))
+    values = _write_gguf(tmp_path / "small.gguf", "gpt-2", architecture="lfm2")
+    stored = load_file(convert.convert_gguf(tmp_path / "small.gguf") / "model.safetensors")
+    packed = gguf.quants.quantize(values["blk.0.ffn_up"], gguf.GGMLQuantizationType.Q8_0)
+    expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(stored["model.layers.0.feed_forward.w3.weight"], torch.from_numpy(expected))
 
 
 @pytest.mark.slow

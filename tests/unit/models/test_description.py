@@ -29,12 +29,6 @@ def test_generation_stops_where_the_template_ends_a_turn(tiny, given, kept):
     assert _generation(tiny, miniature_tokenizer(), eos_token_id=given)["eos_token_id"] == kept
 
 
-def test_pad_token_is_named_if_none_was(tiny):
-    tokenizer = miniature_tokenizer()
-    assert _generation(tiny, tokenizer)["pad_token_id"] == tokenizer.pad_token_id
-    assert _generation(tiny, tokenizer, pad_token_id=7)["pad_token_id"] == 7
-
-
 def test_end_of_turn():
     tokenizer = miniature_tokenizer()
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.packed import last_hidden_states
+from lit_fsdp.models.packing import last_hidden_states
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel.materialize import Materializer

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.initial import InitialValues
 from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.weights import open_weights
 
@@ -31,14 +29,6 @@ def test_distribution_is_that_of_from_config(family, tiny, fill, tensors):
         assert ours.std(correction=0).item() == pytest.approx(tensor.std(correction=0).item(), abs=3e-3), name
 
 
-def test_buffers_are_those_of_from_config(family, tiny, fill):
-    weights, meta = _random(tiny(family))
-    model = fill(weights, meta)
-    expected = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager")
-    ours = dict(model.named_buffers())
-    assert all(torch.equal(ours[name], buffer) for name, buffer in expected.named_buffers())
-
-
 def test_order_and_rows_do_not_matter(tiny):
     config = tiny("mixtral")
     weights, model = _random(config)
@@ -52,14 +42,6 @@ def test_order_and_rows_do_not_matter(tiny):
     assert all(torch.equal(forward[key], backward[key]) for key in forward)
     other, _ = _random(config, seed=4)
     assert not torch.equal(other.read("lm_head", model.lm_head, "weight"), forward["lm_head", "weight"])
-
-
-def test_modules_differ_from_each_other(tiny):
-    weights, model = _random(tiny("llama"))
-    names = [f"model.layers.{i}.mlp.up_proj" for i in (0, 1)]
-    first, second = (weights.read(name, model.get_submodule(name), "weight") for name in names)
-    assert first.shape == second.shape
-    assert not torch.equal(first, second)
 
 
 def test_global_random_state_is_left_alone(tiny):
@@ -77,33 +59,6 @@ def test_padding_row_is_zero_and_ties_share_the_first_owner(tiny):
     assert not embeddings[5].any()
     assert embeddings[4].any()
     assert torch.equal(weights.read("lm_head", model.lm_head, "weight"), embeddings)
-
-
-def test_initialisation_from_the_parent_counts(tiny):
-    config = tiny("gpt2", n_layer=8, n_embd=128)
-    weights, model = _random(config)
-    expected = AutoModelForCausalLM.from_config(config)
-    for name in ("transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_proj", "transformer.h.0.attn.c_attn"):
-        ours = weights.read(name, model.get_submodule(name), "weight").std().item()
-        assert ours == pytest.approx(expected.get_submodule(name).weight.std().item(), rel=0.05)
-
-
-def test_module_is_initialised_once_for_all_its_slices(tiny, monkeypatch):
-    calls = []
-    plain = LlamaForCausalLM._init_weights
-    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, m: (calls.append(m), plain(self, m))[1])
-    values = InitialValues(build_on_meta(tiny("llama")), 1)
-    for start in range(0, 99, 11):
-        values.value("lm_head", "weight", slice(start, start + 11))
-    assert len([m for m in calls if isinstance(m, nn.Linear)]) == 1
-
-
-def test_whole_tensors_are_not_shared_between_reads(tiny):
-    weights, model = _random(tiny("llama"))
-    first = weights.read("lm_head", model.lm_head, "weight")
-    kept = first.clone()
-    first.zero_()
-    assert torch.equal(weights.read("lm_head", model.lm_head, "weight"), kept)
 
 
 def test_code_that_initialises_nothing_is_refused(tiny, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.freeze import freeze_parameters
-from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name, split_adapter
+from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.trainable import freeze_parameters
 from lit_fsdp.models.weights import open_weights
 
 IDS = torch.arange(20).reshape(2, 10)
@@ -36,14 +33,6 @@ def filled(folder: Path, fill: Any, seed: int = 5, **lora: Any):
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(IDS, use_cache=False).logits  # a cache changes the layout, and with it the last bit
-
-
-def shake(model: torch.nn.Module) -> None:
-    """Trained-looking values in whatever is trained."""
-    generator = torch.Generator().manual_seed(1)
-    for param in model.parameters():
-        if param.requires_grad:
-            param.data.add_(torch.randn(param.shape, generator=generator) * 0.05)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "bloom", "gemma3_text"], indirect=True)
@@ -94,89 +83,6 @@ def test_values_depend_on_seed_and_name_only_and_rows_are_rows(saved, fill):
                     assert part.untyped_storage().nbytes() == part.nbytes
 
 
-def test_whole_modules_and_biases_start_at_their_values_and_are_trained(saved, fill, tensors):
-    folder = saved("gpt2", config={"tie_word_embeddings": False})
-    model, _ = filled(folder, fill, modules_to_save=["lm_head", "ln_f"], bias="lora_only", target_modules=["c_attn"])
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    assert torch.equal(logits(model), logits(base))
-    trained = [name for name, param in model.named_parameters() if param.requires_grad and "lora_" not in name]
-    assert trained == [
-        *(f"transformer.h.{layer}.attn.c_attn.base_layer.bias" for layer in (0, 1)),
-        *(f"transformer.ln_f.modules_to_save.default.{name}" for name in ("weight", "bias")),
-        "lm_head.modules_to_save.default.weight",
-    ]
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_the_saved_configuration_builds_the_same_and_merges(saved, fill, dora):
-    folder = saved("llama")
-    model, adapter = filled(folder, fill, use_dora=dora, use_rslora=True, target_modules="all-linear", alpha=3.5)
-    assert json.loads(json.dumps(adapter)) == adapter
-    assert (adapter["base_model_name_or_path"], adapter["inference_mode"]) == (None, True)
-    shake(model)
-    again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    merge = apply_saved_lora(again, adapter)
-    again.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(logits(again), logits(model))
-    expected = logits(model)
-    plain = merge()
-    assert type(plain) is type(model)
-    assert not [name for name in plain.state_dict() if "lora" in name or "base_layer" in name]
-    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_names():
-    assert split_adapter("model.layers.0.q.lora_A.default") == ("model.layers.0.q", "lora_A")
-    assert split_adapter("wte.lora_embedding_A") == ("wte", "lora_embedding_A")
-    assert split_adapter("model.layers.0.q.base_layer") == ("model.layers.0.q.base_layer", None)
-    for name in ("a.q.base_layer.weight", "a.q.original_module.weight", "a.q.modules_to_save.default.weight"):
-        assert base_name(name) == "a.q.weight"
-    assert base_name("a.original_module.q.base_layer") == "a.q"
-    assert base_name("model.layers.0") == "model.layers.0"
-
-
-@pytest.mark.parametrize(
-    ("lora", "field", "text"),
-    [
-        ({"target_modules": ["q_projj"]}, "model.lora.target_modules", "write q_proj"),
-        ({"target_modules": ["q_proj", "query"]}, "model.lora.target_modules", "layers of this model: down_proj,"),
-        ({"modules_to_save": ["head"]}, "model.lora.modules_to_save", "lm_head"),
-        ({"modules_to_save": ["lm_head"]}, "model.lora.modules_to_save", "share no weight"),
-        ({"target_modules": ["embed_tokens"]}, "model.lora.target_modules", "uses twice"),
-        ({"target_modules": ["norm"]}, "model.lora.target_modules", "not supported"),
-    ],
-)
-def test_layers_that_cannot_be_meant_are_refused(tiny, lora, field, text):
-    with pytest.raises(ConfigError, match=text) as error:
-        apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
-    assert error.value.field == field
-
-
-def test_a_missing_peft_says_what_to_install(tiny, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install lit-fsdp\[lora\]"):
-        apply_lora(build_on_meta(tiny("llama")), LoraConfig())
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"lora": {"r": 0}}, "model.lora.r"),
-        ({"lora": {"alpha": 0}}, "model.lora.alpha"),
-        ({"lora": {"dropout": 1.0}}, "model.lora.dropout"),
-        ({"lora": {"target_modules": []}}, "model.lora.target_modules"),
-        ({"lora": {"target_modules": "all_linear"}}, "model.lora.target_modules"),
-        ({"lora": {"quantize": "nf4"}}, "model.lora.quantize"),
-        ({"lora": {}, "train_only": ["*"]}, "model.train_only"),
-        ({"freeze": []}, "model.freeze"),
-    ],
-)
-def test_wrong_values_are_refused_without_torch(values, field):
-    with pytest.raises(ConfigError) as error:
-        build(ModelConfig, {"name": "x", **values}, "model")
-    assert error.value.field == field
-
-
 def trained(model: torch.nn.Module) -> set[str]:
     return {name for name, param in model.named_parameters() if param.requires_grad}
 
@@ -200,15 +106,20 @@ def test_freezing_by_pattern(tiny):
     }
 
 
-@pytest.mark.parametrize(
-    ("freeze", "only", "field", "text"),
-    [
-        (["model.embed_token.*"], None, "model.freeze", "write model.embed_tokens.weight"),
-        (None, ["head"], "model.train_only", "fits no parameter"),
-        (["*"], None, "model.freeze", "something to train"),
-    ],
-)
-def test_patterns_that_cannot_be_meant_are_refused(tiny, freeze, only, field, text):
-    with pytest.raises(ConfigError, match=text) as error:
-        freeze_parameters(build_on_meta(tiny("llama")), freeze, only)
-    assert error.value.field == field
+def test_names_that_cannot_be_meant_are_refused(tiny):
+    for lora, field, text in (
+        ({"target_modules": ["q_projj"]}, "target_modules", "write q_proj"),
+        ({"target_modules": ["q_proj", "query"]}, "target_modules", "layers of this model: down_proj,"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save", "share no weight"),
+        ({"target_modules": ["norm"]}, "target_modules", "not supported"),
+    ):
+        with pytest.raises(ConfigError, match=text) as error:
+            apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
+        assert error.value.field == f"model.lora.{field}"
+    for freeze, only, text in (
+        (["model.embed_token.*"], None, "write model.embed_tokens.weight"),
+        (None, ["head"], "fits no parameter"),
+        (["*"], None, "something to train"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            freeze_parameters(build_on_meta(tiny("llama")), freeze, only)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import hub
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.resolve import resolve_model, resolve_tokenizer
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 
 
@@ -38,67 +39,6 @@ def test_config_file_and_mapping_mean_random_init(tmp_path, tiny):
         assert source.label == f"{label}, random init (seed 7)"
 
 
-def test_folder_without_weights_names_the_config_file(tmp_path, tiny):
-    tiny("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError) as error:
-        _resolve(str(tmp_path))
-    assert error.value.field == "model.name"
-    assert error.value.fix == f"for random init name {tmp_path / 'config.json'}"
-
-
-def test_folder_without_config_lists_what_is_there(tmp_path):
-    (tmp_path / "step-00000050").mkdir()
-    with pytest.raises(ConfigError, match=r"without config\.json[\s\S]*step-00000050/"):
-        _resolve(str(tmp_path))
-
-
-def test_path_that_does_not_exist_names_the_nearest(tmp_path):
-    (tmp_path / "smollm2").mkdir()
-    (tmp_path / "zzz").mkdir()
-    with pytest.raises(ConfigError, match=r"does not exist[\s\S]*: smollm2/$"):
-        _resolve(str(tmp_path / "smolm2" / "config.json").replace("/config.json", ""))
-    with pytest.raises(ConfigError, match="does not exist"):
-        _resolve("./no/such/model.gguf")
-
-
-def test_file_of_another_kind(tmp_path):
-    (tmp_path / "model.onnx").write_text("")
-    with pytest.raises(ConfigError, match="which is no model"):
-        _resolve(str(tmp_path / "model.onnx"))
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"model_type": "lama"}, "write model_type: llama"),
-        ({"hidden_size": 8}, "model_type None"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "a valid llama config"),
-    ],
-)
-def test_wrong_mapping(values, said):
-    with pytest.raises(ConfigError, match=said):
-        _resolve(values)
-
-
-def test_config_that_is_no_json(tmp_path):
-    (tmp_path / "c.json").write_text("{")
-    with pytest.raises(ConfigError, match="which is no JSON"):
-        _resolve(str(tmp_path / "c.json"))
-
-
-def test_quantized_weights_are_refused(saved):
-    folder = saved("llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ConfigError, match="which is quantized"):
-        _resolve(str(folder))
-
-
-def test_no_name():
-    with pytest.raises(ConfigError, match=r"model\.name: got None"):
-        _resolve(None)
-
-
 def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
     folder, asked = saved("llama"), []
 
@@ -111,7 +51,7 @@ def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
     assert (source.weights_folder, source.label, source.base) == (folder, "model", "some/model")
     ((name, patterns),) = asked
     assert name == "some/model"
-    assert "*.safetensors" in patterns
+    assert {"*.safetensors", "*.tiktoken"} <= set(patterns)
     assert not {"*.bin", "*.py"} & set(patterns)
 
 
@@ -182,11 +122,41 @@ def test_miniature_uses_a_tokenizer_that_is_at_hand(saved, no_hub):
     assert source.hf_config.vocab_size == len(tokenizer)
 
 
-def test_miniature_of_an_unknown_hub_name(no_hub):
-    with pytest.raises(ConfigError, match="configs/model"):
-        _resolve("some/model", miniature=True)
+def test_the_tokenizer_alone_needs_no_weights(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = miniature_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 400}))
+    found = resolve_tokenizer(ModelConfig(name=str(folder), add_tokens=["<|new|>"]))
+    assert found.encode("a<|new|>") == [*tokenizer.encode("a"), len(tokenizer)]
+    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
+        resolve_tokenizer(ModelConfig(name=str(folder / "config.json")))
 
 
-def test_miniature_of_an_architecture_without_known_sizes(no_hub):
-    with pytest.raises(ConfigError, match=r"model\.miniature: got true for mamba"):
-        _resolve({"model_type": "mamba"}, miniature=True)
+def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
+    for name in ("full", "empty/step-00000050", "bare"):
+        (tmp_path / name).mkdir(parents=True)
+    tiny("llama").save_pretrained(tmp_path / "bare")
+    folder = saved("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    for file, text in (("model.onnx", ""), ("c.json", "{")):
+        (tmp_path / file).write_text(text)
+    mamba = {"model_type": "mamba"}
+    for name, said, options in (
+        (None, "got None", {}),
+        ({"model_type": "lama"}, "write model_type: llama", {}),
+        ({"model_type": "llama", "hidden_size": "wide"}, "a valid llama config", {}),
+        (tmp_path / "c.json", "which is no JSON", {}),
+        (tmp_path / "model.onnx", "which is no model", {}),
+        (tmp_path / "fill", r"does not exist[\s\S]*: full/", {}),
+        ("./no/such/model.gguf", "does not exist", {}),
+        (tmp_path / "empty", r"without config\.json[\s\S]*step-00000050/", {}),
+        (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
+        (folder, "which is quantized", {}),
+        ("some/model", "configs/model", {"miniature": True}),
+        (mamba, r"model\.miniature: got true for mamba", {"miniature": True}),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _resolve(str(name) if isinstance(name, Path) else name, **options)

@@ -14,14 +14,11 @@ from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
-    LlavaConfig,
 )
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_architecture, resolve_model
-from lit_fsdp.models.text_part import text_part
 from lit_fsdp.models.weights import open_weights
 
 TEXT = {
@@ -92,34 +89,3 @@ def test_a_config_alone_is_read_the_same_way(whole):
     assert config.model_type == "gemma3_text"
     miniature = resolve_architecture(ModelConfig(name=str(whole / "config.json"), miniature=True))
     assert miniature.model_type == "gemma3_text"
-
-
-@pytest.mark.parametrize("size", ["4b", "12b"])
-def test_the_shipped_configs_are_what_transformers_makes_of_those_on_the_hub(size):
-    """The hub's ``text_config`` names only what differs from the defaults, which are those of 4B."""
-    changes = {
-        "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
-        "12b": {
-            **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48},
-            **{"num_attention_heads": 16, "num_key_value_heads": 8},
-        },
-    }[size]
-    rope = {"factor": 8.0, "rope_type": "linear"}
-    hub = Gemma3Config(text_config={**changes, "rope_scaling": rope, "sliding_window": 1024})
-    ours = resolve_architecture(ModelConfig(name=f"google/gemma-3-{size}-it")).to_dict()
-    theirs = text_part(hub, "hub").to_dict()
-    differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
-    assert differing <= {"dtype"}
-
-
-def test_other_models_stay_as_they_are():
-    config = LlavaConfig()
-    assert text_part(config, "llava") is config
-
-
-def test_a_quantized_one_is_still_refused(whole, tmp_path):
-    values = json.loads((whole / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="which is quantized"):
-        resolve_architecture(ModelConfig(name=str(tmp_path)))
