@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.audit import audit_recipe
+from lit_fsdp.audit import audit_recipe, state_per_rank
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig, WrapConfig
-from lit_fsdp.parallel.shards import state_per_rank
 from lit_fsdp.parallel.units import plan_units
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +54,7 @@ def test_seventy_billion_parameters_in_seconds(no_hub):
 
 
 def test_the_command_prints_tables_or_json(no_hub, capsys, monkeypatch):
-    monkeypatch.setattr("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("lit_fsdp.parallel.precision.cpu_has_bf16", lambda: True)
     words = ["audit", "--config", str(SMALL), f"--{_ARGS}.activation_checkpointing", "full"]
     words += ["--ranks", "4", "--nodes", "2", f"--{_ARGS}.sharding", "hybrid_shard"]
     assert main([*words, "--json"]) == 0
@@ -73,7 +72,7 @@ def test_the_command_prints_tables_or_json(no_hub, capsys, monkeypatch):
 
 
 def test_auto_is_what_the_device_of_the_run_has(no_hub, monkeypatch):
-    monkeypatch.setattr("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("lit_fsdp.parallel.precision.cpu_has_bf16", lambda: False)
     for accelerator, mode in (("cpu", "fp32"), ("gpu", "mixed")):
         words = ["--config", str(SMALL), "--trainer.accelerator", accelerator, f"--{_ARGS}.precision", "auto"]
         assert audit_recipe(load_recipe(words, "fit").run)["precision"]["mode"] == mode

@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.parallel.live_units import engines_already_there, units_already_wrapped
-from lit_fsdp.parallel.units import UnitPlan, plan_units
+from lit_fsdp.parallel.units import UnitPlan, engines_already_there, plan_units, units_already_wrapped
 
 
 class Holder(nn.Module):
@@ -119,9 +118,13 @@ def test_a_star_below_packed_experts_means_the_experts():
         (
             "model.layer.*",
             "model matches 1 (model.model, …); below it: embed_tokens, layers, norm, rotary_emb",
-            "write layers for layer",
+            "mend the path; * stands for exactly one part",
         ),
-        ("transformer.h.*", "at the top of the model; below it: model", "mend the path; * stands for exactly one part"),
+        (
+            "transformer.h.*",
+            "at the top of the model; below it: lm_head, model",
+            "mend the path; * stands for exactly one part",
+        ),
         (
             "model.layers.*.mlp.up_proj.weight",
             "model.layers.*.mlp.up_proj matches 2 (model.model.layers.0.mlp.up_proj, …); below it: nothing",
@@ -143,17 +146,17 @@ def test_a_pattern_that_matches_nothing_says_how_far_it_does(pattern: str, allow
         (
             WrapConfig(patterns=["model.layers"]),
             "'model.layers', which matches only a ModuleList, never called itself",
-            "name what is in it (model.layers.*)",
+            "name modules that hold them and are called",
         ),
         (
             WrapConfig(patterns=["model.layers.*.mlp.act_fn"]),
             "'model.layers.*.mlp.act_fn', which matches no parameters",
-            "name the modules that hold them",
+            "name modules that hold them and are called",
         ),
         (
             WrapConfig(classes=["ModuleList"]),
             "'ModuleList', which matches only a ModuleList, never called itself",
-            "name the modules that hold them",
+            "name modules that hold them and are called",
         ),
     ],
 )
@@ -264,7 +267,7 @@ def test_a_plan_whose_blocks_do_not_exist_is_not_used():
 
 def test_nothing_is_wrapped_yet():
     model = llama()
-    assert units_already_wrapped(model) == []
+    assert units_already_wrapped(model) == {}
     assert engines_already_there(model) == set()
     error = refused(model, WrapConfig(manual=True))
     assert error.given == "manual, but nothing in the model is wrapped"
