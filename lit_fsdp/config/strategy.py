@@ -211,7 +211,8 @@ class StrategyConfig:
     timeout_seconds: float = 1800.0
     """How long a collective may wait for a rank."""
     find_unused_parameters: bool = True
-    """ddp: look in every step for parameters that it did not use; false saves that, where every step uses all."""
+    """ddp: look in every step for parameters it did not use; false saves that where there are none, but torch lays out
+    its buckets anew after the first step, so that on more than two ranks a resume may differ in the last bits."""
     contract: Literal["error", "warn"] | None = None
     """What a dtype that differs from the precision mode's does; default: error, but warn for somebody's own module."""
     state_dict: StateDict = "sharded"

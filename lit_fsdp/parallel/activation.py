@@ -186,15 +186,12 @@ def resolve_ops(names: Sequence[str] | None, path: str = "activation_checkpointi
     for name in names:
         op = _find(name)
         if op is None:
-            known = sorted(full for full in _registered() if full.startswith(("aten.", "_c10d_functional.")))
-            full = name if "." in name else f"aten.{name}"
-            overloads = [one for one in known if one.startswith(f"{full}.") and ".out" not in one]
-            near = [*overloads, *difflib.get_close_matches(full, known, n=5, cutoff=0.5), "aten.mm"][:5]
+            near = difflib.get_close_matches(name, sorted(_registered()), n=3)
             raise ConfigError(
                 path,
                 f"{name!r}, which torch {torch.__version__} does not know",
-                f"ops as aten.mm or aten.mm.default; near: {', '.join(near)}",
-                f"write {near[0]}, or drop ops for matrix products and attention",
+                f"ops as aten.mm or aten.add.Tensor{''.join(f', {one}' for one in near)}",
+                "mend the name, or drop ops for matrix products and attention",
             )
         found[op] = None
     return tuple(found)

@@ -44,9 +44,7 @@ from lit_fsdp.parallel.precision import (
     cast_outputs,
     cast_parameters,
     check_device,
-    sample_groups,
     settle_precision,
-    warn_of_standstill,
     without_autocast,
 )
 from lit_fsdp.parallel.units import (
@@ -62,7 +60,7 @@ from lit_fsdp.parallel.units import (
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 _log = logging.getLogger(__name__)
-_QUIET_SECONDS = 10.0
+_QUIET_SECONDS = 15.0
 _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
@@ -566,7 +564,6 @@ class EngineStrategy(Checkpoints):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
-        samples = sample_groups(optimizer) if self.contract.watching else []
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
         if self.contract.watching:
@@ -574,8 +571,6 @@ class EngineStrategy(Checkpoints):
             self.contract.check_parameters(named, "after the first step")
             self.contract.check_gradients(named)
             self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
-            if self._plugin.stepped:
-                warn_of_standstill(optimizer, samples)
             self.contract.finish_first_step()
         return result
 

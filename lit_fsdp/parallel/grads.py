@@ -135,8 +135,6 @@ class GuardedSteps:
     last_grad_norm: torch.Tensor | None = None
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
-    stepped = False
-    """Whether the last step was taken."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
     after_backward: Callable[[Any], None] = staticmethod(lambda optimizer: None)
@@ -177,7 +175,7 @@ class GuardedSteps:
         if self.last_grad_norm is None:
             self._measure(optimizer)
         allowed = self.guard.allows(self._agreed_norm(), self._ranks_without_finite_loss)
-        self._own_loss, self.stepped = 0.0, allowed
+        self._own_loss = 0.0
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result

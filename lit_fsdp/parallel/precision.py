@@ -367,27 +367,3 @@ class DtypeContract:
             self._warned.add(what)
             _log.warning("%s", text)
         self._note(what, found)
-
-
-def sample_groups(optimizer: Any) -> list[list[tuple[Any, torch.Tensor]]]:
-    """Parameters of each group with a copy of the first elements that this rank holds."""
-    return [[(p, _first(p).clone()) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def warn_of_standstill(optimizer: Any, samples: list[list[tuple[Any, torch.Tensor]]]) -> None:
-    """Warn of each group that its gradients should have moved visibly and that stands where its samples say."""
-    for index, (group, before) in enumerate(zip(optimizer.param_groups, samples, strict=True)):
-        pairs = [(_first(p), old, _first(p.grad)) for p, old in before if p.grad is not None]
-        rate = group.get("lr") or 0.0
-        should = any(
-            bool((rate * grad.abs() > 4 * torch.finfo(old.dtype).eps * old.abs()).any()) for _, old, grad in pairs
-        )
-        if should and all(torch.equal(new, old) for new, old, _ in pairs):
-            kind = type(optimizer).__name__
-            _log.warning("parameter group %d of %s has gradients, but the first step did not move it", index, kind)
-
-
-def _first(tensor: Any) -> torch.Tensor:
-    """Up to 1024 elements of what this rank holds of a tensor."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().flatten()[:1024]

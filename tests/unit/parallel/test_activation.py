@@ -197,15 +197,11 @@ def test_ops_by_name():
     assert {mm, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, ATTENTION} <= set(resolve_ops(None))
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("aten.mmm", "aten.mm"), ("mm", "aten.mm"), ("aten.mm.wrong", "aten.mm"), ("aten.add", "aten.add.Tensor")],
-)
-def test_an_unknown_op_names_near_ones(name: str, near: str):
+@pytest.mark.parametrize("name", ["aten.mmm", "mm", "aten.mm.wrong", "aten.add"])
+def test_an_unknown_op_is_refused(name: str):
     with pytest.raises(ConfigError, match="does not know") as caught:
         prepare_blocks(Net().blocks, ActivationConfig(mode="selective", ops=["aten.bmm", name]), path="here")
     assert caught.value.field == "here.ops"
-    assert near in caught.value.allowed.partition("near: ")[2].split(", ")
 
 
 # -- offload

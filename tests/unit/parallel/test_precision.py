@@ -15,8 +15,6 @@ from lit_fsdp.parallel.precision import (
     cast_outputs,
     cast_parameters,
     dtype_name,
-    sample_groups,
-    warn_of_standstill,
 )
 from lit_fsdp.parallel.units import plan_for
 from tests.unit.parallel.test_units import llama
@@ -138,22 +136,6 @@ def test_a_warning_names_a_difference_once_and_goes_on(caplog: pytest.LogCapture
     (record,) = caplog.records
     assert record.getMessage().startswith("precision contract broken: parameters after set-up: w is bf16\n")
     assert contract.realised == {"parameters after set-up": {"bf16": 2}}
-
-
-def test_a_group_that_stands_still_is_said(caplog: pytest.LogCaptureFixture):
-    """Not one whose learning rate is 0, unknown, or too small for its weights."""
-    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-    rates = [0.1, 0.1, 0.0, 1e-9]
-    optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)])
-    samples = sample_groups(optimizer)
-    for weight in weights:
-        weight.grad = torch.ones(3)
-    weights[0].data -= 0.1
-    warn_of_standstill(optimizer, samples)
-    assert [record.getMessage()[:25] for record in caplog.records] == ["parameter group 1 of SGD "]
-    del optimizer.param_groups[1]["lr"]
-    warn_of_standstill(optimizer, samples)
-    assert len(caplog.records) == 1
 
 
 def test_floating_buffers_are_cast_and_others_are_not() -> None:
