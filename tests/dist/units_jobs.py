@@ -212,7 +212,7 @@ def wrapped_by_hand(engine: str) -> dict[str, Any]:
         net.layers = nn.ModuleList(_fsdp1(layer, mesh) for layer in net.layers)
     after = plan_units(net, WrapConfig(manual=True))
     return {
-        "names": units_already_wrapped(net),
+        "names": sorted(units_already_wrapped(net)),
         "engines": sorted(engines_already_there(net)),
         "before": _rows(before),
         "after": _rows(after),
