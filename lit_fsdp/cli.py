@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,8 +51,9 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.ending import ended
 from lit_fsdp.errors import ConfigError, RefusedByLightning
-from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued
+from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
+from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import resolve_ops
@@ -339,6 +338,7 @@ class RecipeCLI(LightningCLI):
 
     def _prepare(self) -> None:
         """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
+        wait_for_first()
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
@@ -364,6 +364,7 @@ class RecipeCLI(LightningCLI):
             if verb == "fit":
                 strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
         FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
+        RANKS.release()
 
     def _run(self, verb: str) -> None:
         options = {"return_predictions": False} if verb == "predict" else {}
@@ -392,17 +393,10 @@ class RecipeCLI(LightningCLI):
         """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
         trainer = getattr(self, "trainer", None)
         launcher = trainer and trainer.strategy.launcher
-        if not isinstance(launcher, _SubprocessScriptLauncher):
-            return
-        children = list(launcher.procs)
-        launcher.procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
-        deadline = time.monotonic() + grace_seconds
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
-        for child in children:
-            if child.poll() is None:
-                child.kill()
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            RANKS.children.extend(launcher.procs)
+            launcher.procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
+        RANKS.end(grace_seconds)
 
 
 class _Parsed(Exception):

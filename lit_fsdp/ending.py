@@ -16,11 +16,8 @@ from lit_fsdp.errors import (
     NonFiniteGradientError,
     RefusedByLightning,
 )
-from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
+from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
 from lit_fsdp.redaction import OutputError, guarded_streams
-
-EXIT_LOST = 76
-"""Of a rank that lost the others; the batch script of a job may start it again."""
 
 
 def ended(act: Callable[[], int], debug: bool = False) -> int:
@@ -41,7 +38,8 @@ def ended(act: Callable[[], int], debug: bool = False) -> int:
 
 def _ended(act: Callable[[], int], debug: bool) -> int:
     try:
-        code = act()
+        with first_one_speaks():
+            code = act()
         print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
         return code
     except ConfigError as error:

@@ -21,6 +21,10 @@ from lit_fsdp.errors import CheckpointError
 GIB = 2**30
 EXIT_DIR = "LIT_FSDP_EXIT_DIR"
 """Names the folder in which the ranks of a job leave their exit codes; set by its batch script."""
+EXIT_LOST = 76
+"""Of a rank that lost the others; the batch script of a job may start it again."""
+GO = "LIT_FSDP_GO"
+"""Holds the file descriptor at which a rank that the first one started waits for it."""
 _log = logging.getLogger(__name__)
 _REMIND_SECONDS = 30.0
 _PORTS = range(10000, 20000)
@@ -70,6 +74,26 @@ def tell_job(name: str, text: str = "") -> None:
             partial = Path(folder, f".{name}.{global_rank()}")
             partial.write_text(f"{text}\n", encoding="ascii")
             partial.replace(Path(folder, name))
+
+
+@contextmanager
+def first_one_speaks() -> Iterator[None]:
+    """Around what all ranks do alike: an error is the first one's to say, unless it does not meet it."""
+    try:
+        yield
+    except BaseException:
+        wait_for_first()
+        raise
+
+
+def wait_for_first() -> None:
+    """In a rank that the first one started, wait until that one is ready to meet; end with it if it fails before."""
+    waiting = os.environ.pop(GO, None)
+    if waiting is None:
+        return
+    if not os.read(int(waiting), 1):
+        os._exit(1)  # the first one says why
+    os.close(int(waiting))
 
 
 def free_port() -> int:

@@ -74,6 +74,7 @@ class SignalFlags:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank is started with them blocked
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
         atexit.register(_ignore)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections import Counter
@@ -169,6 +170,16 @@ def _caches_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIT_FSDP_CACHE", str(tmp_path_factory.getbasetemp() / "lit_fsdp_cache"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command that a test runs in this process makes our log speak; the next test's log is silent again."""
+    log = logging.getLogger("lit_fsdp")
+    handlers, level = log.handlers[:], log.level
+    yield
+    log.handlers[:] = handlers
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lit_fsdp.checkpoint.find import FOLDER, folder_of_checkpoints, looks_like_one, survey
+import yaml
+
+from lit_fsdp.checkpoint.find import Found, best, folder_of_checkpoints, looks_like_one, moved_aside, survey
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.staging import unfinished
-from lit_fsdp.checkpoint.verify import Difference, describe, find_differences
+from lit_fsdp.checkpoint.verify import describe, find_differences
 from lit_fsdp.commands.importing import run_import
-from lit_fsdp.commands.listing import Rule, list_run, notes, rule_of_run, size_words, table
-from lit_fsdp.commands.parsing import parse, run_one_of, verb_parser
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
+from lit_fsdp.config.run import CheckpointConfig
+from lit_fsdp.errors import CheckpointError, require
 
 _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
        lit-fsdp ckpt verify PATH [--json]
@@ -31,6 +32,7 @@ _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
 
 lit-fsdp ckpt VERB --help explains one of them
 """
+_RECIPE = "recipe.yaml"
 
 
 def run_ckpt(argv: Sequence[str]) -> int:
@@ -46,24 +48,85 @@ def _ls(argv: Sequence[str]) -> int:
     parser.add_argument("--monitor", help="metric that decides which is the best; default: as in the run's recipe")
     parser.add_argument("--mode", choices=("min", "max"), help="which value of it is better; default: as in the recipe")
     options = parse(parser, argv)
-    parent = _checkpoints_in("RUN", options.run)
-    if looks_like_one(options.run):
-        raise ConfigError(
-            "RUN", f"{options.run}, which is a checkpoint", "a run folder", f"write {_run_of(options.run)}"
-        )
-    entries = survey(parent)
-    by_recipe = rule_of_run(parent, entries)
-    rule = Rule(options.monitor or by_recipe.monitor, options.mode or by_recipe.mode)
-    rows = list_run(entries, rule, options.verify)
-    for line in notes(parent, rows):
-        print(line, file=sys.stderr)
+    folder = _checkpoints_in("RUN", options.run)
+    given = f"{options.run}, which is a checkpoint"
+    require(not looks_like_one(options.run), "RUN", given, "a run folder", "write the folder above its checkpoints")
+    monitor, mode = _monitored(folder)
+    monitor, mode = options.monitor or monitor, options.mode or mode
+    rows = _rows(folder, monitor, mode, options.verify)
+    making = unfinished(folder)
     if options.json:
-        making = [{"path": str(u.path), "kind": u.kind, "live": u.is_live} for u in unfinished(parent)]
-        record = {"folder": str(parent), "monitor": rule.monitor, "mode": rule.mode}
-        print(json.dumps({**record, "checkpoints": [row.record() for row in rows], "unfinished": making}, indent=1))
+        left = [{"path": str(hidden.path), "kind": hidden.kind, "live": hidden.is_live} for hidden in making]
+        record = {"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows, "unfinished": left}
+        print(json.dumps(record, indent=1))
     elif rows:
-        print(table(rows, rule.monitor))
-    return 1 if any(row.differences for row in rows) else 0
+        print(_table(rows, monitor))
+    if not any(row["complete"] for row in rows):
+        print(f"{folder}: no complete checkpoint" if rows else f"{folder}: no checkpoints yet", file=sys.stderr)
+    for hidden in making:
+        state = "going on" if hidden.is_live else "that did not end; the next save clears it away"
+        what = "a save" if hidden.kind == "tmp" else "a removal"
+        print(f"{hidden.path.name}: {what} {state}", file=sys.stderr)
+    for path in moved_aside(folder):
+        print(f"{path.name}: moved aside by a run that went on from an older step", file=sys.stderr)
+    return 1 if any(row["differences"] for row in rows) else 0
+
+
+def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], verify: bool) -> list[dict[str, Any]]:
+    """One per checkpoint, complete or not, oldest first; with ``verify`` every file is hashed."""
+    entries = survey(folder)
+    complete = [entry for entry in entries if isinstance(entry, Found)]
+    top, rows = best(complete, monitor, mode), []
+    for entry in entries:
+        found = entry if isinstance(entry, Found) else None
+        differences = {d.file: d.problem for d in find_differences(entry.path)} if verify else None
+        words = {"last": found and found is complete[-1], "best": found and found is top}
+        rows.append(
+            {
+                "step": None if entry.step < 0 else entry.step,
+                "path": str(entry.path),
+                "created": found and found.created,
+                "bytes": found and found.num_bytes,
+                "metrics": entry.metrics,
+                "complete": found is not None,
+                "reason": None if isinstance(entry, Found) else entry.reason.replace(f"{entry.path}/", ""),
+                "verified": None if differences is None else not differences,
+                "differences": differences,
+                "means": [word for word, holds in words.items() if holds],
+            }
+        )
+    return rows
+
+
+def _monitored(folder: Path) -> tuple[str, Literal["min", "max"]]:
+    """``monitor`` and ``mode`` of the newest checkpoint's recipe, else of the run folder's, else the defaults."""
+    complete = [entry for entry in survey(folder) if isinstance(entry, Found)]
+    for place in [*(entry.path for entry in complete[-1:]), folder.parent]:
+        try:
+            section = CheckpointConfig(**yaml.safe_load((place / _RECIPE).read_text(encoding="utf-8"))["checkpoint"])
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            continue  # somebody else's file, or a section with keys of another version
+        return str(section.monitor), section.mode
+    return str(CheckpointConfig.monitor), CheckpointConfig.mode
+
+
+def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
+    lines = [["step", "time (UTC)", "size", monitor, "complete", "verified", ""]]
+    for row in rows:
+        value, differences = (row["metrics"] or {}).get(monitor), list(row["differences"] or ())
+        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+        lines.append(
+            [
+                Path(row["path"]).name if row["step"] is None else str(row["step"]),
+                row["created"].replace("T", " ").removesuffix("+00:00") if row["complete"] else "-",
+                size_words(row["bytes"]) if row["complete"] else "-",
+                "-" if value is None else f"{value:.6g}",
+                "yes" if row["complete"] else "no",
+                f"no: {differences[0]}{more}" if differences else "yes" if row["verified"] else "-",
+                row["reason"] or ", ".join(row["means"]),
+            ]
+        )
+    return columns(lines, right=("step", "size", monitor))
 
 
 def _verify(argv: Sequence[str]) -> int:
@@ -71,48 +134,28 @@ def _verify(argv: Sequence[str]) -> int:
     parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint, run folder, or its checkpoints folder")
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
     options = parse(parser, argv)
-    results = {path: find_differences(path) for path in _to_verify(options.path)}
+    folder = _checkpoints_in("PATH", options.path)
+    paths = [options.path] if looks_like_one(options.path) else [entry.path for entry in survey(folder)]
+    if not paths:
+        raise CheckpointError(f"{options.path}: nothing to verify: there is no checkpoint in {folder}")
+    results = {path: find_differences(path) for path in paths}
     if options.json:
-        print(json.dumps([_record(path, found) for path, found in results.items()], indent=1))
-    else:
-        for path, found in results.items():
-            print(describe(path, found, shown=len(found)) if found else f"{path}: {_sound_words(path)}")
+        records = [
+            {"path": str(path), "verified": not found, "differences": {d.file: d.problem for d in found}}
+            for path, found in results.items()
+        ]
+        print(json.dumps(records, indent=1))
+        return 1 if any(results.values()) else 0
+    for path, found in results.items():
+        if found:
+            print(describe(path, found, shown=len(found)))
+            continue
+        manifest = read_manifest(path)
+        print(f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest")
     return 1 if any(results.values()) else 0
 
 
-def _to_verify(path: Path) -> list[Path]:
-    parent = _checkpoints_in("PATH", path)
-    if looks_like_one(path):
-        return [path]
-    entries = survey(parent)
-    if not entries:
-        raise CheckpointError(f"{path}: nothing to verify: there is no checkpoint in {parent}")
-    return [entry.path for entry in entries]
-
-
-def _record(path: Path, found: Sequence[Difference]) -> dict[str, Any]:
-    return {"path": str(path), "verified": not found, "differences": {d.file: d.problem for d in found}}
-
-
-def _sound_words(path: Path) -> str:
-    manifest = read_manifest(path)
-    return f"{len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest"
-
-
-def _checkpoints_in(what: str, path: Path) -> Path:
-    """The folder of checkpoints that ``path``, which must be a folder, means."""
-    if path.is_dir():
-        return folder_of_checkpoints(path)
-    near = difflib.get_close_matches(path.name, _folders_in(path.parent), n=3, cutoff=0.4)
-    there = ", ".join(str(path.parent / name) for name in near) or f"no folder of a similar name in {path.parent}"
-    given = f"{path}, which is no folder" if path.exists() else f"{path}, which does not exist"
-    raise ConfigError(what, given, f"a folder: {there}", f"write {path.parent / near[0]}" if near else "check the path")
-
-
-def _run_of(checkpoint: Path) -> Path:
-    parent = checkpoint.absolute().parent
-    return parent.parent if parent.name == FOLDER else parent
-
-
-def _folders_in(parent: Path) -> list[str]:
-    return [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+def _checkpoints_in(field: str, path: Path) -> Path:
+    """The folder of checkpoints that ``path`` means."""
+    require(path.is_dir(), field, f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
+    return folder_of_checkpoints(path)

@@ -6,17 +6,16 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
-from lit_fsdp.errors import ConfigError, DataError, require
+from lit_fsdp.errors import DataError, require
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
     from lit_fsdp.data.samples import Samples
-    from lit_fsdp.data.window_report import WindowSeen
     from lit_fsdp.report.inspection import Item
 
 _SPLITS = ("train", "val", "test", "predict")
@@ -51,9 +50,10 @@ def _inspect(argv: Sequence[str]) -> int:
     if options is None:
         return 0
     for name in ("n", "row"):
-        if getattr(options, name) is not None and getattr(options, name) < 0:
-            raise ConfigError(f"--{name}", getattr(options, name), ">= 0", f"write --{name} 0 or more")
-    split = _shown_split(options.split, run)
+        require((getattr(options, name) or 0) >= 0, f"--{name}", getattr(options, name), ">= 0")
+    there = [split for split in _SPLITS if run.data.has(split)]
+    split = options.split or there[0]
+    require(split in there, "--split", split, f"a split the recipe has: {', '.join(there)}")
     if options.plot is not None:
         from lit_fsdp.report.data_plot import check_plot
 
@@ -92,7 +92,11 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
         items = inspector.first_outcomes(options.n)
     _say(options, tokenizer, record, items)
     if options.plot is not None and record is not None:
-        _plot({"train": window, **samples} if window is not None else samples, run, options.plot)
+        from lit_fsdp.report.data_plot import plotted, write_plot
+
+        splits: dict[str, Any] = {"train": window, **samples} if window is not None else dict(samples)
+        write_plot({name: plotted(rows) for name, rows in splits.items()}, run.data.max_seq_length, options.plot)
+        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(splits)}", file=sys.stderr)
     return 1 if record is None else 0
 
 
@@ -120,13 +124,6 @@ def _say(options: argparse.Namespace, tokenizer: Any, record: dict[str, Any] | N
         print_items(console, tokenizer, items, Look(options.ids, options.full))
 
 
-def _plot(splits: Mapping[str, Samples | WindowSeen], run: RunConfig, path: Path) -> None:
-    from lit_fsdp.report.data_plot import plotted, write_plot
-
-    write_plot({name: plotted(split) for name, split in splits.items()}, run.data.max_seq_length, path)
-    print(f"{path}: lengths, supervised shares and packs of {', '.join(splits)}", file=sys.stderr)
-
-
 def _prepare(argv: Sequence[str]) -> int:
     parser = verb_parser("data prepare", "Tokenise and pack every split of a recipe into the cache that fit uses.")
     parser.add_argument("--json", action="store_true", help="JSON instead of lines")
@@ -134,11 +131,10 @@ def _prepare(argv: Sequence[str]) -> int:
     if options is None:
         return 0
     splits = _cached_splits(run)
-    if not splits:
-        allowed = "false: a stream is tokenised while it is trained on, and nothing of it is kept"
-        raise ConfigError("data.streaming", "true", allowed, "train without data prepare, or set streaming: false")
+    allowed = "false: a stream is tokenized while it is trained on, and nothing of it is kept"
+    require(splits, "data.streaming", "true", allowed, "train without data prepare, or set streaming: false")
     if _streams(run):
-        print("data.train is a stream: it is tokenised while it is trained on", file=sys.stderr)
+        print("data.train is a stream: it is tokenized while it is trained on", file=sys.stderr)
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.report import describe_data
     from lit_fsdp.data.samples import prepare_samples
@@ -158,7 +154,8 @@ def _prepare(argv: Sequence[str]) -> int:
         return 0
     print_data(record, sys.stderr)
     for split, what in made.items():
-        print(_line(split, what))
+        new = f"made in {what['seconds']:.1f} s ({what['rows_per_second']:,.0f} rows/s)" if what["made"] else ""
+        print(f"data.{split}: {new or 'there already'}, {what['folder']}")
     return 0
 
 
@@ -176,12 +173,6 @@ def _made(samples: Samples, start: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def _line(split: str, what: Mapping[str, Any]) -> str:
-    if not what["made"]:
-        return f"data.{split}: there already, {what['folder']}"
-    return f"data.{split}: made in {what['seconds']:.1f} s ({what['rows_per_second']:,.0f} rows/s), {what['folder']}"
-
-
 def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:
     """The verb's own flags, and the checked recipe; no options where help was asked for and given."""
     options, words = options_and_recipe(parser, argv)
@@ -195,12 +186,3 @@ def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, An
     require(there, "data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
     speak()
     return options, run
-
-
-def _shown_split(wanted: str | None, run: RunConfig) -> str:
-    there = [split for split in _SPLITS if run.data.has(split)]
-    if wanted is None:
-        return there[0]
-    if wanted not in there:
-        raise ConfigError("--split", wanted, f"a split the recipe has: {', '.join(there)}", f"--split {there[0]}")
-    return wanted

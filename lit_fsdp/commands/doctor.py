@@ -70,10 +70,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
     parser.add_argument("--quick", action="store_true", help="without all-reduce and trial save")
-    try:
-        options, words = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), _USAGE) from None
+    options, words = parser.parse_known_args(list(argv))
     return options, [*words, "--trainer.num_nodes", str(options.nodes)] if words and options.nodes else words
 
 

@@ -1,4 +1,4 @@
-"""Flags of the verbs that have their own: never abbreviated, and a mistake names the nearest right one."""
+"""Flags of the verbs that have their own, never abbreviated, and the tables and sizes that verbs print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lit_fsdp.config.places import expanded
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,14 +25,24 @@ class _Parser(argparse.ArgumentParser):
         return options, rest
 
     def error(self, message: str) -> NoReturn:
-        raise argparse.ArgumentError(None, message)
+        usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
+        raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 
 def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
-    """A parser for one verb that raises :class:`argparse.ArgumentError` instead of exiting."""
-    return _Parser(
-        f"lit-fsdp {verb}", description=text, allow_abbrev=False, exit_on_error=False, epilog="Exit codes: 0, 1, 2."
-    )
+    """A parser for one verb that raises :class:`ConfigError` instead of exiting."""
+    return _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of a verb that reads no recipe; the nearest of one that does not exist is named."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
+        require(
+            name in flags, f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}"
+        )
+    return parser.parse_args(list(argv))
 
 
 def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, list[str]]:
@@ -41,10 +51,7 @@ def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return None, []
-    try:
-        return parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), f"see {parser.prog} --help") from None
+    return parser.parse_known_args(list(argv))
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
@@ -67,18 +74,18 @@ def run_one_of(name: str, verbs: Mapping[str, Callable[[Sequence[str]], int]], u
     return verbs[argv[0]](argv[1:])
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments, or a ConfigError that names the nearest flag."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    for word in argv:
-        name = word.split("=")[0]
-        if name.startswith("--") and name not in flags:
-            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
-            raise ConfigError(
-                f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}"
-            )
-    try:
-        return parser.parse_args(list(argv))
-    except argparse.ArgumentError as error:
-        usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
-        raise ConfigError(parser.prog, str(error), usage, f"see {parser.prog} --help") from None
+def columns(lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """Lines of cells as aligned text; the first line is the head, ``right`` names its columns of numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [f"{'>' if head in right else '<'}{width}" for head, width in zip(lines[0], widths, strict=True)]
+    return "\n".join("  ".join(map(format, cells, aligned)).rstrip() for cells in lines)
+
+
+def size_words(num_bytes: float) -> str:
+    """``1.5 MiB`` for 1572864."""
+    unit = "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

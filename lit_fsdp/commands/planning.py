@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, size_words, verb_parser
 from lit_fsdp.errors import ConfigError, require
 
 
@@ -94,6 +94,4 @@ node, say, for compute nodes without a network. What is there already is only lo
 def _line(part: dict[str, Any]) -> str:
     if part["folder"] is None:
         return str(part["note"])
-    size = part["num_bytes"] / 2**30
-    shown = f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
-    return f"{part['folder']}  {shown} in {part['num_files']} files"
+    return f"{part['folder']}  {size_words(part['num_bytes'])} in {part['num_files']} files"

@@ -46,10 +46,7 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
         parser.add_argument("--force", action="store_true", help="submit whatever the checks have found")
-    try:
-        options, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(parser.prog, str(error), "its options and keys of the recipe", "see --help") from None
+    options, rest = parser.parse_known_args(list(argv))
     job, run, values = _planned(options, rest)
     from lit_fsdp.launch.slurm_checks import check_job
     from lit_fsdp.launch.slurm_job import render

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lit_fsdp.host import is_launched_by_lightning
+from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.signals import FLAGS
+
+if TYPE_CHECKING:
+    from lit_fsdp.config.parser import LoadedRecipe
 
 
 def run_training_verb(verb: str, argv: list[str]) -> int:
@@ -16,18 +21,22 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
         ConfigError: A key or value that does not exist, or a rule that does not hold.
     """
     FLAGS.can_save = verb == "fit"
-    if "SLURM_PROCID" in os.environ:  # one task that dies of a signal makes srun end the others
+    # one task that dies of a signal makes srun end the others
+    if "SLURM_PROCID" in os.environ or is_launched_by_lightning():
         FLAGS.install()
     shows = any(word in ("-h", "--help", "--print_config") or word.endswith(".help") for word in argv)
     if not shows and not is_launched_by_lightning():  # a child's recipe has been checked by its parent
-        _check(verb, argv)
+        recipe = _check(verb, argv)
         FLAGS.install()
+        if "trainer.strategy" not in recipe.run.foreign:
+            FLAGS.before_exit = lambda: RANKS.end(grace_seconds=0)
+            RANKS.start(recipe.run.trainer)
     from lit_fsdp.cli import RecipeCLI
 
     return RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False).exit_code
 
 
-def _check(verb: str, argv: list[str]) -> None:
+def _check(verb: str, argv: list[str]) -> LoadedRecipe:
     """All that can be said without torch."""
     from lit_fsdp.checkpoint.find import find_resume
     from lit_fsdp.config.parser import load_recipe
@@ -40,3 +49,4 @@ def _check(verb: str, argv: list[str]) -> None:
     if "trainer.strategy" not in run.foreign:
         folder = Path(run.trainer["default_root_dir"])
         find_resume(verb, values.get("ckpt_path"), folder, run.checkpoint, run.resume.fallback).check(run)
+    return recipe

@@ -6,7 +6,6 @@ Ours on top are the nearest key, the full path on errors of a section's own rule
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
@@ -212,9 +211,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 def lightning_keys() -> list[str]:
     """Names of the Trainer's arguments, read from its source, as importing it takes seconds."""
     folders = importlib.util.find_spec("lightning").submodule_search_locations or [""]  # type: ignore[union-attr]
-    tree = ast.parse(Path(folders[0], "pytorch", "trainer", "trainer.py").read_text(encoding="utf-8"))
-    inits = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    return [argument.arg for argument in next(inits).args.kwonlyargs]
+    text = Path(folders[0], "pytorch", "trainer", "trainer.py").read_text(encoding="utf-8")
+    signature = text.partition("def __init__(")[2].partition(") -> None:")[0]
+    return re.findall(r"^ +(\w+):", signature, re.MULTILINE)
 
 
 def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:

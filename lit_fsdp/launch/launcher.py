@@ -14,7 +14,7 @@ from lit_fsdp.errors import require
 
 _SHELLS = ("bash", "interactive")
 """Names of jobs that Lightning takes for a shell, in which it starts processes by itself."""
-_OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LSB_JOBID")
+OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LSB_JOBID")
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -63,12 +63,12 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
     Raises:
         ConfigError: The numbers differ, or some ranks were not started at all.
     """
-    devices, nodes = _devices(trainer), int(trainer.get("num_nodes") or 1)
+    devices, nodes = devices_of(trainer), int(trainer.get("num_nodes") or 1)
     if "TORCHELASTIC_RUN_ID" in environment:
         _check_torchrun(devices, nodes, environment)
-    elif "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in _SHELLS:
+    elif is_srun(environment):
         _check_srun(devices, nodes, environment)
-    elif nodes > 1 and not any(name in environment for name in _OTHER_LAUNCHERS):
+    elif nodes > 1 and not any(name in environment for name in OTHER_LAUNCHERS):
         missing = ", ".join(name for name in _BY_HAND if not environment.get(name))
         given = f"{nodes}, but nothing started the processes of the other nodes, and {missing} not set here"
         fix = (
@@ -117,6 +117,11 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     require(is_in_order, "SLURM_DISTRIBUTION", given, "block", f"{again} --distribution=block")
 
 
+def is_srun(environment: Mapping[str, str]) -> bool:
+    """Whether Lightning takes this process for one of those that srun starts, after :func:`adopt_step`."""
+    return "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in _SHELLS
+
+
 def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
     """``2(x2),1`` → 2, 2, 1; empty outside of a step."""
     found = _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -129,7 +134,7 @@ def _first_node(nodes: str) -> str:
     return "".join(match.groups(default="")) if match else ""
 
 
-def _devices(trainer: Mapping[str, Any]) -> int | None:
+def devices_of(trainer: Mapping[str, Any]) -> int | None:
     """Devices per node, or ``None`` where they are whatever is there."""
     given = trainer.get("devices")
     if isinstance(given, list):

@@ -15,7 +15,7 @@ import pytest
 from lit_fsdp import commands
 from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.commands.listing import size_words
+from lit_fsdp.commands.parsing import size_words
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 Out = pytest.CaptureFixture[str]
@@ -69,7 +69,7 @@ def test_damage_is_in_the_table(run: Callable[..., Path], capsys: Out):
     out, err = capsys.readouterr()
     assert out.splitlines()[2].endswith("0.1  yes       -         last, best")
     assert out.splitlines()[3].endswith("0.7  no        -         tensors.safetensors: No such file or directory")
-    assert err == "step-00000006 is newer than the newest complete one, but damaged\n"
+    assert err == ""
     assert commands.run(["ckpt", "ls", "run", "--verify"]) == 1
     out, _ = capsys.readouterr()
     assert "no: state.json" in out.splitlines()[2]
@@ -138,21 +138,16 @@ def test_an_empty_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: O
 
 @pytest.mark.parametrize(("verb", "field"), [("ls", "RUN"), ("verify", "PATH")])
 def test_a_run_that_does_not_exist(run: Callable[..., Path], verb: str, field: str):
-    folder = run(1)
-    for given, fix in (
-        ("rum", "write run"),
-        ("zzzzzz", "check the path"),
-        (str(folder / "state.json"), "check the path"),
-    ):
-        with pytest.raises(ConfigError) as caught:
+    for given in ("rum", str(run(1) / "state.json")):
+        with pytest.raises(ConfigError, match="which is no folder") as caught:
             commands.run(["ckpt", verb, given])
-        assert (caught.value.field, caught.value.fix) == (field, fix)
+        assert caught.value.field == field
 
 
 def test_a_checkpoint_is_no_run(run: Callable[..., Path], tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         commands.run(["ckpt", "ls", str(run(1))])
-    assert caught.value.fix == f"write {tmp_path / 'run'}"
+    assert caught.value.given.endswith("which is a checkpoint")
 
 
 def test_verify_names_every_file(run: Callable[..., Path], capsys: Out):

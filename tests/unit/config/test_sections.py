@@ -11,7 +11,6 @@ import pytest
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.places import shipped
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.strategy import (
     ActivationConfig,
@@ -232,12 +231,3 @@ def test_the_schedule_ends_at_its_floor():
 
 def test_a_run_that_is_all_warm_up_never_divides_by_zero():
     assert schedule_factor(OptimConfig(warmup_steps=3), 3, 3) == 1.0
-
-
-# -- what ships
-
-
-def test_shipped_finds_a_folder_or_says_which_there_are():
-    assert (shipped("model") / "Qwen3-0.6B.json").is_file()
-    with pytest.raises(ConfigError, match=r"one of: .*debug.*model"):
-        shipped("nonsense")

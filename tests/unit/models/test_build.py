@@ -86,8 +86,3 @@ def test_shipped_configs_have_the_published_size(name):
 
 def test_every_shipped_config_is_checked():
     assert {file.stem for file in shipped("model").glob("*.json")} == set(_MILLIONS)
-
-
-def test_shipped_folder_that_does_not_exist():
-    with pytest.raises(ConfigError, match="model"):
-        shipped("modle")

@@ -1,0 +1,95 @@
+"""The other ranks of a run on one machine, started before anything heavy is imported, so that all import at once.
+
+Lightning starts them too, but only after the first rank has paid for all imports. Where the number of ranks is known
+from the recipe alone, they are started here instead, in the environment that Lightning takes for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lit_fsdp.host import EXIT_LOST, GO, free_port
+from lit_fsdp.launch.launcher import OTHER_LAUNCHERS, devices_of, is_srun
+from lit_fsdp.signals import STOPPING
+
+_POLL_SECONDS, _GRACE_SECONDS = 1.0, 10.0
+
+
+class Ranks:
+    """The processes that this one has started as further ranks."""
+
+    def __init__(self) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self._go = -1
+
+    def start(self, trainer: Mapping[str, Any]) -> None:
+        """Start ranks 1 to N - 1 with this process's command line, if the recipe says N > 1 and nobody else does it.
+
+        They come as far as they can without the others and wait there for :meth:`release`.
+
+        Args:
+            trainer: The section of the recipe.
+        """
+        devices = devices_of(trainer) or 1
+        others = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", *OTHER_LAUNCHERS)
+        is_plain = not is_srun(os.environ) and not any(name in os.environ for name in others)
+        if devices < 2 or int(trainer.get("num_nodes") or 1) > 1 or trainer.get("plugins") or not is_plain:
+            return
+        os.environ.update(MASTER_ADDR="127.0.0.1", NODE_RANK="0", WORLD_SIZE=str(devices), LOCAL_RANK="0")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        waiting, self._go = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until a child has handlers: SignalFlags.install
+        for rank in range(1, devices):
+            environment = os.environ | {"LOCAL_RANK": str(rank), GO: str(waiting)}
+            command = [sys.executable, *sys.orig_argv[1:]]
+            self.children.append(subprocess.Popen(command, env=environment, pass_fds=(waiting,)))  # noqa: S603
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(waiting)
+        threading.Thread(target=self._watch, args=(list(self.children),), name="ranks", daemon=True).start()
+
+    def release(self) -> None:
+        """Let the others go on: what they have in common is prepared."""
+        if self._go >= 0:
+            with contextlib.suppress(BrokenPipeError):  # all have ended, which is said by the thread that watches them
+                os.write(self._go, bytes(len(self.children)))
+            os.close(self._go)
+            self._go = -1
+
+    def end(self, grace_seconds: float) -> None:
+        """Kill those that have not ended by themselves after a while."""
+        deadline = time.monotonic() + grace_seconds
+        children, self.children = self.children, []
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+
+    def _watch(self, children: list[subprocess.Popen[bytes]]) -> None:
+        """End the run if one of them fails and this process has not noticed it, in a collective that waits for it."""
+        while any(child.poll() is None for child in children):
+            time.sleep(_POLL_SECONDS)
+            failed = next((rank for rank, child in enumerate(children, 1) if child.poll()), None)
+            if failed is None:
+                continue
+            time.sleep(_GRACE_SECONDS)
+            if not self.children:
+                return  # this process ends already
+            code = children[failed - 1].returncode
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            print(f"error: rank {failed} {how}", file=sys.stderr, flush=True)
+            self.end(grace_seconds=0)
+            os._exit(EXIT_LOST)
+
+
+RANKS = Ranks()
+"""Those of this process."""
