@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -15,10 +17,9 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.models.attention import check_architecture
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.models.trainable import build_trainable
-from lit_fsdp.parallel.devices import has_bf16
-from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
-from lit_fsdp.parallel.shards import state_per_rank
-from lit_fsdp.parallel.units import audit
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, has_bf16
+from lit_fsdp.parallel.units import UnitPlan, audit, plan_for
 from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
 
 
@@ -41,7 +42,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     Returns:
         The audit of a run, without what only a run can measure, and beside it ``replicate_degree``, ``ranks``,
         ``precision`` (mode and declared dtypes), ``state_per_rank`` (see
-        :func:`lit_fsdp.parallel.shards.state_per_rank`) and ``replaced``.
+        :func:`state_per_rank`) and ``replaced``.
 
     Raises:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
@@ -58,7 +59,10 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     model = build_trainable(hf_config, model_config)[0]
     check_architecture(model, attention)
     module = CausalLMModule(model)
-    plan = prepare(module, _without_fp8_layers(strategy), STRATEGY)
+    cast_parameters(module, TORCH_DTYPES[config.row.param])
+    plan = plan_for(module, strategy, STRATEGY)
+    path = f"{STRATEGY}.activation_checkpointing"
+    prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile, path)
     state = state_per_rank(module, plan, strategy, shards)
     return {
         **audit(plan, shards, recompute_by_unit(plan)),
@@ -79,14 +83,6 @@ def _device_type(accelerator: Any) -> str:
     return "cpu" if accelerator == "cpu" or open_here else "cuda"
 
 
-def _without_fp8_layers(strategy: StrategyConfig) -> StrategyConfig:
-    """The same units and dtypes at rest without torchao, which need not be installed where an audit is made."""
-    precision = strategy.precision_config
-    if precision.mode != "fp8":
-        return strategy
-    return dataclasses.replace(strategy, precision=dataclasses.replace(precision, mode="mixed", fp8_skip=None))
-
-
 def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
     """The audit of a recipe as tables on standard output, or in ``file``."""
     console = wide_console(file or sys.stdout)
@@ -105,3 +101,91 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
     ]
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+# What each rank keeps between steps, as the two engines split it: FSDP2 cuts every parameter along dim 0 into chunks of
+# ceil(rows / ranks) rows and pads the last ones in storage. FSDP1 lays the parameters of a unit end to end, each at a
+# multiple of 16 bytes, pads the whole to a multiple of the ranks and cuts it into equal parts, wherever that falls.
+
+_ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
+
+
+@dataclass
+class _Held:
+    """Elements that one rank holds."""
+
+    params: int = 0
+    trainable: int = 0
+    stored: int = 0
+    """Elements of ``params`` with padding."""
+    stored_gradients: int = 0
+
+
+def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int) -> list[dict[str, int]]:
+    """What the ranks that share one copy of the model keep between steps; every copy repeats it.
+
+    Counts parameters and gradients at rest with the engine's padding, and AdamW's two moments, all in the precision
+    mode's storage dtype; not what is gathered for a moment, nor activations. Nothing is allocated.
+
+    Args:
+        model: On meta or not, before it is sharded; the one that ``plan`` was made for.
+        plan: Its FSDP units.
+        config: Engine and precision.
+        ranks: Ranks that share one copy; 1 where nothing is split.
+
+    Returns:
+        ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;
+        frozen parameters have no moments.
+    """
+    held = [_Held() for _ in range(ranks)]
+    row = config.precision_config.row
+    seen: set[int] = set()
+    for unit in plan.units:
+        module = plan.modules[unit.name] if unit.name else model
+        own = [param for param in module.parameters() if id(param) not in seen]
+        seen.update(id(param) for param in own)
+        if config.engine == "fsdp1":
+            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
+        else:
+            _add_by_rows(held, own)
+    size = TORCH_DTYPES[row.param].itemsize
+    return [
+        {
+            "num_params": one.params,
+            "parameter_bytes": one.stored * size,
+            "gradient_bytes": one.stored_gradients * size,
+            "optimizer_bytes": 2 * one.trainable * size,
+        }
+        for one in held
+    ]
+
+
+def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
+    for param in params:
+        rows = param.shape[0] if param.dim() else 1
+        per_row = param.numel() // max(1, rows)
+        chunk = -(-rows // len(held))
+        for rank, one in enumerate(held):
+            local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
+            one.params += local
+            one.stored += chunk * per_row
+            one.trainable += local * param.requires_grad
+            one.stored_gradients += chunk * per_row * param.requires_grad
+
+
+def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) -> None:
+    align = _ALIGNMENT_BYTES // itemsize
+    starts, end = [], 0
+    for param in params:
+        end += -end % align
+        starts.append(end)
+        end += param.numel()
+    part = -(-end // len(held))
+    is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
+    for rank, one in enumerate(held):
+        one.stored += part
+        one.stored_gradients += part * is_trained
+        for start, param in zip(starts, params, strict=True):
+            first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
+            one.params += max(0, last - first)
+            one.trainable += max(0, last - first) * param.requires_grad

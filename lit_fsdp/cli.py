@@ -56,10 +56,10 @@ from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel.devices import check_device
-from lit_fsdp.parallel.prepare import plan_for
-from lit_fsdp.parallel.selective import resolve_ops
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.activation import resolve_ops
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.precision import check_device
+from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.signals import FLAGS
 from lit_fsdp.speak import speak
@@ -268,7 +268,7 @@ class RecipeCLI(LightningCLI):
 
     def _checkpoint_callback(self, trainer: Any) -> Any:
         config = self._get(self.config_init, "checkpoint")
-        if isinstance(trainer["strategy"], ShardedStrategy):
+        if isinstance(trainer["strategy"], EngineStrategy):
             return Checkpoint(**vars(config))
         folder = Path(trainer["default_root_dir"]) / "checkpoints"  # somebody else's strategy writes Lightning's files
         return ModelCheckpoint(folder, every_n_train_steps=config.every_steps, save_top_k=-1, save_last=True)
@@ -310,11 +310,11 @@ class RecipeCLI(LightningCLI):
         ours = {
             "model": isinstance(model, CausalLMModule),
             "data": isinstance(data, CausalLMDataModule),
-            "trainer.strategy": isinstance(strategy, ShardedStrategy),
+            "trainer.strategy": isinstance(strategy, EngineStrategy),
         }
         sections: dict[str, Any] = {name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()}
         run = RunConfig(
-            strategy=strategy.config if isinstance(strategy, ShardedStrategy) else StrategyConfig(),
+            strategy=strategy.config if isinstance(strategy, EngineStrategy) else StrategyConfig(),
             model=model.config if isinstance(model, CausalLMModule) else ModelConfig(),
             data=data.config if isinstance(data, CausalLMDataModule) else DataConfig(),
             **sections,
@@ -357,7 +357,7 @@ class RecipeCLI(LightningCLI):
         if self._has_own_data():
             self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
         strategy: Any = trainer.strategy
-        if isinstance(strategy, ShardedStrategy):
+        if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.verify_on_load = parsed.resume.verify
             strategy.fallback_checkpoints = tuple(self.resume.others)

@@ -68,7 +68,7 @@ def _ended(act: Callable[[], int], debug: bool) -> int:
 
 
 def _lost(error: BaseException) -> list[str]:
-    """Which ranks this one lost, if that is why it failed (:mod:`lit_fsdp.parallel.last_words`)."""
+    """What the strategy has noted of ranks that this one lost, if that is why it failed."""
     return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
 
 

@@ -39,8 +39,8 @@ from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
 from lit_fsdp.models.weights import Weights, open_weights
+from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer
-from lit_fsdp.parallel.sharded import ShardedStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class CausalLMModule(LightningModule):
         else:
             bare = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed)
-        if not isinstance(strategy, ShardedStrategy):
+        if not isinstance(strategy, EngineStrategy):
             materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
             for module in self.modules():
                 materializer.fill(module)
@@ -192,7 +192,7 @@ class CausalLMModule(LightningModule):
     @property
     def _loss_divisor(self) -> float:
         strategy = self.trainer.strategy
-        return strategy.loss_divisor if isinstance(strategy, ShardedStrategy) else 1.0
+        return strategy.loss_divisor if isinstance(strategy, EngineStrategy) else 1.0
 
     def configure_optimizers(self) -> Any:
         """The optimizer; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
@@ -214,7 +214,7 @@ class CausalLMModule(LightningModule):
         if cls is torch.optim.AdamW:
             arguments = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps} | arguments
             arguments.setdefault(
-                "fused", isinstance(self.trainer.strategy, ShardedStrategy)
+                "fused", isinstance(self.trainer.strategy, EngineStrategy)
             )  # Lightning's clips no fused
         try:
             optimizer = cls(options, **{"lr": optim.lr} | arguments)

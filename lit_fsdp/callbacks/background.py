@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lit_fsdp.checkpoint.host_buffers import planned_bytes
 from lit_fsdp.checkpoint.space import Contents, size_text
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.live_units import clean_name
+from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.space import Budget, Contents, Plan, free_bytes, saved_tensors
 from lit_fsdp.config.run import CheckpointConfig, validation_steps
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.parallel.live_units import clean_name
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class DiskSpace:
             ConfigError: ``max_total_gib`` is too small, on every rank.
         """
         strategy: Any = trainer.strategy
-        if not isinstance(strategy, ShardedStrategy):
+        if not isinstance(strategy, EngineStrategy):
             return  # its checkpoints are not ours, and their size is not known here
         contents = _contents(trainer, module)
         run_folder = Path(trainer.default_root_dir)

@@ -12,7 +12,7 @@ from torch import nn
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula
 from lit_fsdp.metrics.hardware import peak_flops
 from lit_fsdp.parallel.activation import recomputes
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
 
 
 class FlopMeter:
@@ -74,14 +74,14 @@ class FlopMeter:
 
     def _knows(self, trainer: Trainer) -> bool:
         strategy = trainer.strategy
-        if isinstance(strategy, ShardedStrategy) and strategy.config.activation_config.ops is not None:
+        if isinstance(strategy, EngineStrategy) and strategy.config.activation_config.ops is not None:
             return False  # products may be among the ops that are not kept
         return all(word.partition(",")[0] in ("no", "full", "selective") for word in self._words.values())
 
 
 def _multiplies(trainer: Trainer) -> str:
     """What the device's products are made of: the compute dtype; for fp32, tf32 where torch was told that it may be."""
-    if isinstance(trainer.strategy, ShardedStrategy):
+    if isinstance(trainer.strategy, EngineStrategy):
         precision = trainer.strategy.config.precision_config
         dtype = "fp8" if precision.mode == "fp8" else precision.row.compute
     else:

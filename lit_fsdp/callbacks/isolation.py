@@ -27,8 +27,8 @@ from lit_fsdp.models.packing import (
     sequence_numbers,
     takes_positions,
 )
-from lit_fsdp.parallel.rng import restore_rng, rng_state
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.checkpointing import restore_rng, rng_state
 
 _log = logging.getLogger(__name__)
 FILE = "isolation.json"
@@ -75,7 +75,7 @@ class IsolationProof(Callback):
             return
         self._done = True
         if isinstance(batch, Mapping) and "cu_seq_lens" in batch:
-            if not isinstance(trainer.strategy, ShardedStrategy):
+            if not isinstance(trainer.strategy, EngineStrategy):
                 if not trainer.is_global_zero:
                     return
                 _log.warning(

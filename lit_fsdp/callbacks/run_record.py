@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp.callbacks.csv_log import RunCSVLogger
 from lit_fsdp.callbacks.resume import resumed_from
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
 
@@ -49,7 +49,7 @@ class RunRecord(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The audit: the plan was compared with the live units already, in the strategy's set-up."""
         strategy = trainer.strategy
-        if not isinstance(strategy, ShardedStrategy):
+        if not isinstance(strategy, EngineStrategy):
             return
         mine = {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()}
         ranks: list[Any] = [None] * trainer.world_size
@@ -58,8 +58,8 @@ class RunRecord(Callback):
             record = {**strategy.audit, "peak_host_memory_per_rank": ranks}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
             print_audit(record)
-        if strategy.rank_log is not None:
-            dist.all_gather_object(ranks, strategy.rank_log.summary)
+        if strategy.rank_summary is not None:
+            dist.all_gather_object(ranks, strategy.rank_summary)
             if trainer.is_global_zero:
                 wide_console(sys.stderr).print(places_table(ranks))
 
@@ -68,7 +68,7 @@ class RunRecord(Callback):
     ) -> None:
         """Write the realised dtypes once the first optimizer step has been compared with the declared ones."""
         strategy = trainer.strategy
-        if self._dtypes_written or not isinstance(strategy, ShardedStrategy) or strategy.contract.watching:
+        if self._dtypes_written or not isinstance(strategy, EngineStrategy) or strategy.contract.watching:
             return
         self._dtypes_written = True
         if trainer.is_global_zero:

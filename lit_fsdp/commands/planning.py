@@ -40,7 +40,7 @@ def run_audit(argv: Sequence[str]) -> int:
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
 
     if run.trainer["accelerator"] == "cpu":
-        from lit_fsdp.parallel.devices import check_device
+        from lit_fsdp.parallel.precision import check_device
 
         check_device(run.strategy, "cpu", STRATEGY)
     record = audit_recipe(run)

@@ -110,8 +110,6 @@ class PrecisionConfig:
     low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
-    output_dtype: DtypeName | None = None
-    """Dtype that the model's floating-point outputs (logits) are cast to; default: as computed."""
     buffer_dtype: DtypeName | None = None
     """Dtype that floating-point buffers are cast to once; default: as the model made them."""
     keep_norms_fp32: bool = False
@@ -154,7 +152,7 @@ class ActivationConfig:
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none)."""
     offload_activations: bool = False
-    """Keep saved activations in host memory between forward and backward."""
+    """Keep activations saved by the blocks, but not what selective keeps, in host memory until the backward pass."""
 
     def __post_init__(self) -> None:
         for field, mode in (("n", "every_n"), ("ops", "selective"), ("memory_budget", "memory_budget")):
@@ -212,10 +210,15 @@ class StrategyConfig:
     """gloo, nccl, or cpu:gloo,cuda:nccl; default: by device."""
     timeout_seconds: float = 1800.0
     """How long a collective may wait for a rank."""
+    find_unused_parameters: bool = True
+    """ddp: look in every step for parameters it did not use; false saves that where there are none, but torch lays out
+    its buckets anew after the first step, so that on more than two ranks a resume may differ in the last bits."""
+    contract: Literal["error", "warn"] | None = None
+    """What a dtype that differs from the precision mode's does; default: error, but warn for somebody's own module."""
     state_dict: StateDict = "sharded"
     """Checkpoints as one file per rank (sharded) or one file in all (full)."""
     verbose: bool = False
-    """Write what each rank holds, and each of its steps, to debug/rank-N.jsonl, and show the ranks as a table."""
+    """Write what each rank holds to debug/rank-N.json, and show the ranks as a table."""
 
     def __post_init__(self) -> None:
         if self.precision is None or isinstance(self.precision, str):
@@ -330,6 +333,9 @@ def _check_degrees(config: StrategyConfig) -> None:
 def _check_engine(config: StrategyConfig) -> None:
     """What an engine cannot do; what would leave the arithmetic as it is, is replaced instead."""
     engine, precision = f"engine {config.engine}", config.precision_config
+    given = f"false with {engine}, which always knows"
+    fits = config.find_unused_parameters or config.engine == "ddp"
+    require(fits, "find_unused_parameters", given, "true; false with ddp only", "drop find_unused_parameters")
     if not config.is_sharded:
         reduces = config.engine == "ddp" or precision.reduce_dtype is None
         given = f"{precision.reduce_dtype} with {engine}, which reduces nothing"

@@ -9,22 +9,37 @@ region (the compiler must see it to recompute inside its own backward), the mode
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
-from lit_fsdp.parallel.compile_blocks import compile_forward
-from lit_fsdp.parallel.host_copies import OffloadedForward
-from lit_fsdp.parallel.selective import keep_ops, resolve_ops
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.units import UnitPlan
 
+BACKEND = "inductor"
+"""Of ``torch.compile``; any name that it knows."""
 _EVERY_N_DEFAULT = 2
+# Matrix products and attention in all their kernels; which of them exist depends on the build of torch. Collectives
+# inside a block (tensor or expert parallel layers) are dear too.
+_DEFAULT_OPS = """
+aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
+aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
+aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention
+aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forward aten._efficient_attention_forward
+higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor
+_c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
+""".split()
+
+Op = Any  # torch._ops.OpOverload or HigherOrderOperator
 
 
 def prepare_blocks(
@@ -33,7 +48,7 @@ def prepare_blocks(
     compile: bool = False,
     path: str = "activation_checkpointing",
 ) -> None:
-    """Apply an activation checkpointing mode, offload and compilation to the blocks, in place; twice is once.
+    """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
 
     ``every_n`` recomputes blocks 0, n, 2n, ... of the order given, ``ceil(blocks / n)`` of them: the last block's
     activations are used first and freed first, so recomputing it would save nothing at the peak. Eager losses and
@@ -48,26 +63,27 @@ def prepare_blocks(
     Raises:
         ConfigError: An op in ``config.ops`` that does not exist.
     """
-    ops = resolve_ops(config.ops, f"{path}.ops") if config.mode == "selective" else ()
-    keep = keep_ops(ops, config.offload_activations and not compile) if ops else ()
+    keep = resolve_ops(config.ops, f"{path}.ops") if config.mode == "selective" else ()
     for index, block in enumerate(blocks):
-        if hasattr(block.forward, "_activations"):
-            continue
+        forward: Any = getattr(block.forward, "_original", block.forward)
+        original = forward
         words = {"full": "full", "selective": "selective", "memory_budget": f"budget {config.memory_budget}"}
         if config.mode == "every_n":
             words["every_n"] = "no" if index % (config.n or _EVERY_N_DEFAULT) else "full"
         what = words.get(config.mode, "no")
-        forward = original = block.forward
         if what in ("full", "selective"):
             forward = _recompute(block, forward, keep)
         if compile:
-            forward = compile_forward(forward, config.memory_budget)
+            backend = BACKEND if config.memory_budget is None else _within_budget(BACKEND, config.memory_budget)
+            forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
-            forward = OffloadedForward(block, forward)
+            forward = _offload(block, forward, pin_memory=torch.cuda.is_available() and not compile)
             what = f"{what}, offloaded"
         if forward is not original:
-            forward._activations = what  # type: ignore[attr-defined]
+            forward._activations, forward._original = what, original
             block.forward = forward
+        elif hasattr(block.forward, "_original"):
+            block.forward = original
 
 
 def recomputes(block: nn.Module) -> str:
@@ -75,12 +91,26 @@ def recomputes(block: nn.Module) -> str:
     return getattr(block.forward, "_activations", "no")
 
 
-def is_checkpointed(block: nn.Module) -> bool:
-    """Whether this block recomputes activations."""
-    return recomputes(block).partition(",")[0] != "no"
+def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
+    """What each unit does again in the backward pass, by name: ``no``, ``full``, ``selective``, ...
+
+    A unit inside a block shares its word; one around blocks that are no units says how many of them do what.
+    """
+    around = {module: block for block in plan.blocks for module in block.modules()}
+    found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
+    units = set(plan.modules.values())
+    enclosed: dict[str, Counter[str]] = {}
+    for block in plan.blocks:
+        if block not in units:
+            enclosing = [name for name, m in plan.modules.items() if m is not block and block in set(m.modules())]
+            enclosed.setdefault(max(enclosing, key=len, default=""), Counter())[recomputes(block)] += 1
+    for name, words in enclosed.items():
+        if set(words) != {"no"}:
+            found[name] = ", ".join(f"{count} blocks {word}" for word, count in words.items())
+    return found
 
 
-def _recompute(block: nn.Module, forward: Callable[..., Any], keep: tuple[Any, ...]) -> Callable[..., Any]:
+def _recompute(block: nn.Module, forward: Callable[..., Any], keep: tuple[Op, ...]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
@@ -88,10 +118,101 @@ def _recompute(block: nn.Module, forward: Callable[..., Any], keep: tuple[Any, .
         if not keep:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         # put together here and not outside: the compiler must see the parts
-        contexts: Any = functools.partial(keep[0], keep[1])
+        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return checkpointed
+
+
+def _offload(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        with _SaveOnHost(block, pin_memory):
+            return forward(*args, **kwargs)
+
+    return offloaded
+
+
+class _SaveOnHost(torch.autograd.graph.save_on_cpu):
+    """Torch's ``save_on_cpu`` that leaves parameters where they are.
+
+    The engine frees and gathers their storage by itself: a copy would move, and keep alive, whole weights. Pinned
+    copies lose the strides that compiled code counts on.
+    """
+
+    def __init__(self, block: nn.Module, pin_memory: bool) -> None:
+        super().__init__(pin_memory=pin_memory)
+        own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        pack, unpack = self.pack_hook, self.unpack_hook
+        self.pack_hook = lambda t: t if t.untyped_storage().data_ptr() in own else pack(t)
+        self.unpack_hook = lambda packed: packed if torch.is_tensor(packed) else unpack(packed)
+
+
+@functools.lru_cache
+def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
+    """A backend that splits forward from backward under the budget.
+
+    The setting is global in torch and read while a block is compiled, at its first call: it is in force for exactly
+    that long. One object per budget, since compiled code is not shared between backends.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiler: Any = lookup_backend(backend)
+
+    def compile_within_budget(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs, **options)
+
+    return compile_within_budget
+
+
+def resolve_ops(names: Sequence[str] | None, path: str = "activation_checkpointing.ops") -> tuple[Op, ...]:
+    """The torch ops of names like ``aten.mm`` or ``aten.mm.default``.
+
+    Args:
+        names: ``namespace.op`` means its default overload; ``None``: matrix products, attention and collectives, as
+            far as this torch has them.
+        path: Where the list stands in the recipe, for errors.
+
+    Raises:
+        ConfigError: A name this torch does not know; names near to it are listed.
+    """
+    if names is None:
+        return tuple(op for op in map(_find, _DEFAULT_OPS) if op is not None)
+    found: dict[Op, None] = {}
+    for name in names:
+        op = _find(name)
+        if op is None:
+            near = difflib.get_close_matches(name, sorted(_registered()), n=3)
+            raise ConfigError(
+                path,
+                f"{name!r}, which torch {torch.__version__} does not know",
+                f"ops as aten.mm or aten.add.Tensor{''.join(f', {one}' for one in near)}",
+                "mend the name, or drop ops for matrix products and attention",
+            )
+        found[op] = None
+    return tuple(found)
+
+
+def _find(name: str) -> Op | None:
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    if not packet_name:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+    if isinstance(packet, torch._ops.HigherOrderOperator):
+        return None if overload else packet
+    op = getattr(packet, overload or "default", None)
+    # aten.add.default exists too, but only TorchScript's strings have it
+    return op if isinstance(op, torch._ops.OpOverload) and op.name().replace("::", ".") in _registered() else None
+
+
+@functools.lru_cache
+def _registered() -> frozenset[str]:
+    return frozenset(name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
 
 
 def resolve_gradient_checkpointing(
@@ -114,10 +235,9 @@ def resolve_gradient_checkpointing(
         child.gradient_checkpointing = False
     ours = dataclasses.replace(config, mode="full") if config.mode == "none" else config
     if not dist.is_initialized() or dist.get_rank() == 0:
-        where = f"{flagged[0][0] or type(module).__name__!r}"
         warnings.warn(
             f"gradient checkpointing is set in two places: in the model (model.gradient_checkpointing_enable() or "
-            f"its config; {len(flagged)} modules, first {where}) and in {path} "
+            f"its config; {len(flagged)} modules, first {flagged[0][0] or type(module).__name__!r}) and in {path} "
             f"({config.mode}). The model's is switched off, {path} decides: {ours.mode}. Drop the model's, "
             f"and write activation_checkpointing: {ours.mode}",
             stacklevel=2,

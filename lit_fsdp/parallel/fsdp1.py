@@ -25,12 +25,11 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
 from lit_fsdp.config.strategy import Sharding
-from lit_fsdp.parallel.casting import cast_inputs
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer
-from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.parallel.stepping import GuardedSteps
-from lit_fsdp.parallel.units import UnitPlan
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
+from lit_fsdp.parallel.units import UnitPlan, clean_name, last_unit
 
 _SHARDING: dict[Sharding, ShardingStrategy] = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -40,6 +39,11 @@ _SHARDING: dict[Sharding, ShardingStrategy] = {
     "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
 _ONE_COPY: dict[Sharding, Sharding] = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+_KEPT = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+"""Of the last unit, which the backward pass needs at once: what leaves it gathered after its forward."""
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -58,7 +62,7 @@ class _Precision(GuardedSteps, FSDPPrecision):  # type: ignore[misc]  # Lightnin
         return data
 
 
-class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
+class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     """``FullyShardedDataParallel`` around every unit and the LightningModule, always with original parameters.
 
     Built by :func:`lit_fsdp.fsdp_strategy`.
@@ -80,17 +84,21 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
         return root.no_sync()
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        is_meta = any(p.is_meta for p in module.parameters())
-        on_cpu = self.root_device.type == "cpu"
-        if on_cpu and not is_meta:
-            self._broadcast(module)  # sync_module_states refuses CPU tensors
-        norms = {plan.modules[unit.name] for unit in plan.units[:-1] if unit.name in self.fp32_units}
-        self._cast_inputs_in_recomputation(plan, norms)
-        norm_options = {"mixed_precision": self._norm_precision()}
-        unit_options = self.unit_options()
-        own_options = {"mixed_precision": unit_options["mixed_precision"]}
-        options: dict[nn.Module, Any] = {m: norm_options if m in norms else own_options for m in plan.modules.values()}
-        mixed = own_options["mixed_precision"]
+        is_meta, on_cpu = any(p.is_meta for p in module.parameters()), self.root_device.type == "cpu"
+        if on_cpu or is_meta:
+            self._broadcast(module)  # sync_module_states refuses tensors on the CPU and on meta
+        row, norms = self.config.precision_config.row, {plan.modules.get(name) for name in self.fp32_units}
+        # for units that are recomputed, by ours or by somebody's own: FSDP1 casts nothing once backward has begun
+        for unit in plan.modules.values() if row.compute != row.param else ():
+            cast_inputs(unit, TORCH_DTYPES["fp32" if unit in norms else row.compute])
+        own: Any = self.unit_options()
+        mixed, sharding = own["mixed_precision"], own["sharding_strategy"]
+        in_fp32 = MixedPrecision(TORCH_DTYPES["fp32"], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
+        options: dict[nn.Module, Any] = {
+            child: {"mixed_precision": in_fp32 if child in norms else mixed} for child in plan.modules.values()
+        }
+        if (last := last_unit(plan, module)) is not None:
+            options[last]["sharding_strategy"] = _KEPT.get(sharding, sharding)
         if mixed is not None:
             mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
@@ -101,7 +109,7 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 param_init_fn=materializer.fill if is_meta else None,
                 sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
                 ignored_states=self.replicated,
-                **{**unit_options, "mixed_precision": mixed},
+                **{**own, "mixed_precision": mixed},
             )
         units = {m.module: m for m in root.modules() if isinstance(m, FullyShardedDataParallel)}
         for parent in list(root.modules()):  # torch wraps a module in the first of its places only
@@ -109,12 +117,6 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
                 if child in units and parent is not units[child]:
                     parent._modules[name] = units[child]
         return root
-
-    def _cast_inputs_in_recomputation(self, plan: UnitPlan, norms: set[nn.Module]) -> None:
-        """For units that are recomputed, by ours or by somebody's own: FSDP1 casts nothing once backward has begun."""
-        row = self.config.precision_config.row
-        for module in plan.modules.values() if row.compute != row.param else ():
-            cast_inputs(module, TORCH_DTYPES["fp32" if module in norms else row.compute])
 
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
@@ -140,10 +142,6 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
             "device_id": self.root_device,
             "use_orig_params": True,
         }
-
-    def _norm_precision(self) -> MixedPrecision:
-        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
-        return MixedPrecision(param_dtype=TORCH_DTYPES["fp32"], reduce_dtype=reduce, cast_forward_inputs=True)
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -203,8 +201,5 @@ class FSDP1Strategy(ShardedStrategy, FSDPStrategy):
     def realised_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
         assert self._root is not None
-        return [
-            ".".join(part for part in name.split(".") if part and part != "_fsdp_wrapped_module")
-            for name, module in self._root.named_modules()
-            if isinstance(module, FullyShardedDataParallel)
-        ]
+        found = self._root.named_modules()
+        return [clean_name(name) for name, module in found if isinstance(module, FullyShardedDataParallel)]

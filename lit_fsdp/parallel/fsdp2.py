@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.parallel.stepping import GuardedSteps
-from lit_fsdp.parallel.units import UnitPlan
+from lit_fsdp.parallel.units import UnitPlan, last_unit
 
 
 class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
@@ -35,7 +35,7 @@ class _Root(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
+class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
     """``fully_shard`` on every unit and on the LightningModule as the root, with parameters as DTensors.
 
     Built by :func:`lit_fsdp.fsdp_strategy`.
@@ -43,10 +43,14 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
 
     precision_class = _Precision
 
+    def _start_process_group(self) -> None:
+        ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh
+        self._setup_distributed()
+
     def setup_environment(self) -> None:
-        """Start the process group and build the mesh; Lightning's own has all ranks in one dimension."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        """Start the process group and build the mesh, which the LightningModule sees as ``device_mesh``."""
         super().setup_environment()
+        self._device_mesh = self.lightning_module._device_mesh = self.mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -94,13 +98,13 @@ class FSDP2Strategy(ShardedStrategy, ModelParallelStrategy):
             root.set_reduce_scatter_unused_params(True)
         for child in module.modules():
             materializer.fill(child)
-        self._set_prefetch([plan.modules[unit.name] for unit in plan.units[:-1]], module)
+        if not self.config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
+            last.set_reshard_after_forward(False, recurse=False)
+        self._set_prefetch([child for child in module.modules() if child in set(plan.modules.values())])
         return root
 
-    def _set_prefetch(self, units: list[nn.Module], module: nn.Module) -> None:
+    def _set_prefetch(self, ordered: list[Any]) -> None:
         """Explicit prefetching, ahead in the order of the module tree, which blocks are called in."""
-        position = {child: i for i, child in enumerate(module.modules())}
-        ordered: list[Any] = sorted(units, key=lambda unit: position[unit])
         backward, forward = self.config.backward_prefetch, int(self.config.forward_prefetch)
         for i, unit in enumerate(ordered):
             if forward and ordered[i + 1 : i + 1 + forward]:

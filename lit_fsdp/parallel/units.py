@@ -1,34 +1,34 @@
 """Which modules become FSDP units, as a plan made before anything is sharded, and its audit.
 
 A unit is gathered, used and freed as a whole, so units decide both peak memory and overlap. The plan is the same
-for both engines; after wrapping the units are read back from the live model and compared with it.
+for both engines; after wrapping the units are read back from the live model and compared with it. Everything works on
+meta tensors and changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lit_fsdp.config.strategy import WrapConfig
-from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.find_units import Choice, embeddings_and_heads, find_units
-from lit_fsdp.parallel.live_units import class_name, clean_name, read_live_units
-from lit_fsdp.parallel.wrap_choice import (
-    can_be_unit,
-    class_list,
-    expert_modules,
-    modules_of_classes,
-    modules_of_patterns,
-    modules_of_size,
-)
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.parallel.precision import fp32_norms
 
 _LARGE_ROOT = 10_000_000
 """Parameters that are too many to be left in the root by a choice that nobody made by name."""
+_SMALL_LIST = 0.1
+"""A list that holds less than this share of what the largest one holds is not worth a gather per member."""
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WRAPPER = "_fsdp_wrapped_module"
+# Their forward reads the weights of modules inside them without calling these, so that no hook would gather them.
+_READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
@@ -73,49 +73,59 @@ class UnitPlan:
         return self.units[-1].num_params / max(1, self.num_params)
 
 
-def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPlan:
+def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
+    """The units that the factory's arguments give this module.
+
+    Args:
+        module: The LightningModule.
+        config: The factory's arguments.
+        path: Where they stand in the recipe, for errors.
+
+    Raises:
+        ConfigError: As :func:`plan_units`; units inside blocks that are to be compiled, whose hooks break the graph.
+    """
+    wrap = config.wrap_config
+    if not config.is_sharded:  # units only say what is recomputed and compiled
+        wrap = dataclasses.replace(wrap, max_root_share=1.0, experts=False)
+    plan = plan_units(module, wrap, f"{path}.wrap", fp32_norms(module, config))
+    if config.compile and config.is_sharded:
+        inside = {inner for block in plan.blocks for inner in block.modules() if inner is not block}
+        names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside and not unit.keeps_fp32]
+        given = f"true with {len(names)} FSDP units inside blocks ({', '.join(names[:1])}, …), made by {plan.source}"
+        fix = "drop compile, or set wrap: auto"
+        require(not names, f"{path}.compile", given, "blocks without units inside", fix)
+    return plan
+
+
+def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Sequence[nn.Module] = ()) -> UnitPlan:
     """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
-    Works on meta tensors; ``model`` is not changed. A module that holds a weight which is also used outside of it
-    is never a unit of its own: tied weights stay in the unit that encloses all their users.
+    A module that holds a weight which is also used outside of it is never a unit of its own: tied weights stay in the
+    unit that encloses all their users.
 
     Args:
         model: The LightningModule (or any module) about to be sharded.
         wrap: The recipe's choice.
         path: Where the choice stands in the recipe, for errors.
+        fp32: Modules that become units of their own, gathered in fp32.
 
     Raises:
         ConfigError: A class or pattern that matches no module (what exists is listed), experts or wrapped modules
             that are not there, nothing to wrap, or more than ``max_root_share`` of the parameters left in the root.
     """
+    ends = embeddings_and_heads(model)
     if wrap.manual:
-        live = read_live_units(model, path)
-        blocks = _outermost(model, live.modules.values(), embeddings_and_heads(model))
-        plan = _count(model, live.modules.values(), blocks, "manual", live.num_elements)
+        live = list(read_live_units(model, path).values())
+        plan = _count(model, live, _outermost(model, live, ends), "manual", ())
     else:
-        choice = _choose(model, wrap, path)
-        chosen = dict.fromkeys([*choice.others, *choice.blocks, *_manual_parts(model)])
-        chosen.pop(model, None)
-        shares = _shares_outside(model, [*chosen, *choice.recomputed])
-        blocks = _outermost(model, [m for m in choice.recomputed if not shares[m]], embeddings_and_heads(model))
-        plan = _count(model, [m for m in chosen if not shares[m]], blocks, choice.source, {})
+        chosen, recomputed, source = _choose(model, wrap, ends, path)
+        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model), *fp32]) if m is not model]
+        shares = _shares_outside(model, [*chosen, *recomputed])
+        blocks = _outermost(model, [m for m in recomputed if not shares[m]], ends)
+        plan = _count(model, [m for m in chosen if not shares[m]], blocks, source, fp32)
         kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
         plan = dataclasses.replace(plan, kept_together=kept)
-    inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
-    kept_together = {p for name in plan.kept_together for p in model.get_submodule(name).parameters()}
-    num_tied = sum(p.numel() for p in kept_together if id(p) not in inner)
-    left, total = plan.units[-1].num_params - num_tied, plan.num_params - num_tied
-    is_named = wrap.manual or wrap.classes or wrap.patterns or wrap.max_root_share is not None
-    limit = 0.5 if wrap.max_root_share is None else wrap.max_root_share
-    if left > limit * total and (is_named or left >= _LARGE_ROOT):
-        sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in inner and p not in kept_together}
-        raise ConfigError(
-            path,
-            f"units by {plan.source} leave {left / total:.0%} of {total:,} parameters in the root unit "
-            f"(largest: {max(sizes, key=lambda name: sizes[name])})",
-            f"at most {limit:.0%} (max_root_share); classes in this model: {class_list(model)}",
-            f"name the block classes, or set {path}: {{max_root_share: 1.0}} to allow it",
-        )
+    _check_root(model, plan, wrap, path)
     return plan
 
 
@@ -169,41 +179,65 @@ def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tup
     return found
 
 
-def _choose(model: nn.Module, wrap: WrapConfig, path: str) -> Choice:
-    blocks: list[nn.Module] = []
-    others: list[nn.Module] = []
-    sources: list[str] = []
-    if wrap.classes is not None:
-        blocks += modules_of_classes(model, wrap.classes, f"{path}.classes")
-        sources.append(f"classes {', '.join(wrap.classes)}")
-    if wrap.patterns is not None:
-        blocks += modules_of_patterns(model, wrap.patterns, f"{path}.patterns")
-        sources.append(f"patterns {', '.join(wrap.patterns)}")
-    if wrap.min_num_params is not None:
-        blocks += modules_of_size(model, int(wrap.min_num_params))
-        sources.append(f"min_num_params {int(wrap.min_num_params)}")
-    if not sources:
-        found = find_units(model, path)
-        blocks, others, sources = list(found.blocks), list(found.others), [found.source]
-    elif wrap.embedding_and_head or (wrap.embedding_and_head is None and wrap.min_num_params is None):
-        others += embeddings_and_heads(model)
-    if wrap.embedding_and_head is False:
-        ends = embeddings_and_heads(model)
-        others = [m for m in others if not any(m is end for end in ends)]
-    if wrap.experts:
-        others += expert_modules(model, f"{path}.experts")
-        sources.append("experts")
-    return Choice(blocks, others, ", ".join(sources), _recomputed(model, wrap, blocks))
+def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
+    """The unit that is called last, as far as the module tree tells; ``None`` without units.
+
+    The backward pass needs it at once, so it stays gathered, as torchtitan and Accelerate keep it.
+    """
+    units = set(plan.modules.values())
+    inside = {inner for unit in units for inner in unit.modules() if inner is not unit}
+    return next((m for m in reversed(list(model.modules())) if m in units and m not in inside), None)
 
 
-def _recomputed(model: nn.Module, wrap: WrapConfig, named: list[nn.Module]) -> list[nn.Module]:
-    """The blocks of the model itself, however large its units are, and what else was named outside of these."""
-    found = find_units(model, "").blocks
-    if found and wrap.min_num_params is not None:
-        return found
-    inside, blocks = {m for block in found for m in block.modules()}, set(found)
-    apart = [m for m in named if m not in inside and not blocks.intersection(m.modules())]
-    return [*found, *apart]
+def _count(
+    model: nn.Module, chosen: Iterable[nn.Module], blocks: list[nn.Module], source: str, fp32: Sequence[nn.Module]
+) -> UnitPlan:
+    """The plan for modules that are chosen, and the blocks among, inside or around them."""
+    # By position and not with list.index: torchmetrics make == of a module true for everything.
+    names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
+    ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
+    is_block, keeps_fp32, whole = set(blocks), set(fp32), unsharded_numels(model)
+    ties: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(param), []).append(clean_name(name))
+    seen: set[int] = set()
+    units: list[Unit] = []
+    for module in [*ordered, model]:
+        own = [(p, whole.get(id(p), p.numel())) for p in module.parameters() if id(p) not in seen]
+        seen.update(id(p) for p, _ in own)
+        units.append(
+            Unit(
+                name=names[module][0],
+                class_name=(type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)).__name__,
+                num_params=sum(n for _, n in own),
+                num_bytes=sum(n * p.element_size() for p, n in own),
+                num_trainable=sum(n for p, n in own if p.requires_grad),
+                tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
+                is_block=module in is_block,
+                keeps_fp32=module in keeps_fp32,
+            )
+        )
+    total = sum(unit.num_params for unit in units)
+    return UnitPlan(tuple(units), source, total, {names[m][0]: m for m in ordered}, blocks=tuple(blocks))
+
+
+def _check_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> None:
+    """Refuse a plan that leaves too much in the root; what is tied has to stay there and does not count."""
+    inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
+    tied = {id(p) for name in plan.kept_together for p in model.get_submodule(name).parameters()}
+    sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in inner}
+    num_tied = sum(p.numel() for p in model.parameters() if id(p) in tied - inner)
+    left, total = plan.units[-1].num_params - num_tied, plan.num_params - num_tied
+    is_named = wrap.manual or wrap.classes or wrap.patterns or wrap.max_root_share is not None
+    limit = 0.5 if wrap.max_root_share is None else wrap.max_root_share
+    if left > limit * total and (is_named or left >= _LARGE_ROOT):
+        raise ConfigError(
+            path,
+            f"units by {plan.source} leave {left / total:.0%} of {total:,} parameters in the root unit "
+            f"(largest: {max(sizes, key=lambda name: sizes[name])})",
+            f"at most {limit:.0%} (max_root_share); classes in this model: {class_list(model)}",
+            f"name the block classes, set {path}: {{min_num_params: 1.0e6}}, or {{max_root_share: 1.0}} to allow it",
+        )
 
 
 def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[nn.Module, bool]:
@@ -216,49 +250,46 @@ def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[n
     return {m: any(everywhere[key] > count for key, count in uses(m).items()) for m in candidates}
 
 
-def _count(
-    model: nn.Module,
-    chosen: Iterable[nn.Module],
-    blocks: list[nn.Module],
-    source: str,
-    num_elements: Mapping[int, int],
-) -> UnitPlan:
-    """The plan for modules that are chosen, and the blocks among, inside or around them."""
-    # By position and not with list.index: torchmetrics make == of a module true for everything.
-    names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
-    ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    is_block = set(blocks)
-    ties: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        ties.setdefault(id(param), []).append(clean_name(name))
-    seen: set[int] = set()
-    units: list[Unit] = []
-    for module in [*ordered, model]:
-        own = [(p, num_elements.get(id(p), p.numel())) for p in module.parameters() if id(p) not in seen]
-        seen.update(id(p) for p, _ in own)
-        units.append(
-            Unit(
-                name=names[module][0],
-                class_name=class_name(module),
-                num_params=sum(n for _, n in own),
-                num_bytes=sum(n * p.element_size() for p, n in own),
-                num_trainable=sum(n for p, n in own if p.requires_grad),
-                tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
-                is_block=module in is_block,
-            )
-        )
-    total = sum(unit.num_params for unit in units)
-    return UnitPlan(tuple(units), source, total, {names[m][0]: m for m in ordered}, blocks=tuple(blocks))
-
-
 def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Module]) -> list[nn.Module]:
     """Those not inside another, in the model's order: recomputing one inside another would run it three times.
 
     Embedding and head never.
     """
-    wanted = set(modules) - {model}
+    wanted = set(modules) - {model, *ends}
     inside = {inner for m in wanted for inner in m.modules() if inner is not m}
-    return [m for m in model.modules() if m in wanted and m not in inside and not any(m is end for end in ends)]
+    return [m for m in model.modules() if m in wanted and m not in inside]
+
+
+# -- what the recipe chooses
+
+
+def _choose(
+    model: nn.Module, wrap: WrapConfig, ends: list[nn.Module], path: str
+) -> tuple[list[nn.Module], list[nn.Module], str]:
+    """Modules that shall be units, those that shall be recomputed, and who said so."""
+    found, others, own_source = find_units(model, path)
+    named: list[nn.Module] = []
+    sources: list[str] = []
+    if wrap.classes is not None:
+        named += modules_of_classes(model, wrap.classes, f"{path}.classes")
+        sources.append(f"classes {', '.join(wrap.classes)}")
+    if wrap.patterns is not None:
+        named += modules_of_patterns(model, wrap.patterns, f"{path}.patterns")
+        sources.append(f"patterns {', '.join(wrap.patterns)}")
+    if wrap.min_num_params is not None:
+        named += modules_of_size(model, int(wrap.min_num_params))
+        sources.append(f"min_num_params {int(wrap.min_num_params)}")
+    # the blocks of the model itself, however large its units are, and what else was named outside of these
+    inside, recomputed = {m for block in found for m in block.modules()}, list(found)
+    if not found or wrap.min_num_params is None:
+        recomputed += [m for m in named if m not in inside and not set(found).intersection(m.modules())]
+    chosen = [*named, *([] if sources else [*found, *others])]
+    has_ends = wrap.min_num_params is None if wrap.embedding_and_head is None else wrap.embedding_and_head
+    chosen = [*(m for m in chosen if m not in set(ends)), *(ends if has_ends else set(ends).intersection(named))]
+    if wrap.experts:
+        chosen += expert_modules(model, f"{path}.experts")
+    words = [*(sources or [own_source]), *(["experts"] if wrap.experts else [])]
+    return chosen, recomputed, ", ".join(words)
 
 
 def _manual_parts(model: nn.Module) -> list[nn.Module]:
@@ -272,3 +303,278 @@ def _manual_parts(model: nn.Module) -> list[nn.Module]:
     return [
         inner for part in parts for inner in ([part] if can_be_unit(part) else part.children()) if can_be_unit(inner)
     ]
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Whether the module holds parameters and is called: hooks on a list's ``forward`` would never run."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+
+
+def class_list(model: nn.Module) -> str:
+    """The classes in a model that can be named as units, sorted."""
+    return ", ".join(sorted({type(m).__name__ for m in model.modules() if m is not model and can_be_unit(m)}))
+
+
+def modules_of_classes(model: nn.Module, classes: Iterable[str], path: str) -> list[nn.Module]:
+    """Every module whose class has one of these names.
+
+    Raises:
+        ConfigError: A name that matches no module; the classes that do exist are listed.
+    """
+    allowed = f"classes in this model: {class_list(model)}"
+    found: list[nn.Module] = []
+    for name in classes:
+        matches = [m for m in model.modules() if type(m).__name__ == name]
+        require(matches, path, f"{name!r}, which matches no module", allowed, "name one of these, or set wrap: auto")
+        found += _usable(matches, name, path, allowed)
+    return found
+
+
+def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) -> list[nn.Module]:
+    """Every module at one of these paths, in which ``*`` stands for one part.
+
+    A path starts at ``model`` (the LightningModule) or, where nothing is found from there, at a transformers model
+    inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``. Where a last ``*`` finds
+    no parameters because the module above packs them into weights of its own, as transformers packs experts, that
+    module is meant.
+
+    Raises:
+        ConfigError: A pattern that matches nothing; the part of it that does match is named, with what is below it.
+    """
+    found: list[nn.Module] = []
+    for pattern in patterns:
+        parts = pattern.split(".")
+        reached = [_follow(start, parts) for start in dict.fromkeys([model, *_transformers_models(model)])]
+        levels = next((one for one in reached if len(one) > len(parts)), None) or max(
+            [*reached[1:], reached[0]], key=len
+        )
+        if len(levels) <= len(parts):
+            matched, below = ".".join(parts[: len(levels) - 1]), sorted({n for m in levels[-1] for n in m._modules})
+            names = {module: name for name, module in model.named_modules()}
+            where = (
+                f"{matched} matches {len(levels[-1])} ({names[levels[-1][0]]}, …)"
+                if matched
+                else "at the top of the model"
+            )
+            raise ConfigError(
+                path,
+                f"{pattern!r}, which matches no module",
+                f"{where}; below it: {', '.join(below) or 'nothing'}",
+                "mend the path; * stands for exactly one part",
+            )
+        is_packed = parts[-1] == "*" and not any(True for m in levels[-1] for _ in m.parameters())
+        packed = [m for m in levels[-2] if m._parameters and can_be_unit(m)] if is_packed else []
+        allowed = "paths of modules that hold parameters and have a forward"
+        found += packed or _usable(levels[-1], pattern, path, allowed)
+    return found
+
+
+def _follow(start: nn.Module, parts: list[str]) -> list[list[nn.Module]]:
+    """Modules reached after 0, 1, 2, … parts of a path, as far as it matches."""
+    levels = [[start]]
+    for part in parts:
+        children = [item for module in levels[-1] for item in module._modules.items()]
+        below = dict.fromkeys(child for name, child in children if child is not None and fnmatchcase(name, part))
+        if not below:
+            break
+        levels.append(list(below))
+    return levels
+
+
+def _usable(matches: list[nn.Module], name: str, path: str, allowed: str) -> list[nn.Module]:
+    """Those with parameters; a list among them is refused, as is a match without any parameter."""
+    holding = [m for m in matches if any(True for _ in m.parameters())]
+    never_called = [m for m in holding if not can_be_unit(m)]
+    if holding and not never_called:
+        return holding
+    why = f"only a {type(never_called[0]).__name__}, never called itself" if never_called else "no parameters"
+    raise ConfigError(path, f"{name!r}, which matches {why}", allowed, "name modules that hold them and are called")
+
+
+def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules grouped bottom-up: one becomes a unit as soon as its not yet grouped parameters reach the size."""
+    grouped: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        if isinstance(module, _READS_ITS_CHILDREN):
+            free = sum(p.numel() for p in module.parameters())
+        else:
+            free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        if free >= min_num_params and module is not model and can_be_unit(module):
+            grouped.append(module)
+            return 0
+        return free
+
+    visit(model)
+    return grouped
+
+
+def expert_modules(model: nn.Module, path: str) -> list[nn.Module]:
+    """The experts of a mixture-of-experts model: each module called ``experts``, or the members of such a list.
+
+    Packed experts (3-D weights, one forward for all) are one unit per block. Of a plain list each member is a unit of
+    its own; every rank must then call every expert in every step, with no rows if need be, as it takes part in the
+    expert's gathers and reductions.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    found: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            found += [m for m in ([module] if can_be_unit(module) else module.children()) if can_be_unit(m)]
+    given = "true, but the model has no module called experts that holds parameters"
+    allowed = f"a mixture-of-experts model; classes in this model: {class_list(model)}"
+    require(found, path, given, allowed, "drop experts, or name the class or the path of its experts")
+    return found
+
+
+# -- what the model shows
+
+
+def find_units(model: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module], str]:
+    """The repeated blocks a model declares or shows, its embedding, head and the like, and what told so.
+
+    By the first way that finds any: its FSDP plan, its no-split classes, its module lists; a model in which nothing
+    repeats has no blocks.
+
+    Raises:
+        ConfigError: A model without parameters.
+    """
+    given = "a model without parameters"
+    require(any(True for _ in model.parameters()), path, given, "a model with parameters", "build the model first")
+    ends = embeddings_and_heads(model)
+    declared, single = _no_split_modules(model)
+    blocks, freed, entries = _fsdp_plan(model)
+    covered = {m for block in blocks for m in block.modules()}
+    # transformers gives a plan to parts of a model too, and to models whose paths differ
+    if blocks and all(m in covered or covered.intersection(m.modules()) for m in declared):
+        return blocks, [*freed, *ends], f"the model's FSDP plan ({', '.join(entries)})"
+    if declared:
+        return declared, [*single, *ends], f"the model's no-split classes ({_classes(declared)})"
+    members = _members_of_lists(model)
+    if members:
+        return members, ends, f"the model's module lists ({_classes(members)})"
+    return [], ends, "nothing that repeats"
+
+
+def embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
+    """Input embedding and output head of every transformers model in ``model``, tied or not."""
+    ends: dict[nn.Module, None] = {}
+    for owner in _transformers_models(model):
+        for get in (owner.get_input_embeddings, getattr(owner, "get_output_embeddings", None)):
+            try:
+                end = get() if callable(get) else None
+            except NotImplementedError:  # e.g. a vision tower
+                continue
+            if isinstance(end, nn.Module) and can_be_unit(end):
+                ends[end] = None
+    return list(ends)
+
+
+def _transformers_models(model: nn.Module) -> list[Any]:
+    """The transformers models at or inside ``model``, outer ones first."""
+    return [m for m in model.modules() if hasattr(m, "_no_split_modules") and hasattr(m, "get_input_embeddings")]
+
+
+def _classes(modules: Iterable[nn.Module]) -> str:
+    return ", ".join(sorted({type(m).__name__ for m in modules}))
+
+
+def _fsdp_plan(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
+    """What the model's authors planned: repeated blocks, other modules to be freed, and the entries with ``*``.
+
+    Entries that shall stay gathered (``keep_full_weight``: the final norm) are left in the root, which stays gathered
+    anyway: as a unit each would cost one more gather for a few kilobytes.
+    """
+    blocks: dict[nn.Module, None] = {}
+    freed: dict[nn.Module, None] = {}
+    entries: dict[str, None] = {}
+    inside: set[nn.Module] = set()
+    for owner in model.modules():
+        plan = getattr(owner, "fsdp_plan", None)
+        if owner in inside or not isinstance(plan, dict):
+            continue
+        reached = {entry: _follow(owner, entry.split(".")) for entry in plan}
+        found = {entry: levels[-1] for entry, levels in reached.items() if len(levels) == len(entry.split(".")) + 1}
+        repeated = [entry for entry in found if "*" in entry.split(".")]
+        if repeated:
+            inside.update(owner.modules())
+            entries.update(dict.fromkeys(repeated))
+            blocks.update(dict.fromkeys(m for entry in repeated for m in found[entry]))
+            others = (entry for entry in found if entry not in repeated and plan[entry] != "keep_full_weight")
+            freed.update(dict.fromkeys(m for entry in others for m in found[entry] if can_be_unit(m)))
+    return list(blocks), list(freed), list(entries)
+
+
+def _no_split_modules(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Instances of no-split classes: those in lists (blocks), and single ones (BERT declares its embeddings)."""
+    declared = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
+    found = [m for m in model.modules() if type(m).__name__ in declared and can_be_unit(m)]
+    members = {child for m in model.modules() if isinstance(m, _LISTS) for child in m.children()}
+    blocks = [m for m in found if m in members]
+    return (blocks, [m for m in found if m not in members]) if blocks else (found, [])
+
+
+def _members_of_lists(model: nn.Module) -> list[nn.Module]:
+    """Members of module lists, and of Sequentials and ModuleDicts whose members are all of one class; outermost."""
+    lists: list[list[nn.Module]] = []
+
+    def visit(module: nn.Module) -> None:
+        holding = [child for child in module.children() if any(True for _ in child.parameters())]
+        alike = len({type(child) for child in module.children()}) == 1
+        is_list = isinstance(module, nn.ModuleList) or (isinstance(module, _LISTS) and alike)
+        if is_list and len(holding) > 1 and all(can_be_unit(child) for child in holding):
+            lists.append(holding)
+            return
+        for child in holding:
+            visit(child)
+
+    visit(model)
+    sizes = [sum(p.numel() for child in members for p in child.parameters()) for members in lists]
+    return [m for members, size in zip(lists, sizes, strict=True) if size >= _SMALL_LIST * max(sizes) for m in members]
+
+
+# -- units that are there already
+
+
+def units_already_wrapped(module: nn.Module) -> dict[str, Any]:
+    """The modules inside ``module`` that FSDP1 (without its wrapper) or FSDP2 wraps already, by their first names."""
+    return {
+        clean_name(name): inner.module if isinstance(inner, FullyShardedDataParallel) else inner
+        for name, inner in module.named_modules()
+        if isinstance(inner, (FullyShardedDataParallel, FSDPModule)) and clean_name(name)
+    }
+
+
+def engines_already_there(module: nn.Module) -> set[str]:
+    """``fsdp1`` and ``fsdp2``, as far as ``module`` or something in it is wrapped by them."""
+    classes = {"fsdp1": FullyShardedDataParallel, "fsdp2": FSDPModule}
+    return {engine for engine, cls in classes.items() if any(isinstance(m, cls) for m in module.modules())}
+
+
+def read_live_units(module: nn.Module, path: str) -> dict[str, nn.Module]:
+    """The units inside a module that wrapped its parts itself, by the names they had before.
+
+    Raises:
+        ConfigError: Nothing is wrapped, ``module`` itself is, or both engines are used.
+    """
+    found = units_already_wrapped(module)
+    fix = "wrap the blocks in configure_model, by fully_shard (fsdp2) or FullyShardedDataParallel (fsdp1)"
+    require(found, path, "manual, but nothing in the model is wrapped", "a module that wraps its parts", fix)
+    is_root = isinstance(module, (FullyShardedDataParallel, FSDPModule))
+    require(not is_root, path, "manual, and the LightningModule itself is wrapped", "its parts only", "leave the root")
+    one = len(engines_already_there(module)) == 1
+    require(one, path, "manual with units of both engines", "units of one engine", "use one of the two")
+    return found
+
+
+def clean_name(name: str) -> str:
+    """A module's or a parameter's path without the wrappers that FSDP1 puts into it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+
+def unsharded_numels(module: nn.Module) -> dict[int, int]:
+    """Elements of the whole parameter by ``id``, where FSDP1 leaves this rank a view of its part, or nothing."""
+    flats = [m._handle.flat_param for m in module.modules() if isinstance(m, FullyShardedDataParallel) and m._handle]
+    return {id(param): n for flat in flats for param, n in zip(flat._params or (), flat._numels, strict=False)}

@@ -64,7 +64,7 @@ def ranks_table(ranks: list[dict[str, int]]) -> Table:
 def places_table(ranks: list[dict[str, Any]]) -> Table:
     """Where each rank of a live run is, and how much of the model it holds."""
     columns = ("rank", "host", "process", "device", "copy", "shard", "not whole here", "elements held", "GiB")
-    table = _table("ranks, as they are (strategy verbose; more in debug/rank-N.jsonl)", columns)
+    table = _table("ranks, as they are (strategy verbose; more in debug/rank-N.json)", columns)
     for found in ranks:
         shard = f"{found['shard']} of {found['shards']}"
         place = [str(found[name]) for name in ("rank", "host", "pid", "device", "copy")]

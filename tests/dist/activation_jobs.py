@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel import compile_blocks
+from lit_fsdp.parallel import activation
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.jobs import Losses, TinyData, digest, module_for, trainer_for
 
@@ -58,7 +58,7 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
     """Four steps; losses, a hash of the state, gathers, and what the blocks did."""
     from torch._dynamo.utils import counters
 
-    compile_blocks.BACKEND = "aot_eager"
+    activation.BACKEND = "aot_eager"
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -75,7 +75,6 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
         "losses": losses.values,
         "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
         "recomputes": [recomputes(block) for block in blocks],
-        "moved_bytes": [getattr(block.forward, "num_bytes", 0) for block in blocks],
         "gathers": gathers.number,
         "graphs": {"unique_graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])},
     }

@@ -163,21 +163,8 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     losses, counts = Losses(), CountReductions()
     trainer = trainer_for(strategy, [losses, counts], max_steps=steps, **options)
     module = module_for(folder)
-    logits: list[str] = []
-
-    def note(_module: Any, _args: Any, output: Any) -> None:
-        logits.append(str(output.logits.dtype))
-
-    module.build()
-    assert module.model is not None
     trainer.fit(module, datamodule=TinyData())
-    module.model.register_forward_hook(note)
     live: Any = trainer.strategy
-    with torch.no_grad():
-        live._root.train(False)
-        batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
-        module.forward = lambda: module.model(**batch) and None
-        live._root()
     units = list(live._root.modules())
     fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
@@ -186,7 +173,8 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "losses": losses.values,
         "reductions": counts.counts,
         "dtypes": live.contract.report()["realised"],
-        "logits": logits[-1],
+        "finds_unused": getattr(live._root, "find_unused_parameters", None),
+        "has_one_mesh": getattr(live, "_device_mesh", None) is live.mesh is module._device_mesh,
         "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),
         "devices": sorted({p.device.type for p in module.parameters()}),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
@@ -213,13 +201,13 @@ def settled(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    log = logging.getLogger("lit_fsdp.parallel.devices")
+    log = logging.getLogger("lit_fsdp.parallel.precision")
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     rank = int(os.environ["RANK"])
     try:
-        with mock.patch("lit_fsdp.parallel.devices.cpu_has_bf16", lambda: has_bf16[rank]):
+        with mock.patch("lit_fsdp.parallel.precision.cpu_has_bf16", lambda: has_bf16[rank]):
             losses = Losses()
             trainer = trainer_for(
                 strategy, [losses, Checkpoint(every_steps=2, keep_last=-1)], max_steps=steps, default_root_dir=run

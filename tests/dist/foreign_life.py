@@ -211,7 +211,31 @@ class CallsItself(Callback):
             self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
 
 
-_ALL = (ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
+class OwnReduction(ForeignNetWithValidation):
+    """Averages something of its own between ranks in bf16, and keeps an optimizer state of another dtype."""
+
+    def on_after_backward(self) -> None:
+        """Inside the backward pass of the Trainer."""
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.ones(1, dtype=torch.bfloat16))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """As Adafactor keeps fp32 beside bf16 weights."""
+        for state in self.optimizers().state.values():
+            state["exact"] = torch.zeros(2, dtype=torch.float64)
+
+
+class PartlyMeta(ForeignNetWithValidation):
+    """Blocks on meta; the rest is there, on each rank another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3 + int(os.environ["RANK"]))
+        self.head.reset_parameters()
+        self.layers.to("meta")
+
+
+_ALL = (OwnReduction, PartlyMeta, ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
 MODULES = {one.__name__: one for one in _ALL}
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
 from tests.dist.foreign import ForeignNet, StepLosses
 from tests.dist.foreign_options import own_part
 from tests.dist.jobs import lightnings_trainer, trainer_for
@@ -167,7 +167,7 @@ class Start(Callback):
         """After the load."""
         strategy: Any = trainer.strategy
         self.sums = {name: float(_whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
-        if trainer.global_step == 0 or not isinstance(strategy, ShardedStrategy):  # to ask would make a state
+        if trainer.global_step == 0 or not isinstance(strategy, EngineStrategy):  # to ask would make a state
             return
         state = strategy.optimizer_state(trainer.optimizers[0])["state"]
         self.steps = {name: float(entry["step"]) for name, entry in state.items()}

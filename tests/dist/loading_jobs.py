@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import resource
 from typing import Any
-from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_fsdp.parallel import kept_memory
-from tests.dist.jobs import TinyData, module_for, train, trainer_for
+from tests.dist.jobs import TinyData, module_for, trainer_for
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -46,15 +42,3 @@ def load_and_fingerprint(model: str, engine: str, seed: int = 11) -> dict[str, s
     trainer = trainer_for({"engine": engine, "precision": "fp32"}, [loaded], max_steps=1)
     trainer.fit(module_for(model), datamodule=TinyData())
     return loaded.found
-
-
-def memory_after_training(folder: str, strategy: dict[str, Any], steps: int) -> dict[str, int]:
-    """Page faults of five blocks of 40 MiB, one after the other, and how often freed memory was given back."""
-    given_back: list[int] = []
-    with mock.patch.object(kept_memory, "return_freed_memory", lambda: given_back.append(1)):
-        train(folder, strategy, steps)
-    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, of which a block would need few
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        bytearray(40 * 2**20)
-    return {"faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "given_back": len(given_back)}

@@ -63,7 +63,7 @@ def main() -> int:
     places: dict[str, tuple[Any, str]] = {
         "rows": (datamodule.CausalLMDataModule, "prepare"),
         "step": (module.CausalLMModule, "training_step"),  # every forward
-        "setup": (sharded.ShardedStrategy, "_check_units"),
+        "setup": (sharded.EngineStrategy, "_check_units"),
         "validation": (module.CausalLMModule, "on_validation_epoch_end"),
         "test": (module.CausalLMModule, "on_test_epoch_end"),
         "save": (staging, "publish"),

@@ -25,7 +25,7 @@ def test_fsdp1_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> 
     assert (found["forward_prefetch"], found["limit_all_gathers"]) == ([False], [True])
     options = {"backward_prefetch": "post", "forward_prefetch": True, "limit_all_gathers": False}
     found = look(workers, tiny_model, engine="fsdp1", **options)
-    assert found["sharding"] == ["FULL_SHARD"]
+    assert found["sharding"] == ["FULL_SHARD", "SHARD_GRAD_OP"]  # the last unit stays gathered
     assert found["backward_prefetch"] == ["BackwardPrefetch.BACKWARD_POST"]
     assert (found["forward_prefetch"], found["limit_all_gathers"]) == ([True], [False])
     assert look(workers, tiny_model, engine="fsdp1", backward_prefetch="none")["backward_prefetch"] == ["None"]
@@ -34,6 +34,7 @@ def test_fsdp1_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> 
 def test_fsdp2_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> None:
     found = look(workers, tiny_model)  # the root first, then three blocks; the embedding is tied
     assert (found["forward_depths"], found["backward_depths"]) == ([0, 0, 0, 0], [0, 0, 0, 0])
+    assert found["has_one_mesh"]
     found = look(workers, tiny_model, forward_prefetch=2, backward_prefetch=2)
     assert (found["forward_depths"], found["backward_depths"]) == ([0, 2, 1, 0], [0, 0, 1, 2])
     found = look(workers, tiny_model, forward_prefetch=True, backward_prefetch="none")
@@ -52,6 +53,13 @@ def test_every_group_waits_as_long_as_the_recipe_says(
     for more in (options, {"sharding": "no_shard"}):
         found = look(workers, tiny_model, ranks, engine=engine, timeout_seconds=77, **more)
         assert set(found["timeouts"]) == {77.0}
+
+
+def test_ddp_looks_for_unused_parameters_unless_told_otherwise(workers: Workers, tiny_model: Path) -> None:
+    job = {"engine": "ddp", "precision": "fp32"}
+    looks, trusts = look(workers, tiny_model, **job), look(workers, tiny_model, **job, find_unused_parameters=False)
+    assert (looks["finds_unused"], trusts["finds_unused"]) == (True, False)
+    assert trusts["losses"] == looks["losses"]
 
 
 def test_ddp_replaces_what_is_about_shards_and_says_so(workers: Workers, tiny_model: Path) -> None:
@@ -92,10 +100,10 @@ def test_held_back_gradients_add_up_in_the_reduce_dtype(workers: Workers, tiny_m
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parts_of_a_precision_mode(workers: Workers, tiny_model: Path, engine: str) -> None:
     plain = look(workers, tiny_model, engine=engine)
-    assert (plain["logits"], plain["buffers"]) == ("torch.bfloat16", ["torch.float32"])
-    changed = {"mode": "mixed", "output_dtype": "fp32", "buffer_dtype": "bf16", "reduce_dtype": "bf16"}
+    assert plain["buffers"] == ["torch.float32"]
+    changed = {"mode": "mixed", "buffer_dtype": "bf16", "reduce_dtype": "bf16"}
     found = look(workers, tiny_model, engine=engine, precision=changed)
-    assert (found["logits"], found["buffers"]) == ("torch.float32", ["torch.bfloat16"])
+    assert found["buffers"] == ["torch.bfloat16"]
     assert set(found["dtypes"]["reductions"]) == {"bf16"}
     assert set(found["dtypes"]["buffers"]) == {"bf16"}
     assert set(found["dtypes"]["gradients"]) == {"fp32"}
@@ -127,7 +135,7 @@ def test_auto_is_the_same_on_all_ranks_and_resumes_on_another_cpu(
         [
             ("auto", every, "mixed", "INFO: precision auto: mixed, as this CPU has bf16 instructions"),
             ("auto", some, "fp32", "INFO: precision auto: fp32, as"),
-            ({"mode": "auto", "output_dtype": "fp32"}, none, "fp32", "INFO: precision auto: fp32, as this CPU has no"),
+            ({"mode": "auto", "buffer_dtype": "fp32"}, none, "fp32", "INFO: precision auto: fp32, as this CPU has no"),
             ("mixed", none, "mixed", "WARNING: precision mixed computes in bf16, about eight times slower than fp32"),
             ("mixed", every, "mixed", None),
             ("fp32", none, "fp32", None),

@@ -51,7 +51,7 @@ def test_two_optimizers_and_two_backward_passes(workers: Workers) -> None:
         for found in workers.run("live", 2, module="Gan", strategy={"engine": engine, "precision": "fp32"}):
             assert largest_difference(found["weights"], wanted) < 1e-6, engine
     for text in workers.run("refused", 2, module="Gan", strategy={"engine": "fsdp1"}):
-        assert text.startswith("ConfigError: fsdp_strategy(engine=...): got fsdp1 with manual optimization (Gan")
+        assert text.startswith("ConfigError: fsdp_strategy.engine: got fsdp1 with manual optimization (Gan")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -108,5 +108,30 @@ def test_layers_and_matrices_in_the_root_take_rows_as_they_come(workers: Workers
 def test_a_second_trainer_with_other_arguments_is_refused(workers: Workers) -> None:
     job = {"module": "Conv", "strategy": {"precision": "fp32"}, "again": {"precision": "mixed", "state_dict": "full"}}
     for text in workers.run("refused", 2, **job):
-        assert text.startswith("ConfigError: fsdp_strategy(precision=...): got mixed for a module that another Trainer")
+        assert text.startswith("ConfigError: fsdp_strategy.precision: got mixed for a module that another Trainer")
         assert "load_weights" in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dtypes_of_somebody_elses_module_are_its_own_business(workers: Workers, engine: str) -> None:
+    """They are said; ``contract: error`` makes them an error."""
+    wanted = workers.run("live", 1, module="OwnReduction", strategy=None)[0]["weights"]
+    strategy = {"engine": engine, "precision": "fp32"}
+    for found in workers.run("live", 2, module="OwnReduction", strategy=strategy):
+        assert largest_difference(found["weights"], wanted) < 1e-6
+    for text in workers.run("refused", 2, module="OwnReduction", strategy={**strategy, "contract": "error"}):
+        assert text.startswith("ContractError: precision contract broken: reductions: all_reduce")
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_module_of_which_a_part_is_on_meta_is_the_same_on_all_ranks(
+    workers: Workers, engine: str, sharding: str
+) -> None:
+    strategy = {"engine": engine, "precision": "fp32", "sharding": sharding}
+    ranks = 2
+    if sharding == "hybrid_shard":
+        strategy, ranks = {**strategy, "replicate_degree": 2}, 4
+    first, *others = workers.run("live", ranks, module="PartlyMeta", strategy=strategy)
+    for other in others:
+        assert other["weights"] == first["weights"]

@@ -111,7 +111,7 @@ def test_the_learning_rate_is_logged(workers: Workers, tmp_path: Path, engine: s
 def test_averages_of_shards_are_refused(workers: Workers, engine: str, name: str, arguments: dict[str, Any]) -> None:
     found = workers.run("refusal_of", 2, strategy=fp32(engine), callbacks={name: arguments}, max_epochs=2)
     assert found[0] == found[1]
-    assert found[0].startswith(f"Trainer(callbacks=...): got {name} with engine {engine}: it ")
+    assert found[0].startswith(f"trainer.callbacks: got {name} with engine {engine}: it ")
     assert f"fix:     drop {name}" in found[0]
 
 
@@ -144,4 +144,4 @@ def test_what_is_refused_is_refused_before_further_processes_start(tmp_path: Pat
     assert done.returncode == 1
     assert done.stdout.split("\n")[0] == "started first"
     assert "started 1" not in done.stdout
-    assert done.stderr.count("Trainer(callbacks=...): got StochasticWeightAveraging") == 1
+    assert done.stderr.count("trainer.callbacks: got StochasticWeightAveraging") == 1

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from lit_fsdp.config.strategy import WrapConfig
-from lit_fsdp.parallel.live_units import engines_already_there, units_already_wrapped
+from lit_fsdp.parallel.units import engines_already_there, units_already_wrapped
 from lit_fsdp.parallel.units import UnitPlan, plan_units
 from tests.dist.foreign import StepLosses, foreign_rows
 from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
@@ -212,7 +212,7 @@ def wrapped_by_hand(engine: str) -> dict[str, Any]:
         net.layers = nn.ModuleList(_fsdp1(layer, mesh) for layer in net.layers)
     after = plan_units(net, WrapConfig(manual=True))
     return {
-        "names": units_already_wrapped(net),
+        "names": sorted(units_already_wrapped(net)),
         "engines": sorted(engines_already_there(net)),
         "before": _rows(before),
         "after": _rows(after),

@@ -75,8 +75,10 @@ def test_the_others_end_in_time(
         assert other.code not in (0, None), other.output
         if how != "stop":
             assert other.seconds - outcomes[BAD].seconds < PATIENT
-        said = "".join(o.output for o in outcomes)
-        assert f"rank {BAD}" in said, said
+        if how == "error":
+            assert f"this was raised on rank {BAD} (" in outcomes[BAD].output
+        assert f"rank {1 - BAD} (" in other.output, other.output
+        assert "lost contact: another rank failed, was killed, hangs or is cut off" in other.output
         run.check()
         assert run.newest() == STEP
         run.finish()

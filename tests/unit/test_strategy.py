@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 import lit_fsdp
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.sharded import ShardedStrategy
+from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.strategy import fsdp_strategy
 
 
@@ -22,7 +22,7 @@ from lit_fsdp.strategy import fsdp_strategy
 def test_a_strategy_of_lightnings(engine: Any, base: type[Strategy]):
     strategy = fsdp_strategy(engine=engine)
     assert isinstance(strategy, base)
-    assert isinstance(strategy, ShardedStrategy)
+    assert isinstance(strategy, EngineStrategy)
     assert strategy.config == StrategyConfig(engine=engine)
     assert lit_fsdp.fsdp_strategy is fsdp_strategy
 
@@ -31,11 +31,8 @@ def test_every_field_is_an_argument_with_the_same_default():
     parameters = inspect.signature(fsdp_strategy).parameters
     assert list(parameters) == [f.name for f in dataclasses.fields(StrategyConfig)]
     default = StrategyConfig()
-    assert {name: p.default for name, p in parameters.items()} == {
-        name: None if name == "precision" else getattr(default, name) for name in parameters
-    }
-    documented = inspect.getdoc(fsdp_strategy) or ""
-    assert all(f"    {name}: " in documented for name in parameters)
+    wanted = {name: None if name == "precision" else getattr(default, name) for name in parameters}
+    assert {name: p.default for name, p in parameters.items()} == wanted
 
 
 def test_every_argument_arrives():
@@ -53,27 +50,19 @@ def test_every_argument_arrives():
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"engine": "ddp2"}, "fsdp_strategy(engine=...)"),
-        ({"sharding": "FULL_SHARD"}, "fsdp_strategy(sharding=...)"),
-        ({"replicate_degree": 2}, "fsdp_strategy(replicate_degree=...)"),
-        ({"wrap": {"min_params": 1}}, "fsdp_strategy(wrap={'min_params': ...})"),
-        ({"precision": "bf16"}, "fsdp_strategy(precision=...)"),
-        ({"activation_checkpointing": True}, "fsdp_strategy(activation_checkpointing=...)"),
-        ({"state_dict": "local"}, "fsdp_strategy(state_dict=...)"),
+        ({"engine": "ddp2"}, "fsdp_strategy.engine"),
+        ({"sharding": "FULL_SHARD"}, "fsdp_strategy.sharding"),
+        ({"replicate_degree": 2}, "fsdp_strategy.replicate_degree"),
+        ({"wrap": {"min_params": 1}}, "fsdp_strategy.wrap.min_params"),
+        ({"precision": "bf16"}, "fsdp_strategy.precision"),
+        ({"activation_checkpointing": True}, "fsdp_strategy.activation_checkpointing"),
+        ({"state_dict": "local"}, "fsdp_strategy.state_dict"),
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, Any], field: str):
     with pytest.raises(ConfigError) as caught:
         fsdp_strategy(**options)
     assert caught.value.field == field
-
-
-def test_errors_speak_python_to_a_python_caller():
-    with pytest.raises(ConfigError) as caught:
-        fsdp_strategy(activation_checkpointing="memory_budget")
-    assert str(caught.value).endswith(
-        "fix:     write activation_checkpointing={'mode': 'memory_budget', 'memory_budget': 0.5}"
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
@@ -91,7 +80,7 @@ def test_precision_is_the_strategys_alone(engine: Any, precision: Any):
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_lightnings_default_precision_is_no_choice(engine: Any):
     trainer = Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=32, logger=False)
-    assert isinstance(trainer.strategy, ShardedStrategy)
+    assert isinstance(trainer.strategy, EngineStrategy)
     assert trainer.precision == "32-true"
 
 

@@ -23,8 +23,8 @@ FLOORS = {
     "host": 1,
     **dict.fromkeys(("speak", "signals", "ending"), 2),
     "config": 2,
-    **dict.fromkeys(("metrics", "data", "models", "parallel", "checkpoint", "profiling", "convert"), 3),
-    **dict.fromkeys(("plan", "report", "launch"), 4),
+    **dict.fromkeys(("metrics", "data", "models", "checkpoint", "profiling", "convert"), 3),
+    **dict.fromkeys(("parallel", "plan", "report", "launch"), 4),
     **dict.fromkeys(("strategy", "module", "datamodule", "callbacks", "audit"), 5),
     **dict.fromkeys(("cli", "commands", "__main__"), 6),
 }

@@ -38,7 +38,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiler's front and its split of forward and backward, without C++ code."""
-    monkeypatch.setattr("lit_fsdp.parallel.compile_blocks.BACKEND", "aot_eager")
+    monkeypatch.setattr("lit_fsdp.parallel.activation.BACKEND", "aot_eager")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -108,7 +108,7 @@ def test_what_a_budgeted_block_says_it_does():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) for torch.compile on this machine")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_default_backend_agrees_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_fsdp.parallel.compile_blocks.BACKEND", "inductor")
+    monkeypatch.setattr("lit_fsdp.parallel.activation.BACKEND", "inductor")
     loss, grads, _ = step({}, compile=False, blocks=2)
     compiled_loss, compiled_grads, _ = step({"mode": "selective"}, compile=True, blocks=2)
     assert compiled_loss == pytest.approx(loss, rel=1e-5)

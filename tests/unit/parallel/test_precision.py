@@ -7,17 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lit_fsdp.config.strategy import DtypeRow, PrecisionConfig
+from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.casting import cast_parameters
-from lit_fsdp.parallel.precision import DtypeContract, dtype_name, sample_groups, warn_of_standstill
-
-MIXED = PrecisionConfig(mode="mixed").row
+from lit_fsdp.parallel.precision import (
+    DtypeContract,
+    cast_buffers,
+    cast_outputs,
+    cast_parameters,
+)
+from lit_fsdp.parallel.units import plan_for
+from tests.unit.parallel.test_units import llama
 
 
 @pytest.fixture
 def contract() -> DtypeContract:
-    return DtypeContract(MIXED, "mixed")
+    return DtypeContract(StrategyConfig())
 
 
 def test_the_rows_of_the_modes():
@@ -59,11 +63,6 @@ def test_gradients_and_moments_are_those_of_the_parameter(contract: DtypeContrac
     optimizer.state[param]["exp_avg_sq"] = optimizer.state[param]["exp_avg_sq"].half()
     with pytest.raises(ContractError, match=r"optimizer state after resume: w\.exp_avg_sq is fp16"):
         contract.check_optimizer(optimizer, {id(param): "w"}, "after resume")
-
-
-def test_an_optimizer_without_state_is_not_compared(contract: DtypeContract):
-    contract.check_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), {})
-    assert contract.realised == {}
 
 
 def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
@@ -118,26 +117,36 @@ def test_casting_keeps_ties_buffers_and_integers():
     assert net.a.weight is same
 
 
-def test_names_of_dtypes():
-    found = [dtype_name(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)]
-    assert found == ["fp32", "bf16", "fp16", "float8_e4m3fn"]
+def test_a_warning_names_a_difference_once_and_goes_on(caplog: pytest.LogCaptureFixture):
+    contract = DtypeContract(StrategyConfig(contract="warn"))
+    bad = [("w", torch.zeros(2, dtype=torch.bfloat16))]
+    for _ in range(2):
+        contract.check_parameters(bad, "after set-up")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("precision contract broken: parameters after set-up: w is bf16\n")
+    assert contract.realised == {"parameters after set-up": {"bf16": 2}}
 
 
-def test_a_row_is_a_value():
-    assert DtypeRow(param="fp32", compute="bf16", reduce="fp32") == MIXED
+def test_floating_buffers_are_cast_and_others_are_not() -> None:
+    net = nn.BatchNorm1d(3)
+    cast_buffers(net, torch.bfloat16)
+    assert (net.running_mean.dtype, net.running_var.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert net.num_batches_tracked.dtype == torch.int64
+    assert net.weight.dtype == torch.float32
 
 
-def test_a_group_that_stands_still_is_said(caplog: pytest.LogCaptureFixture):
-    """Not one whose learning rate is 0, unknown, or too small for its weights."""
-    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-    rates = [0.1, 0.1, 0.0, 1e-9]
-    optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)])
-    samples = sample_groups(optimizer)
-    for weight in weights:
-        weight.grad = torch.ones(3)
-    weights[0].data -= 0.1
-    warn_of_standstill(optimizer, samples)
-    assert [record.getMessage()[:25] for record in caplog.records] == ["parameter group 1 of SGD "]
-    del optimizer.param_groups[1]["lr"]
-    warn_of_standstill(optimizer, samples)
-    assert len(caplog.records) == 1
+def test_outputs_in_containers_are_cast() -> None:
+    net = nn.Identity()
+    cast_outputs(net, torch.bfloat16)
+    found = net({"a": [torch.ones(2), torch.ones(2, dtype=torch.long)], "b": "text"})
+    assert (found["a"][0].dtype, found["a"][1].dtype, found["b"]) == (torch.bfloat16, torch.int64, "text")
+
+
+def test_norms_become_units_of_their_own() -> None:
+    module = llama(tied=False)
+    plain = plan_for(module, StrategyConfig(), "strategy")
+    plan = plan_for(module, StrategyConfig(precision=PrecisionConfig(keep_norms_fp32=True)), "strategy")
+    assert not any(unit.keeps_fp32 for unit in plain.units)
+    norms = [f"model.model.layers.{i}.{name}layernorm" for i in (0, 1) for name in ("input_", "post_attention_")]
+    assert [unit.name for unit in plan.units if unit.keeps_fp32] == [*norms, "model.model.norm"]
+    assert plan.num_params == sum(unit.num_params for unit in plan.units) == plain.num_params

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
@@ -80,12 +80,6 @@ def test_an_untied_embedding_and_head_are_units_but_no_blocks():
     assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2
 
 
-def test_another_family_by_its_own_classes():
-    config = GPT2Config(n_embd=8, n_layer=3, n_head=2, n_positions=4, vocab_size=10)
-    plan = plan_units(Holder(build_on_meta(config)), AUTO)
-    assert [unit.class_name for unit in plan.units] == ["GPT2Block"] * 3 + ["Holder"]
-
-
 def test_the_members_of_module_lists():
     net = nn.Module()
     net.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
@@ -136,12 +130,6 @@ def test_a_module_that_reads_the_weights_inside_it_is_grouped_as_a_whole():
     assert sizes(plan_units(net, WrapConfig(min_num_params=20))) == {"0": 80, "1": 20, "": 0}
 
 
-def test_a_module_list_is_never_a_unit_itself():
-    net = nn.Module()
-    net.lists = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    assert set(sizes(plan_units(net, WrapConfig(min_num_params=50, max_root_share=1.0)))) == {""}
-
-
 def test_a_weight_used_elsewhere_keeps_its_module_out_of_the_units():
     net = nn.Module()
     net.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
@@ -177,19 +165,19 @@ def test_too_much_in_the_root_is_refused_with_the_share():
         "(largest: model.model.layers.0.mlp.gate_proj.weight)"
     )
     assert error.allowed.startswith("at most 50% (max_root_share); classes in this model: ")
-    assert error.fix == "name the block classes, or set wrap: {max_root_share: 1.0} to allow it"
+    assert "{max_root_share: 1.0} to allow it" in error.fix
     allowed = plan_units(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"], max_root_share=0.97))
     assert len(allowed.units) == 6
 
 
-def test_a_model_in_which_nothing_repeats_is_split_by_size_if_at_all():
+def test_a_model_in_which_nothing_repeats_is_one_unit_while_it_is_small():
     assert refused(nn.Sequential(nn.ReLU()), AUTO).given == "a model without parameters"
     plan = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
     assert sizes(plan) == {"": 6}
-    assert plan.source == "size, as nothing in it repeats"
+    assert plan.source == "nothing that repeats"
     with torch.device("meta"):
-        large = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(1200, 1000), nn.ReLU(), nn.LSTM(512, 512))
-    assert list(sizes(plan_units(large, AUTO))) == ["1", "3", ""]
+        large = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(12000, 1000), nn.ReLU())
+    assert refused(large, AUTO).given.startswith("units by nothing that repeats leave 100%")
 
 
 def test_what_is_tied_cannot_be_split_and_is_no_reason_to_refuse():
@@ -245,9 +233,3 @@ def test_the_audit_is_the_plan_as_plain_data():
         "recompute": "no",
     }
     assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
-
-
-def test_bytes_are_those_of_the_storage_dtype():
-    net = nn.Module()
-    net.blocks = nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert [unit.num_bytes for unit in plan_units(net, AUTO).units] == [24, 48, 0]

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import WrapConfig
+from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.prepare import prepare, recompute_by_unit
-from lit_fsdp.parallel.units import plan_units
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
+from lit_fsdp.parallel.units import plan_for, plan_units
 from tests.unit.parallel.test_units_choice import llama, names
 
 
@@ -45,8 +45,7 @@ def test_blocks_are_recomputed_whatever_the_units_are(wrap: WrapConfig):
     model = llama()
     plan = plan_units(model, wrap)
     assert list(plan.blocks) == list(model.model.model.layers)
-    config = strategy_config({"wrap": wrap, "activation_checkpointing": "full"})
-    plan = prepare(model, config, "strategy")
+    prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
     words = recompute_by_unit(plan)
     for unit in plan.units:
         inside = re.match(r"model\.model\.layers\.\d", unit.name)
@@ -58,5 +57,5 @@ def test_blocks_are_recomputed_whatever_the_units_are(wrap: WrapConfig):
 def test_units_inside_blocks_cannot_be_compiled():
     config = strategy_config({"wrap": ["model.layers.*", "model.layers.*.mlp"], "compile": True})
     with pytest.raises(ConfigError, match="2 FSDP units inside blocks") as caught:
-        prepare(llama(), config, "strategy")
+        plan_for(llama(), config, "strategy")
     assert caught.value.field == "strategy.compile"

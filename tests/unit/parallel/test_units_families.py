@@ -167,21 +167,6 @@ def test_auto(family: Family):
     check_parameters(plan, model)
 
 
-@families
-def test_the_block_class_by_name_and_its_path_give_the_same_units(family: Family):
-    model = family.build()
-    by_class = plan_units(model, WrapConfig(classes=[family.block_class]))
-    patterns = [f"{path}.*" for path in family.blocks]
-    by_path = plan_units(model, WrapConfig(patterns=patterns))
-    assert by_class.units == by_path.units
-    assert len(by_class.units) == 2 * len(family.blocks) + len(family.ends) + 1
-    assert by_class.source == f"classes {family.block_class}"
-    assert by_path.source == f"patterns {', '.join(patterns)}"
-    check_parameters(by_class, model)
-    # from the LightningModule instead of from the model in it
-    assert plan_units(model, WrapConfig(patterns=[f"model.{p}" for p in patterns])).units == by_path.units
-
-
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.model in ("Mixtral", "Qwen3Moe")], ids=str)
 def test_packed_experts_are_units_inside_their_blocks(family: Family):
     model = family.build()

@@ -1,57 +1,35 @@
-"""The checkpoint half of a strategy, the same for both engines: DTensors under the model's own names.
-
-The storage functions are handed in by the factory; this floor does not know the checkpoint package.
-"""
+"""The checkpoint half of a strategy, the same for all engines: DTensors under the model's own names."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
+from lit_fsdp.checkpoint import retention, state_json, store
+from lit_fsdp.checkpoint.background import BackgroundSaver
+from lit_fsdp.checkpoint.importing.lightning_source import read_lightning_file
+from lit_fsdp.checkpoint.sound import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.precision import DtypeContract
-from lit_fsdp.parallel.rng import restore_rng, rng_state
 
 _log = logging.getLogger(__name__)
 
 
-class BackgroundSaver(Protocol):
-    """:class:`lit_fsdp.checkpoint.background.BackgroundSaver`."""
-
-    save: Callable[..., None]
-    poll: Callable[[], bool]
-    wait: Callable[[], bool]
-    close: Callable[[], None]
-
-
-class Storage(Protocol):
-    """The functions of ``lit_fsdp.checkpoint`` that a strategy needs."""
-
-    save: Callable[..., None]
-    background: Callable[[torch.device, float], BackgroundSaver]
-    sound: Callable[..., Any]
-    load_file: Callable[[Path], Mapping[str, Any]]
-    load_tensors: Callable[..., None]
-    load_state: Callable[..., dict[str, Any]]
-    load_rank_state: Callable[..., dict[str, Any] | None]
-    tensor_names: Callable[[Path], set[str]]
-    remove: Callable[[Path], None]
-    refused: Callable[[Any], str | None]
-
-
-class ShardedCheckpoints:
-    """Saving and loading for a Lightning strategy, a mixin of :class:`lit_fsdp.parallel.sharded.ShardedStrategy`."""
+class Checkpoints:
+    """Saving and loading for a Lightning strategy, a mixin of :class:`lit_fsdp.parallel.base.EngineStrategy`."""
 
     config: StrategyConfig
     contract: DtypeContract
@@ -72,7 +50,6 @@ class ShardedCheckpoints:
     """Whether the save under way has no other reason than a signal; its manifest says so."""
     background: BackgroundSaver | None = None
     _in_background = False
-    _storage: Storage
     _root: nn.Module | None
     _ties: dict[str, str]
     _sync_buffers: Callable[[], None]
@@ -82,7 +59,7 @@ class ShardedCheckpoints:
     def open_background(self) -> BackgroundSaver:
         """What saves in the background from now on, made at the first call; collective."""
         if self.background is None:
-            self.background = self._storage.background(self.root_device, self.config.timeout_seconds)
+            self.background = BackgroundSaver(self.root_device, self.config.timeout_seconds)
         return self.background
 
     @contextlib.contextmanager
@@ -116,7 +93,7 @@ class ShardedCheckpoints:
         """
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
-        save = self._storage.save
+        save: Callable[..., None] = store.save_checkpoint
         if self.background is not None:
             self.background.wait()
             save = self.background.save if self._in_background else save
@@ -157,8 +134,8 @@ class ShardedCheckpoints:
         if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
             return self._load_file(given)
         path = self._sound(given)
-        state = self._storage.load_state(path)
-        saved = self._storage.tensor_names(path)
+        state = store.load_state(path)
+        saved = store.tensor_names(path)
         owner = self._state_owner()
         model = self.lightning_module_state_dict()
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
@@ -174,7 +151,7 @@ class ShardedCheckpoints:
         if not self.lightning_module.strict_loading:
             templates = {name: tensor for name, tensor in templates.items() if name in saved}
             skip |= saved - templates.keys()
-        self._storage.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
+        store.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         dcp_state.set_model_state_dict(owner, model, options=strict)
@@ -187,12 +164,12 @@ class ShardedCheckpoints:
             else:  # SGD without momentum has no tensors, but a learning rate
                 _restore_groups(optimizer, groups["param_groups"])
         self._check_after_load()
-        self._rng_after_load = self._storage.load_rank_state(path, dist.get_rank())
+        self._rng_after_load = store.load_rank_state(path, dist.get_rank())
         return state
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
-        content = dict(self._storage.load_file(path))
+        content = dict(read_lightning_file(path))
         owner, strict = self._state_owner(), self.lightning_module.strict_loading
         whole = dcp_state.StateDictOptions(full_state_dict=True, strict=strict)
         dcp_state.set_model_state_dict(owner, dict(content.pop("state_dict")), options=whole)
@@ -229,7 +206,7 @@ class ShardedCheckpoints:
         """
         for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
             found = dict(getattr(owner, "hparams", {}))
-            refused = {key: why for key in found if (why := self._storage.refused({key: found[key]}))}
+            refused = {key: why for key in found if (why := state_json.refused({key: found[key]}))}
             if refused:
                 raise ConfigError(
                     f"{type(owner).__name__}.hparams",
@@ -248,7 +225,7 @@ class ShardedCheckpoints:
         """The checkpoint to load: the one given, or the first sound one among those that may take its place."""
         asked = (str(checkpoint_path), [str(path) for path in self.fallback_checkpoints], self.verify_on_load)
         first, others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
-        found = self._storage.sound(Path(first), [Path(path) for path in others], verify)
+        found = sound_checkpoint(Path(first), [Path(path) for path in others], verify)
         self.fallback_checkpoints, self.damaged_checkpoints = (), found.damaged
         self.loaded_checkpoint = found.path
         if found.damaged and dist.get_rank() == 0:
@@ -265,7 +242,7 @@ class ShardedCheckpoints:
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint folder, on rank 0; a warning if that fails."""
         if dist.get_rank() == 0:
-            self._storage.remove(Path(filepath))
+            retention.try_to_remove(Path(filepath))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the RNG of the checkpoint just before the first batch after a resume.
@@ -299,3 +276,25 @@ def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Ten
         for name, entry in state["state"].items()
         for key, value in entry.items()
     }
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch's, NumPy's and Python's random generators on this rank."""
+    algorithm, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (str(algorithm), [int(k) for k in keys], int(position), int(has_gauss), float(cached)),
+        "python": random.getstate(),
+    }
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what :func:`rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"], device)
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

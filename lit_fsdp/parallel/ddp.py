@@ -19,10 +19,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.sharded import ShardedStrategy
-from lit_fsdp.parallel.stepping import GuardedSteps
 from lit_fsdp.parallel.units import UnitPlan
 
 
@@ -30,7 +30,7 @@ class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning ty
     """Guards and clips."""
 
 
-class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
+class ReplicatedStrategy(EngineStrategy, DDPStrategy):
     """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is.
 
     Built by :func:`lit_fsdp.fsdp_strategy`.
@@ -73,15 +73,11 @@ class ReplicatedStrategy(ShardedStrategy, DDPStrategy):
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-        options: dict[str, Any] = {buffers: False, "find_unused_parameters": True}
+        options: dict[str, Any] = {buffers: False, "find_unused_parameters": self.config.find_unused_parameters}
         wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, **options)
         # not the function itself: DDP compares its annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped
-
-    def realised_units(self) -> list[str]:
-        """Only the root: nothing is sharded."""
-        return [""]
 
 
 def _average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

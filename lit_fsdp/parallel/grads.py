@@ -1,22 +1,23 @@
 """What happens between the backward pass and the optimizer: loss scale, finite gradients, clipping, in one order.
 
-The engines' gradient scalers look at local shards, each in its own way; here one norm over all shards decides for all
-ranks, so that a step is taken everywhere or nowhere.
+The engines' gradient scalers look at local shards, each in its own way; here one norm over all shards, the one an
+unsharded model would have, decides for all ranks, so that a step is taken everywhere or nowhere. Lightning refuses norm
+clipping under its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import NonFinite, StrategyConfig
 from lit_fsdp.errors import ConfigError, NonFiniteGradientError
-from lit_fsdp.parallel.grad_norm import clip_by_norm, clip_by_value, local_tensors, total_norm
 
 _log = logging.getLogger(__name__)
 
@@ -66,15 +67,14 @@ class StepGuard:
         """
         is_finite = grad_norm - grad_norm == 0
         scale = self.loss_scale
-        is_overflow = scale is not None and not is_finite and scale.value > scale.smallest
+        can_fall = scale is not None and scale.value > scale.smallest
         if scale is not None:
             scale.update(not is_finite)
         if is_finite:
             self.in_a_row = 0
             return True
-        if is_overflow:
+        if scale is not None and can_fall:
             self.num_overflow_steps += 1
-            assert scale is not None
             _log.info("fp16 overflow: step skipped, loss scale now %g", scale.value)
             return False
         culprits = ", ".join(map(str, ranks()))
@@ -135,16 +135,17 @@ class GuardedSteps:
     last_grad_norm: torch.Tensor | None = None
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
-    stepped = False
-    """Whether the last step was taken."""
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
+    after_backward: Callable[[Any], None] = staticmethod(lambda optimizer: None)
+    """Called once all gradients of an optimizer step are there."""
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+    """The last thing before parameters change."""
     _own_loss: torch.Tensor | float = 0.0
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Around every step of the LightningModule."""
-        context = nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
-        with context:
-            yield
+        return nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass, before ``on_after_backward`` looks at gradients."""
@@ -167,16 +168,14 @@ class GuardedSteps:
             raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
         self.after_backward(optimizer)
-        scale = self.guard.loss_scale
-        if scale is not None:
-            for grads in _by_device(_grads(optimizer)):
-                torch._foreach_mul_(grads, 1.0 / scale.value)
+        if self.guard.loss_scale is not None and (local := local_tensors(_grads(optimizer))):
+            torch._foreach_mul_(local, 1.0 / self.guard.loss_scale.value)
         self.last_grad_norm = None
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if self.last_grad_norm is None:
             self._measure(optimizer)
         allowed = self.guard.allows(self._agreed_norm(), self._ranks_without_finite_loss)
-        self._own_loss, self.stepped = 0.0, allowed
+        self._own_loss = 0.0
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
@@ -184,24 +183,15 @@ class GuardedSteps:
         optimizer.step(**kwargs)
         return result
 
-    def around_backward(self) -> AbstractContextManager[None]:
-        """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
-        return nullcontext()
-
-    def after_backward(self, optimizer: Any) -> None:
-        """Once all gradients of an optimizer step are there."""
-
-    def before_step(self) -> None:
-        """The last thing before parameters change."""
-
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Scale all gradients so that their common 2-norm is at most ``clip_val``."""
         self.last_grad_norm = clip_by_norm(_grads(optimizer), clip_val, self.shard_group, self.comm_device)
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clamp every gradient element to ``[-clip_val, clip_val]``."""
+        """Clamp every gradient element to ``[-clip_val, clip_val]``; shards need nothing from each other."""
         self._measure(optimizer)  # clamping would make inf look finite
-        clip_by_value(_grads(optimizer), clip_val)
+        for local in local_tensors(_grads(optimizer)):
+            local.clamp_(-clip_val, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: loss scale and counters."""
@@ -216,7 +206,7 @@ class GuardedSteps:
 
     def _ranks_without_finite_loss(self) -> list[int]:
         is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return [] if is_finite else [0]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, is_finite)
@@ -235,6 +225,46 @@ def _grads(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from (p.grad for p in group["params"] if p.grad is not None)
 
 
-def _by_device(grads: Iterator[torch.Tensor]) -> list[list[torch.Tensor]]:
+def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts, without the empty ones."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [t for t in local if t.numel()]
+
+
+def total_norm(
+    grads: Iterable[torch.Tensor], shard_group: dist.ProcessGroup | None, comm_device: torch.device | None = None
+) -> torch.Tensor:
+    """The 2-norm of all gradients together, as an fp32 scalar, equal on all ranks.
+
+    Args:
+        grads: DTensors, or the local shards; parts of a tensor that other ranks of ``shard_group`` hold are not here.
+        shard_group: Ranks that together hold one copy of the gradients; ``None`` when each rank holds all of it.
+        comm_device: Where the group reduces, if the gradients live elsewhere (offloaded to the host).
+    """
     local = local_tensors(grads)
-    return [local] if local else []
+    if shard_group is not None and dist.get_rank(shard_group):  # without dimensions they are not split: count them once
+        local = [t for t in local if t.dim()]
+    device = comm_device or (local[0].device if local else torch.device("cpu"))
+    norms = list(torch._foreach_norm(local, 2, dtype=torch.float32)) if local else []
+    squared = torch.stack(norms).square().sum().to(device) if norms else torch.zeros((), device=device)
+    if shard_group is not None and dist.get_world_size(shard_group) > 1:
+        dist.all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+def clip_by_norm(
+    grads: Iterable[torch.Tensor],
+    max_norm: float,
+    shard_group: dist.ProcessGroup | None,
+    comm_device: torch.device | None = None,
+) -> torch.Tensor:
+    """Scale the gradients in place so that their 2-norm is at most ``max_norm``; the norm before is returned.
+
+    Non-finite norms are not clipped away: the gradients become non-finite everywhere, and the step is not taken.
+    """
+    grads = list(grads)
+    norm = total_norm(grads, shard_group, comm_device)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if local := local_tensors(grads):
+        torch._foreach_mul_(local, scale.to(local[0].device))
+    return norm

@@ -1,0 +1,609 @@
+"""What all engines share: set-up in one order, the audit of the live units, the dtype contract.
+
+A mixin in front of a Lightning strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
+
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.errors import ConfigError, ContractError, require
+from lit_fsdp.host import free_port
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
+from lit_fsdp.parallel.checkpointing import Checkpoints
+from lit_fsdp.parallel.debug import write_rank
+from lit_fsdp.parallel.grads import StepGuard, build_guard
+from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
+from lit_fsdp.parallel.precision import (
+    TORCH_DTYPES,
+    DtypeContract,
+    apply_float8,
+    cast_buffers,
+    cast_inputs,
+    cast_outputs,
+    cast_parameters,
+    check_device,
+    settle_precision,
+    without_autocast,
+)
+from lit_fsdp.parallel.units import (
+    UnitPlan,
+    audit,
+    clean_name,
+    engines_already_there,
+    owners_by_unit,
+    plan_for,
+    tied_names,
+    units_already_wrapped,
+)
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+_log = logging.getLogger(__name__)
+_QUIET_SECONDS = 15.0
+_LOST_CONTACT = re.compile(
+    "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
+)
+_FREE_CHOICES = (
+    *("process_group_backend", "timeout_seconds", "state_dict", "verbose", "contract"),
+    *("nonfinite_gradients", "max_skipped_steps"),
+)
+"""Arguments in which the strategies of two Trainers that share a module may differ."""
+_AVERAGE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+"""Callbacks of Lightning that keep a whole model on every rank, but a rank has only shards to average."""
+
+
+def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
+    """A 1-D ``(dp_shard)`` mesh, or a 2-D ``(dp_replicate, dp_shard)`` one when there are several copies.
+
+    Neighbouring ranks form a shard group, so that a group stays inside a node. One rank gets a 1-D mesh of one. The
+    groups of a 2-D mesh are made here because those that torch makes wait for its own default timeout.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        replicate_degree: Copies of the model.
+        shard_degree: Ranks over which one copy is split.
+        timeout: How long a collective of these groups may wait for a rank.
+    """
+    if replicate_degree == 1:
+        return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
+    ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
+    groups = []
+    for along in (ranks.T, ranks):  # ranks that hold the same shard of different copies; ranks that share one copy
+        own, _ = dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)
+        groups.append(own)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
+
+
+class Redirection(_ForwardRedirection):
+    """Lightning's way from a strategy's root to ``training_step`` and its siblings, which knows when it is taken."""
+
+    is_inside = False
+
+    def __call__(self, wrapper_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the step inside the root's forward."""
+        before, self.is_inside = self.is_inside, True
+        try:
+            return super().__call__(wrapper_module, *args, **kwargs)
+        finally:
+            self.is_inside = before
+
+
+class EngineStrategy(Checkpoints):
+    """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`.
+
+    Args:
+        config: The factory's checked arguments.
+    """
+
+    precision_class: Callable[[], Any]
+    lightning_module: Any
+    root_device: torch.device
+    cluster_environment: Any
+    in_recipe = False
+    """Whether the arguments come from a recipe, by whose paths errors name them."""
+    num_nodes: int
+    num_processes: int
+    world_size: int
+    global_rank: int
+    _launcher: Any
+    _forward_redirection: Any
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.config = config
+        self._plugin = self.precision_class()
+        self._plugin.guard = build_guard(config)
+        self._plugin.after_backward, self._plugin.before_step = self.after_backward, self._reshard
+        self._plugin.around_backward = self._averaging_alone
+        self._root: nn.Module | None = None
+        self._owner: Any = None
+        self._broadcast_done: dict[int, torch.Tensor] = {}
+        self._ties: dict[str, str] = {}
+        self._rng_after_load: dict[str, Any] | None = None
+        self._rng_before_window: dict[str, Any] | None = None
+        self.plan: UnitPlan | None = None
+        self.audit: dict[str, Any] = {}
+        self.fp32_units: set[str] = set()
+        self.contract = DtypeContract(config)
+        self.checkpoint_files: dict[str, Path] = {}
+        self.rank_summary: dict[str, Any] | None = None
+        self.replicated: list[nn.Parameter] = []
+        self._names: dict[int, str] = {}
+        self._used: set[str] = set()
+        self._noted: dict[int, torch.Tensor] = {}
+        super().__init__(  # type: ignore[call-arg]
+            process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
+        )
+        self._forward_redirection = Redirection()
+
+    # -- what an engine has of its own
+
+    def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
+        """Wrap the module, filled by then; the root that is called in every step."""
+        raise NotImplementedError
+
+    def _reshard(self) -> None:
+        """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def realised_units(self) -> list[str]:
+        """Names of the modules that really are FSDP units, the root as ``""``."""
+        return [""]
+
+    def _start_process_group(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+
+    # -- before the model
+
+    @property
+    def path(self) -> str:
+        """Where the arguments stand, for errors."""
+        return "trainer.strategy.init_args" if self.in_recipe else "fsdp_strategy"
+
+    @property
+    def loss_divisor(self) -> float:
+        """What a module that runs backward on sums divides by beforehand, so that nothing overflows in fp16."""
+        return 1024.0 if self.guard.loss_scale is not None else 1.0
+
+    @property
+    def guard(self) -> StepGuard:
+        """Counts skipped steps and, for fp16, holds the loss scale."""
+        return self._plugin.guard
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plugin that clips; dtypes are the strategy's alone."""
+        return self._plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        given = "32-true" if plugin is None else plugin.precision
+        allowed = "nothing: precision is the strategy's (mixed, low_precision, fp32)"
+        fix = "drop it and write fsdp_strategy(precision='mixed')"
+        require(given == "32-true", "Trainer(precision=...)", given, allowed, fix)
+
+    def _configure_launcher(self) -> None:
+        """Check what only the Trainer knows before its launcher starts further processes, and not in each of them."""
+        super()._configure_launcher()  # type: ignore[misc]
+        if self._launcher is None:
+            return
+        launch = self._launcher.launch
+
+        @functools.wraps(launch)
+        def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self._check_environment(trainer)
+            module = self.lightning_module
+            if any(True for _ in module.parameters()) and _sharded_by(module) is None:
+                plan_for(module, self.config, self.path)
+            if not self.cluster_environment.creates_processes_externally and "STANDALONE_PORT" not in os.environ:
+                os.environ.setdefault("MASTER_PORT", str(free_port()))  # Lightning's choice may be taken by then
+            return launch(function, *args, trainer=trainer, **kwargs)
+
+        self._launcher.launch = launch_checked
+
+    def _check_environment(self, trainer: Any = None) -> None:
+        mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
+        check_device(self.config, self.root_device.type, self.path)
+        if not self.config.is_sharded:
+            return
+        trainer, engine = trainer or self.lightning_module.trainer, self.config.engine
+        for callback in trainer.callbacks:
+            name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _AVERAGE_WEIGHTS), "")
+            given = f"{name} with engine {engine}: it averages whole models, but a rank has only shards"
+            allowed = "callbacks that do not copy the model; weight averages with engine ddp or single"
+            fix = f"drop {name}, or average exported checkpoints afterwards"
+            require(not name, "trainer.callbacks", given, allowed, fix)
+        manual = trainer.state.fn == "fit" and not self.lightning_module.automatic_optimization
+        given = f"fsdp1 with manual optimization ({type(self.lightning_module).__name__}), whose root counts on one "
+        given += "backward pass after the step"
+        wrong = manual and engine == "fsdp1"
+        require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single", "set engine: fsdp2")
+
+    def setup_environment(self) -> None:
+        """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""
+        self._check_environment()
+        with self._rendezvous():
+            self._start_process_group()
+        if self.plan is None:
+            on_all: Callable[[bool], bool] = self.reduce_boolean_decision  # type: ignore[attr-defined]
+            self.config = settle_precision(self.config, self.root_device.type, on_all)
+            self.contract = DtypeContract(self.config)
+        replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        self.mesh = build_mesh(self.root_device.type, replicas, shards, timeout)
+        self._plugin.shard_group = self.mesh.get_group(SHARD) if shards > 1 else None
+        self._plugin.has_copies, self._plugin.comm_device = replicas > 1, self.root_device
+
+    @contextmanager
+    def _rendezvous(self) -> Iterator[None]:
+        """Around the start of the process group, which waits in silence: say once what for, if it takes long."""
+        environment, node = self.cluster_environment, socket.gethostname()
+        where = f"{environment.main_address}:{environment.main_port}"
+        text = f"{node} still waits for all {self.num_nodes * self.num_processes} ranks to meet at {where}, at most "
+        timer = threading.Timer(_QUIET_SECONDS, _log.warning, (f"{text}{self.config.timeout_seconds:.0f} s",))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    # -- the model
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the LightningModule (once), check the contract, build the optimizers."""
+        self.accelerator.setup(trainer)  # type: ignore[attr-defined]
+        module, fitting = self.lightning_module, trainer.state.fn == "fit"
+        if fitting:
+            self.check_hyperparameters(trainer)
+        if self._owner is not module:
+            is_ours = hasattr(module, "read_tensor")
+            self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"
+            before = _sharded_by(module)
+            self._setup_module(module, is_ours) if before is None else self._take_over(before)
+        self._reshard()
+        self.model = self._root
+        self.barrier()  # type: ignore[attr-defined]
+        self.contract.check_parameters(module.named_parameters(), "after set-up")
+        self.contract.check_buffers(module.named_buffers(), self.config.precision_config.buffer_dtype)
+        if fitting:
+            self.setup_optimizers(trainer)  # type: ignore[attr-defined]
+            self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
+            self._check_optimized()
+        self.setup_precision_plugin()  # type: ignore[attr-defined]
+
+    def _setup_module(self, module: Any, is_ours: bool) -> None:
+        config, manual = self.config, self.config.wrap_config.manual
+        there = bool(units_already_wrapped(module)) and not manual
+        fix = "remove wrap() or fully_shard() from the LightningModule, or set wrap: manual"
+        allowed = "a model without FSDP units, or wrap: manual"
+        require(not there, f"{self.path}.wrap", "a model that is already wrapped", allowed, fix)
+        others = ", ".join(engines_already_there(module) - {config.engine})
+        require(not others, f"{self.path}.wrap", f"manual with units of {others}", config.engine, "change engine")
+        plan = self.plan = self._prepare(module)
+        self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
+        self._ties = tied_names(module)
+        seed = self.broadcast(torch.initial_seed())  # type: ignore[attr-defined]  # replicas would differ
+        reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(seed)
+        recompute = recompute_by_unit(plan)
+        materializer = Materializer(module, reader, torch.device("cpu") if config.offloads else self.root_device)
+        if not config.cpu_ram_efficient_loading:
+            for child in list(module.modules()):
+                materializer.fill(child)
+        if not manual:  # torch splits dim 0, which these have not, and DDP passes over what is frozen by now
+            self.replicated = [
+                p for p in module.parameters() if not (p.dim() if config.is_sharded else p.requires_grad)
+            ]
+        self._root = self._shard(module, plan, materializer)
+        if config.is_sharded:
+            self._redirect_forward(module)
+            for unit, owners in owners_by_unit(module, plan).items():
+                self._note_use(unit, owners)
+        if not is_ours:  # which is given token ids
+            self._cast_for_layers(module, plan)
+        self._broadcast_done.clear()
+        self._to_device(module)
+        if config.precision_config.buffer_dtype is not None:
+            cast_buffers(module, TORCH_DTYPES[config.precision_config.buffer_dtype])
+        self._owner = module
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        self.audit = {
+            **audit(plan, shards, recompute),
+            "num_params_on_this_rank": sum(_local(p).numel() for p in module.parameters()),
+            "engine": config.engine,
+            "sharding": config.sharding,
+            "replicate_degree": self.world_size // shards,
+            "replaced": config.replaced,
+        }
+        different = set(self.realised_units()) ^ {unit.name for unit in plan.units}
+        if config.is_sharded and different:
+            raise ContractError(f"FSDP units differ from the plan: {sorted(different)}")
+        if config.is_sharded and len(plan.units) == 1 and dist.get_rank() == 0:
+            _log.warning("the whole model is one FSDP unit (by %s): every rank gathers all of it at once", plan.source)
+        if config.verbose:
+            folder = Path(module.trainer.default_root_dir)
+            self.rank_summary = write_rank(folder, module, self._root, self.mesh, str(self.root_device))
+        if self.contract.watching:
+            self.contract.watch(plan.modules, self.fp32_units)
+
+    def _prepare(self, module: Any) -> UnitPlan:
+        """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
+        config, precision = self.config, self.config.precision_config
+        if not config.wrap_config.manual:  # sharded already: the contract compares what is there
+            cast_parameters(module, TORCH_DTYPES[precision.row.param])
+        if precision.mode == "fp8":
+            apply_float8(module, precision.fp8_skip, f"{self.path}.precision")
+        plan = plan_for(module, config, self.path)
+        path = f"{self.path}.activation_checkpointing"
+        activation = resolve_gradient_checkpointing(module, config.activation_config, path)
+        prepare_blocks(plan.blocks, activation, config.compile, path)
+        for unit in plan.units:
+            if unit.keeps_fp32:
+                cast_outputs(plan.modules[unit.name], TORCH_DTYPES[precision.row.compute])
+        if config.engine == "fsdp2" and not module.automatic_optimization:
+            _refuse_root_parameters(owners_by_unit(module, plan).get(module, []), type(module).__name__)
+        return plan
+
+    def _redirect_forward(self, module: Any) -> None:
+        """Let ``module(...)`` outside of every step, as in ``on_train_epoch_end``, go through the root.
+
+        All ranks have to call it: they gather weights together.
+        """
+        forward, redirection, root = module.forward, self._forward_redirection, self._root
+        assert root is not None
+
+        @functools.wraps(forward)
+        def through_the_root(*args: Any, **kwargs: Any) -> Any:
+            if redirection.is_inside:
+                return forward(*args, **kwargs)
+            redirection.is_inside = True
+            try:
+                with self.precision_plugin.forward_context():
+                    return root(*args, **kwargs)
+            finally:
+                redirection.is_inside = False
+
+        through_the_root.strategy = self  # type: ignore[attr-defined]
+        module.forward = through_the_root
+
+    def _to_device(self, module: nn.Module) -> None:
+        """Move what is there already; offloaded shards stay on the host."""
+        if not self.config.offloads:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                module.to(self.root_device)
+            return
+        for buffer in [*module.buffers(), *self.replicated]:
+            buffer.data = buffer.data.to(self.root_device)
+
+    def _broadcast(self, module: nn.Module) -> None:
+        """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
+        units = units_already_wrapped(module).values() if self.config.wrap_config.manual else ()
+        inside = {inner for unit in units for inner in unit.modules()}  # FSDP1's parameters are this rank's shards
+        for child in module.modules():
+            for tensor in [*child._parameters.values(), *child._buffers.values()] if child not in inside else ():
+                if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
+                    continue
+                tensor.data = tensor.data.to(self.root_device)
+                if self.config.sync_module_states and id(tensor) not in self._broadcast_done:
+                    dist.broadcast(tensor.data, src=0)
+                    self._broadcast_done[id(tensor)] = tensor
+
+    def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
+        """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
+
+        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts. What
+        it computes with weights of its own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
+        """
+        row, units = self.config.precision_config.row, plan.modules.values()
+        if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
+            return
+        inside = {inner for unit in units for inner in unit.modules()} if row.compute != row.param else set()
+        for child in module.modules():
+            own = any(p is not None and p.dim() for p in child._parameters.values())
+            if child is not module and child not in inside and (own or is_parametrized(child)):
+                cast_inputs(child, TORCH_DTYPES[row.compute])
+        if row.compute != row.param:
+            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
+            for unit in units:
+                without_autocast(unit, self.root_device.type)
+
+    def _take_over(self, before: EngineStrategy) -> None:
+        """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.
+
+        Raises:
+            ConfigError: That strategy had other arguments, or other ranks.
+        """
+        theirs = dataclasses.replace(before.config, **{name: getattr(self.config, name) for name in _FREE_CHOICES})
+        if (theirs, before.world_size) != (self.config, self.world_size):
+            fields = (field.name for field in dataclasses.fields(theirs))
+            name = next((n for n in fields if getattr(theirs, n) != getattr(self.config, n)), "shard_degree")
+            raise ConfigError(
+                f"{self.path}.{name}",
+                f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise",
+                f"{getattr(theirs, name)}, on {before.world_size} ranks",
+                "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it",
+            )
+        names = ("plan", "audit", "fp32_units", "mesh", "replicated", "_root", "_ties")
+        for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
+            setattr(self, name, getattr(before, name))
+        self._plugin.autocast = before._plugin.autocast
+        self._owner = self.lightning_module
+
+    # -- a step
+
+    def _check_optimized(self) -> None:
+        """Compare the tensors that the optimizers move with the parameters of the sharded model.
+
+        Raises:
+            ContractError: One is none of them, so that training would change nothing.
+        """
+        for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(param) not in self._names:
+                    raise ContractError(
+                        f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
+                        "sharded model\n"
+                        "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
+                    )
+
+    def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+        """From now on, note which parameters of a unit, by full name, take part in a backward pass.
+
+        Args:
+            unit: Gathered when its forward begins.
+            owners: The modules, by name, whose parameters it gathers.
+        """
+
+        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
+            for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
+                if param is None or not param.requires_grad or isinstance(param, DTensor):
+                    continue
+                note = functools.partial(_add, self._used, f"{name}.{attribute}" if name else attribute)
+                if not param.is_leaf:
+                    param.register_hook(note)
+                elif self._noted.get(id(param)) is not param:
+                    self._noted[id(param)] = param
+                    param.register_post_accumulate_grad_hook(note)
+
+        getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
+
+    def after_backward(self, optimizer: Any) -> None:
+        """Drop the zeros that engines put where no rank has a gradient; collective.
+
+        Plain training has no gradient there, and its optimizer passes such a parameter over instead of decaying it.
+        """
+        if not self.config.is_sharded:
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [self._names.get(id(p), "") for p in params]
+        grads = [None if p.grad is None else _local(p.grad) for p in params]
+        has_grad = [n in self._used or (g is not None and bool(g.any())) for n, g in zip(names, grads, strict=True)]
+        for param, is_used in zip(params, self._on_any_rank(has_grad), strict=True):
+            if not is_used:
+                param.grad = None
+        self._used.difference_update(names)
+
+    def _on_any_rank(self, flags: list[bool]) -> list[bool]:
+        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.bool().tolist()
+
+    @contextmanager
+    def _averaging_alone(self) -> Iterator[None]:
+        """Around a backward pass: average the gradients that no engine reduces; collective."""
+        alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
+        before = [p.grad for p in alone]
+        for param in alone:
+            param.grad = None
+        yield
+        has_grad = self._on_any_rank([p.grad is not None for p in alone]) if alone else []
+        for param, old, has in zip(alone, before, has_grad, strict=True):
+            if has:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(grad.div_(self.world_size))
+                param.grad = grad if old is None else old + grad
+            else:
+                param.grad = old
+
+    def _sync_buffers(self) -> None:
+        """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
+
+        Running statistics differ between ranks, which each see their own rows.
+        """
+        for child in self.lightning_module.modules() if self.world_size > 1 else ():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
+                    dist.broadcast(buffer, src=0)
+
+    def on_validation_start(self) -> None:
+        """Evaluate the model that a checkpoint would hold."""
+        self._sync_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a global batch but the last.
+
+        By default gradients are reduced in each of them: holding them back keeps whole gradients in memory.
+        """
+        if self.config.sync_each_micro_batch:
+            yield
+        else:
+            with self._no_sync():
+                yield
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""
+        with self.contract.watch_reductions():
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
+        result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        self._rng_before_window = None
+        if self.contract.watching:
+            named = list(self.lightning_module.named_parameters())
+            self.contract.check_parameters(named, "after the first step")
+            self.contract.check_gradients(named)
+            self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
+            self.contract.finish_first_step()
+        return result
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note on which rank it was raised and whether others were lost, which decides the exit code."""
+        is_failure = isinstance(exception, Exception) and not isinstance(exception, ConfigError)
+        if is_failure and not hasattr(exception, "exit_code") and dist.is_initialized() and dist.get_world_size() > 1:
+            where = f"rank {dist.get_rank()} ({socket.gethostname()})"
+            is_lost = _LOST_CONTACT.search(f"{type(exception).__name__}: {exception}")
+            lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
+            exception.add_note(lost if is_lost else f"this was raised on {where}")
+        super().on_exception(exception)  # type: ignore[misc]
+
+
+def _sharded_by(module: Any) -> Any:
+    """The strategy that has sharded a LightningModule, of whichever Trainer; ``None`` for none."""
+    return getattr(module.forward, "strategy", None)
+
+
+def _refuse_root_parameters(owners: list[tuple[str, nn.Module]], name: str) -> None:
+    """Refuse weights in fsdp2's root under manual optimization: it is gathered once per step, not once per pass."""
+    for owner, attribute, param in ((n, a, p) for n, module in owners for a, p in module._parameters.items()):
+        full = f"{owner}.{attribute}" if owner else attribute
+        given = f"False with the parameter {full}, which is in no child module that is called"
+        wrong = param is not None and param.requires_grad and param.dim()
+        allowed = "parameters in child modules, each with a forward of its own"
+        fix = f"put {attribute} into a child module, or use engine ddp or single"
+        require(not wrong, f"{name}.automatic_optimization", given, allowed, fix)
+
+
+def _add(names: set[str], name: str, _: torch.Tensor) -> None:
+    names.add(name)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
