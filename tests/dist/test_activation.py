@@ -88,3 +88,11 @@ def test_the_models_own_switch_becomes_ours(
     assert found["losses"] == kept[engine]["losses"]
     assert found["recomputes"] == ["full"] * 3
     assert found["gathers"] == kept[engine]["gathers"]
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("ddp", 2), ("single", 1)])
+def test_a_second_trainers_mode_holds_where_nothing_is_sharded(
+    workers: Workers, tiny_model: Path, engine: str, ranks: int
+) -> None:
+    for found in workers.run("fit_twice", ranks, folder=str(tiny_model), engine=engine):
+        assert found == [["full"] * 3, ["no"] * 3]
