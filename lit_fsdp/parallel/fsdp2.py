@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_fsdp.parallel.base import EngineStrategy
@@ -48,9 +50,11 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         self._setup_distributed()
 
     def setup_environment(self) -> None:
-        """Start the process group and build the mesh, which the LightningModule sees as ``device_mesh``."""
+        """Start the process group and build the mesh; ``device_mesh`` of the LightningModule has Lightning's names."""
         super().setup_environment()
-        self._device_mesh = self.lightning_module._device_mesh = self.mesh
+        world: Any = dist.group.WORLD  # so that no further group is made
+        self._device_mesh = DeviceMesh.from_group(world, self.root_device.type, mesh_dim_names=("data_parallel",))
+        self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Manual(ForeignNet):
         for i, layer in enumerate(self.layers):
             if self.how == "fully_shard":
                 fully_shard(layer, **strategy.unit_options())
+            elif self.how == "device_mesh":  # as the documentation of Lightning's ModelParallelStrategy has it
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             else:
                 from torch.distributed.fsdp.wrap import wrap
 
@@ -169,12 +171,13 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
+    found_mesh = module._device_mesh
     return {
         "losses": losses.values,
         "reductions": counts.counts,
         "dtypes": live.contract.report()["realised"],
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
-        "has_one_mesh": getattr(live, "_device_mesh", None) is live.mesh is module._device_mesh,
+        "is_over_all_ranks": found_mesh is not None and found_mesh["data_parallel"].get_group() is dist.group.WORLD,
         "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),
         "devices": sorted({p.device.type for p in module.parameters()}),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),

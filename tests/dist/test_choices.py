@@ -34,7 +34,7 @@ def test_fsdp1_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> 
 def test_fsdp2_is_set_as_the_recipe_says(workers: Workers, tiny_model: Path) -> None:
     found = look(workers, tiny_model)  # the root first, then three blocks; the embedding is tied
     assert (found["forward_depths"], found["backward_depths"]) == ([0, 0, 0, 0], [0, 0, 0, 0])
-    assert found["has_one_mesh"]
+    assert found["is_over_all_ranks"]  # device_mesh["data_parallel"], for which no group of its own is made
     found = look(workers, tiny_model, forward_prefetch=2, backward_prefetch=2)
     assert (found["forward_depths"], found["backward_depths"]) == ([0, 2, 1, 0], [0, 0, 1, 2])
     found = look(workers, tiny_model, forward_prefetch=True, backward_prefetch="none")
@@ -213,7 +213,7 @@ def test_an_fp16_overflow_is_skipped_and_counted(workers: Workers, tiny_model: P
         assert result["digests"][1] == result["digests"][2] == result["digests"][3] != result["digests"][4]
 
 
-@pytest.mark.parametrize(("engine", "how"), [("fsdp2", "fully_shard"), ("fsdp1", "wrap")])
+@pytest.mark.parametrize(("engine", "how"), [("fsdp2", "fully_shard"), ("fsdp2", "device_mesh"), ("fsdp1", "wrap")])
 def test_a_module_that_wraps_itself(workers: Workers, engine: str, how: str) -> None:
     (alone,) = workers.run(
         "train_wrapped_by_hand", 1, strategy={"engine": "single", "precision": "fp32"}, how="nothing"
