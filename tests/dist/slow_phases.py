@@ -58,12 +58,12 @@ def main() -> int:
     from lit_fsdp import datamodule, module
     from lit_fsdp.__main__ import main as run
     from lit_fsdp.checkpoint import staging
-    from lit_fsdp.parallel import sharded
+    from lit_fsdp.parallel import base
 
     places: dict[str, tuple[Any, str]] = {
         "rows": (datamodule.CausalLMDataModule, "prepare"),
         "step": (module.CausalLMModule, "training_step"),  # every forward
-        "setup": (sharded.EngineStrategy, "_check_units"),
+        "setup": (base.EngineStrategy, "_check_optimized"),
         "validation": (module.CausalLMModule, "on_validation_epoch_end"),
         "test": (module.CausalLMModule, "on_test_epoch_end"),
         "save": (staging, "publish"),
