@@ -2,7 +2,8 @@
 
     python timed_fit.py OUT.json fit --config RECIPE.yaml ...
 
-Lightning starts the other ranks with this very command line; only rank 0 writes.
+The other ranks are started with this very command line, before rank 0 imports anything heavy; only rank 0 writes, so
+nothing heavy is imported here until then.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.host import is_first_process
-from lit_fsdp.metrics.counts import step_counts
-from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.launch.ranks import RANKS
 
 
 def record_steps(recorded: dict[str, Any]) -> None:
     """Note clock, CPU seconds of this process, loss and counts at the end of each optimizer step, and peak memory."""
+    from lit_fsdp.callbacks.throughput import Throughput
+    from lit_fsdp.metrics.counts import step_counts
+    from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
+
     original = Throughput.on_train_batch_end
 
     @functools.wraps(original)
@@ -46,7 +49,13 @@ def record_steps(recorded: dict[str, Any]) -> None:
 if __name__ == "__main__":
     recorded: dict[str, Any] = {name: [] for name in ("times", "cpu", "losses", "supervised", "slots")}
     writes = is_first_process()  # asked now: the launcher will set LOCAL_RANK here too
-    record_steps(recorded)
+    start = RANKS.start
+
+    def start_then_record(trainer: Any) -> None:
+        start(trainer)
+        record_steps(recorded)
+
+    RANKS.start = start_then_record  # type: ignore[method-assign]
     code = main(sys.argv[2:])
     if writes:
         Path(sys.argv[1]).write_text(json.dumps(recorded))
