@@ -25,7 +25,7 @@ class Ranks:
     """This process among those of ``group``; alone when there is no process group.
 
     Args:
-        group: Default: all ranks, if ``torch.distributed`` is initialised.
+        group: Default: all ranks, if ``torch.distributed`` is initialized.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

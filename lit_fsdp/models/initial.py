@@ -1,7 +1,7 @@
 """Values that come from no file: random weights and computed buffers, one module at a time.
 
 ``_init_weights`` of transformers is called on a real copy of one module while everything else stays on meta. Some
-models initialise a child from its parent (GPT-2 scales the output projections from the attention block), so the
+models initialize a child from its parent (GPT-2 scales the output projections from the attention block), so the
 module's ancestors get their turn too, nearest first, as in ``PreTrainedModel.initialize_weights``; what they write to
 their other children lands on meta. All this happens in a copy of the whole tree: nothing of the live model, whose
 tensors may have been loaded meanwhile, can be reached from it.
@@ -44,20 +44,20 @@ class InitialValues:
         """The initial parameter or buffer ``attribute`` of a module, or its ``rows`` in dim 0, on the CPU.
 
         In the dtype that the model declares. The tensor owns its memory. The module last asked about is kept, so
-        that asking for all its attributes, or for one in several slices, runs the initialiser once.
+        that asking for all its attributes, or for one in several slices, runs the initializer once.
 
         Raises:
-            CheckpointError: The model's code leaves the tensor uninitialised.
+            CheckpointError: The model's code leaves the tensor uninitialized.
         """
         last_name, values = self._last
         if last_name != module_name or attribute not in values:
             self._last = ("", {})
-            values = self._initialise(module_name)
+            values = self._initialize(module_name)
             self._last = (module_name, values)
         return values.pop(attribute) if rows is None else values[attribute][rows].clone()
 
     @torch.no_grad()
-    def _initialise(self, name: str) -> dict[str, torch.Tensor]:
+    def _initialize(self, name: str) -> dict[str, torch.Tensor]:
         real = _bare_copy(self._modules[name])
         real._parameters = {
             k: None if p is None else nn.Parameter(_blank(p), requires_grad=False) for k, p in real._parameters.items()
@@ -83,13 +83,13 @@ class InitialValues:
 
 
 def check_filled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, unless the model's code left it as it was before initialisation.
+    """``tensor``, unless the model's code left it as it was before initialization.
 
     Raises:
         CheckpointError: There is a not-a-number in it.
     """
     if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any()):
-        raise CheckpointError(f"{name}: the model's code (_init_weights) does not initialise it, and no file holds it")
+        raise CheckpointError(f"{name}: the model's code (_init_weights) does not initialize it, and no file holds it")
     return tensor
 
 

@@ -39,7 +39,7 @@ class LoraWeights:
     Args:
         base: The weights of the model before :func:`apply_lora`.
         model: After it, on meta and not wrapped yet.
-        seed: Of random initialisation.
+        seed: Of random initialization.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int) -> None:

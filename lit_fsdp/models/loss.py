@@ -25,7 +25,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.chunked_loss import LossTerms, TokenScores, chunk_rows, chunked_loss, plain_loss
 
 IGNORED = -100
-"""Label of a token that is not learnt, as in ``torch.nn.functional.cross_entropy``."""
+"""Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
 _log = logging.getLogger(__name__)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -153,7 +153,7 @@ def _is_unit(module: nn.Module) -> bool:
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
-    Where ``position_ids`` start anew (packed samples) the first token of a sample is never learnt.
+    Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised.
 
     Args:
         model: The causal LM, sharded or wrapped as may be.

@@ -165,6 +165,6 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def _dropped(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers would drop this stored tensor without a word: it is computed, not learnt."""
+    """Whether transformers would drop this stored tensor without a word: it is computed, not trained."""
     patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
     return any(re.search(pattern, name) for pattern in patterns)

@@ -38,8 +38,8 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
     reads no weights.
 
     Args:
-        config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialisation).
-        seed: Of random initialisation; only named in the label here.
+        config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
+        seed: Of random initialization; only named in the label here.
         with_weights: Else nothing large is fetched or converted, and the result has no weights.
 
     Raises:

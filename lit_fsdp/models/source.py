@@ -15,7 +15,7 @@ class ModelSource:
     hf_config: PretrainedConfig
     """The architecture."""
     weights_folder: Path | None
-    """Folder of safetensors files whose names and shapes fit, or None for random initialisation."""
+    """Folder of safetensors files whose names and shapes fit, or None for random initialization."""
     tokenizer_source: str | None
     """Folder or hub name of the tokenizer; None with a miniature means the generated one."""
     label: str

@@ -27,7 +27,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML with the assistant's words and its end mark as the part that is learnt."""
+"""ChatML with the assistant's words and its end mark as the part that is supervised."""
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
@@ -98,7 +98,7 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, lab
     """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
 
     No token is made up for it, so the vocabulary stays as it is. Labels are masked by position, never by token, so
-    the end of text is learnt although it is padded with.
+    the end of text is supervised although it is padded with.
 
     Raises:
         ConfigError: ``pad_token`` is no token, or there is neither a pad token nor an end of text.
@@ -125,7 +125,7 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, lab
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The number put where a batch has no token: the pad token's, of a foreign tokenizer without one its end's, or 0.
 
-    Nothing is learnt there and nothing looks there, so any number will do.
+    Nothing is supervised there and nothing looks there, so any number will do.
     """
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None:

@@ -46,7 +46,7 @@ class Weights:
 
         Raises:
             CheckpointError: The file has been cut short since it was checked, or the model's code does not
-                initialise a value that no file holds.
+                initialize a value that no file holds.
         """
         noted = self._initial.module(module_name)
         assert isinstance(module, type(noted)), f"{module_name} is a {type(noted).__name__}, not {type(module)}"
@@ -61,9 +61,9 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
     """The weights of ``source`` for ``model``, held against each other once: names and shapes.
 
     Args:
-        source: A folder, or random initialisation.
+        source: A folder, or random initialization.
         model: On meta and not yet wrapped; tied parameters are recognised as one object under several names.
-        seed: Of random initialisation.
+        seed: Of random initialization.
 
     Raises:
         CheckpointError: Tensors are missing in the folder or have other shapes, or a file is damaged.

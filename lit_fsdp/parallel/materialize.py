@@ -1,6 +1,6 @@
 """Real tensors for a model built on meta, read so that no rank ever holds more than its shards and one module.
 
-A reader gives one tensor, or only some of its rows in dim 0. Where the weights come from (a file, an initialiser)
+A reader gives one tensor, or only some of its rows in dim 0. Where the weights come from (a file, an initializer)
 is the reader's business; it is handed in by the module that is trained.
 """
 

@@ -13,6 +13,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader
 
 from lit_fsdp import fsdp_strategy
+from transformers import Adafactor
+
 from tests.dist.foreign import ForeignNet, foreign_rows
 from tests.dist.foreign_options import ForeignNetWithValidation, own_part
 
@@ -225,6 +227,21 @@ class OwnReduction(ForeignNetWithValidation):
             state["exact"] = torch.zeros(2, dtype=torch.float64)
 
 
+class OwnPrecision(ForeignNetWithValidation):
+    """Computes its head without autocast, and has an optimizer with fp32 state for bf16 weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        for layer in self.layers:
+            x = layer(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.to(self.head.weight.dtype)) * self.scale.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As transformers has it."""
+        return Adafactor(self.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
+
+
 class PartlyMeta(ForeignNetWithValidation):
     """Blocks on meta; the rest is there, on each rank another one."""
 
@@ -235,7 +252,7 @@ class PartlyMeta(ForeignNetWithValidation):
         self.layers.to("meta")
 
 
-_ALL = (OwnReduction, PartlyMeta, ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
+_ALL = (OwnPrecision, OwnReduction, PartlyMeta, ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
 MODULES = {one.__name__: one for one in _ALL}
 
 

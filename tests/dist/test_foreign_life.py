@@ -123,6 +123,17 @@ def test_dtypes_of_somebody_elses_module_are_its_own_business(workers: Workers, 
         assert text.startswith("ContractError: precision contract broken: reductions: all_reduce")
 
 
+def test_autocast_and_optimizer_state_of_somebody_else(workers: Workers) -> None:
+    """Not under fsdp2: the Adafactor of transformers does not know DTensors."""
+    wanted = workers.run("live", 1, module="OwnPrecision", strategy=None)[0]["weights"]
+    for precision in ("mixed", "low_precision"):
+        strategy = {"engine": "ddp", "precision": precision}
+        for found in workers.run("live", 2, module="OwnPrecision", strategy=strategy):
+            assert largest_difference(found["weights"], wanted) < 0.05
+    for text in workers.run("refused", 2, module="OwnPrecision", strategy={**strategy, "contract": "error"}):
+        assert text.startswith("ContractError: precision contract broken: optimizer state after the first step")
+
+
 @pytest.mark.parametrize("sharding", ["full_shard", "no_shard", "hybrid_shard"])
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_a_module_of_which_a_part_is_on_meta_is_the_same_on_all_ranks(
