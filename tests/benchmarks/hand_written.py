@@ -3,8 +3,9 @@
     python hand_written.py WORKLOAD_FOLDER OUT.json
 
 One process: fp32 weights, bf16 autocast. Several (by RANK and WORLD_SIZE): ``fully_shard`` per layer and on the root,
-bf16 parameters and fp32 reductions. Both: the model's ordinary forward, cross-entropy over the supervised positions,
-fused AdamW with decay on matrices, gradients clipped to a norm of 1.
+bf16 parameters and fp32 reductions. On a CPU without bf16 instructions all of it in fp32. Both: cross-entropy over the
+supervised positions, fused AdamW with decay on matrices, gradients clipped to a norm of 1. Rows of their own go through
+the model's ordinary forward; packs, told apart by their positions, through torch's chunked head.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from workload import CLIP_NORM, OPTIM
 
+from lit_fsdp.host import cpu_has_bf16
+
+COMPUTE = torch.bfloat16 if cpu_has_bf16() else torch.float32
+
 
 def main(folder: Path, out: Path) -> None:
     """Train on the rank's batches and write the time and loss of every step."""
@@ -31,7 +36,7 @@ def main(folder: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
     if ranks > 1:
         dist.init_process_group("gloo")
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -65,9 +70,19 @@ def step(
     """One optimizer step; the summed loss and the number of supervised tokens of the global batch."""
     targets = batch["labels"][:, 1:]
     supervised = targets != -100
-    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1):
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    loss = F.cross_entropy(logits[:, :-1][supervised].float(), targets[supervised], reduction="sum")
+    is_packed = "position_ids" in batch
+    if is_packed:
+        supervised &= batch["position_ids"][:, 1:] != 0  # the first token of a sample does not follow from another
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids" if is_packed else "attention_mask")}
+    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1 and COMPUTE == torch.bfloat16):
+        if is_packed:
+            hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][supervised]
+            options = torch.nn.LinearCrossEntropyOptions()
+            weight = model.lm_head.weight.to(hidden.dtype)
+            loss = F.linear_cross_entropy(hidden, weight, targets[supervised], reduction="sum", options=options)
+        else:
+            logits = model(**inputs, use_cache=False).logits[:, :-1][supervised].float()
+            loss = F.cross_entropy(logits, targets[supervised], reduction="sum")
     totals = torch.stack([loss.detach(), supervised.sum()])
     if ranks > 1:
         dist.all_reduce(totals)

@@ -19,7 +19,7 @@ SEED = 0
 OPTIM = {"lr": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "schedule": "constant"}
 CLIP_NORM = 1.0
 # What the peers write by hand; with few blocks most parameters are in the embedding, which is fine here.
-_STRATEGY = {"engine": "fsdp2", "precision": "mixed", "wrap": {"max_root_share": 1.0}}
+_STRATEGY = {"engine": "fsdp2", "precision": "auto", "wrap": {"max_root_share": 1.0}}
 _WORDS = "red green blue white black yellow box ball cup book lamp hat one two three four five six".split()
 
 
@@ -32,11 +32,13 @@ class Workload:
     overrides: dict[str, Any]
     """Fields of the model's config that differ from SmolLM2-135M."""
     length: int
-    """Tokens per row; every row is cut to exactly this."""
+    """Tokens per row, which every row is cut to; of a pack if they are packed."""
     global_batch_size: int
     """Rows per optimizer step over all ranks."""
     steps: int
     """Optimizer steps."""
+    packing: bool = False
+    """Rows of a third of the length on average, several in a sequence."""
 
     def make(self, ranks: tuple[int, ...]) -> None:
         """Write everything for runs on these numbers of ranks."""
@@ -74,8 +76,10 @@ class Workload:
     def _save_rows(self) -> None:
         source = random.Random(SEED)
         with (self.folder / "rows.jsonl").open("w") as file:
-            for _ in range(self.global_batch_size * self.steps):
-                words = " ".join(source.choice(_WORDS) for _ in range(self.length))  # a word is a token at least
+            for _ in range(self.global_batch_size * self.steps * (4 if self.packing else 1)):
+                # a word is a token at least
+                count = source.randint(self.length // 16, self.length // 4) if self.packing else self.length
+                words = " ".join(source.choice(_WORDS) for _ in range(count))
                 turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": words}]
                 file.write(json.dumps({"messages": turns}) + "\n")
 
@@ -95,6 +99,7 @@ class Workload:
             "data": {
                 "train": str(self.folder / "rows.jsonl"),
                 "max_seq_length": self.length,
+                "packing": self.packing,
                 "global_batch_size": self.global_batch_size,
                 "micro_batch_size": self.global_batch_size // ranks,
                 "cache_dir": str(self.folder / "cache"),
