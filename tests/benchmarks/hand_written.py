@@ -72,9 +72,9 @@ def step(
     supervised = targets != -100
     is_packed = "position_ids" in batch
     if is_packed:
-        supervised &= batch["position_ids"][:, 1:] != 0  # the first token of a sample does not follow from another
+        supervised &= batch["position_ids"][:, 1:] > 0  # the first token of a sample does not follow from another
     inputs = {name: batch[name] for name in ("input_ids", "position_ids" if is_packed else "attention_mask")}
-    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1 and COMPUTE == torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1 and torch.bfloat16 == COMPUTE):
         if is_packed:
             hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][supervised]
             options = torch.nn.LinearCrossEntropyOptions()

@@ -37,7 +37,14 @@ from workload import Workload
 
 WARMUP_STEPS = 2
 Side = Callable[[Workload, int], dict[str, Any]]
-AIMS = {"one": ">= 0.98", "packed": ">= 0.98", "two": ">= 0.97", "start": "<= 1.05", "help": "<= 0.5 s", "refusal": "<= 1 s"}
+AIMS = {
+    "one": ">= 0.98",
+    "packed": ">= 0.98",
+    "two": ">= 0.97",
+    "start": "<= 1.05",
+    "help": "<= 0.5 s",
+    "refusal": "<= 1 s",
+}
 
 
 def main() -> int:

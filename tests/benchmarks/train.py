@@ -3,8 +3,8 @@
     python tests/benchmarks/train.py [--sides ours-packed trl-packed] [--repeats 3] [--rows 96]
 
 SmolLM2-135M on definitions of the Jargon File (variable length, at most 512 tokens), one process, fp32 weights, bf16
-autocast, fused AdamW, no recomputation. Every side trains one epoch over the same tokens of the same rows, each in
-processes of its own, in turns. The first two optimizer steps are not counted.
+autocast where the CPU has instructions for it, fused AdamW, no recomputation. Every side trains one epoch over the same
+tokens of the same rows, each in processes of its own, in turns. The first two optimizer steps are not counted.
 
 - ``ours-padded``, ``trl-padded``, ``trainer-padded``: batches of rows padded to the longest
 - ``ours-packed``: packs of 512 tokens by best-fit decreasing, one per forward pass

@@ -2,7 +2,8 @@
 
     python train_peer.py WORK_FOLDER OUT.json trl-packed|trl-packed-1|trl-padded|trainer-padded
 
-fp32 weights under bf16 autocast, fused AdamW, gradients clipped to a norm of 1; no recomputation, no evaluation.
+fp32 weights, bf16 autocast where the CPU has instructions for it, fused AdamW, gradients clipped to a norm of 1; no
+recomputation, no evaluation.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
 
 
@@ -120,7 +122,7 @@ def common_options(place: str) -> dict[str, Any]:
         "max_grad_norm": CLIP_NORM,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": True,
+        "bf16": cpu_has_bf16(),
         "use_cpu": True,
         "gradient_checkpointing": False,
         "logging_steps": 1,

@@ -108,7 +108,7 @@ class TrainWork:
                 "log_every_n_steps": 1,
                 "strategy": {
                     "class_path": "lit_fsdp.fsdp_strategy",
-                    "init_args": {"engine": "single", "precision": "mixed"},
+                    "init_args": {"engine": "single", "precision": "auto"},
                 },
             },
             "model": {"name": work["model"], "optim": OPTIM},
