@@ -133,7 +133,7 @@ class EngineStrategy(Checkpoints):
         self.config = config
         self._plugin = self.precision_class()
         self._plugin.guard = build_guard(config)
-        self._plugin.after_backward, self._plugin.before_step = self.after_backward, self._reshard
+        self._plugin.used_params, self._plugin.before_step = self.used_params, self._reshard
         self._plugin.around_backward = self._averaging_alone
         self._root: nn.Module | None = None
         self._owner: Any = None
@@ -490,27 +490,26 @@ class EngineStrategy(Checkpoints):
 
         getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
 
-    def after_backward(self, optimizer: Any) -> None:
-        """Drop the zeros that engines put where no rank has a gradient; collective.
+    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
 
-        Plain training has no gradient there, and its optimizer passes such a parameter over instead of decaying it.
+        Engines put zeros there. Plain training has no gradient, and its optimizer passes such a parameter over instead
+        of decaying it.
         """
         if not self.config.is_sharded:
-            return
+            return [], torch.empty(0)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         names = [self._names.get(id(p), "") for p in params]
         grads = [None if p.grad is None else _local(p.grad) for p in params]
         has_grad = [n in self._used or (g is not None and bool(g.any())) for n, g in zip(names, grads, strict=True)]
-        for param, is_used in zip(params, self._on_any_rank(has_grad), strict=True):
-            if not is_used:
-                param.grad = None
         self._used.difference_update(names)
+        return params, self._on_any_rank(has_grad)
 
-    def _on_any_rank(self, flags: list[bool]) -> list[bool]:
+    def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
         found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
         if self.world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.bool().tolist()
+        return found
 
     @contextmanager
     def _averaging_alone(self) -> Iterator[None]:
@@ -520,7 +519,7 @@ class EngineStrategy(Checkpoints):
         for param in alone:
             param.grad = None
         yield
-        has_grad = self._on_any_rank([p.grad is not None for p in alone]) if alone else []
+        has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
         for param, old, has in zip(alone, before, has_grad, strict=True):
             if has:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad

@@ -137,8 +137,10 @@ class GuardedSteps:
     """Device type and dtype, where the LightningModule's steps run under autocast."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
-    after_backward: Callable[[Any], None] = staticmethod(lambda optimizer: None)
-    """Called once all gradients of an optimizer step are there."""
+    used_params: Callable[[Any], tuple[list[torch.Tensor], torch.Tensor]] = staticmethod(
+        lambda optimizer: ([], torch.empty(0))
+    )
+    """Asked once all gradients of an optimizer step are there: parameters, and which of them any rank has used."""
     before_step: Callable[[], None] = staticmethod(lambda: None)
     """The last thing before parameters change."""
     _own_loss: torch.Tensor | float = 0.0
@@ -167,14 +169,21 @@ class GuardedSteps:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
-        self.after_backward(optimizer)
+        params, used = self.used_params(optimizer)
         if self.guard.loss_scale is not None and (local := local_tensors(_grads(optimizer))):
             torch._foreach_mul_(local, 1.0 / self.guard.loss_scale.value)
         self.last_grad_norm = None
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if self.last_grad_norm is None:
             self._measure(optimizer)
-        allowed = self.guard.allows(self._agreed_norm(), self._ranks_without_finite_loss)
+        norm = self._agreed_norm()
+        norm_and_used = torch.cat(
+            [norm.view(1), used.to(norm)]
+        ).tolist()  # the one time that a step waits for the device
+        for param, is_used in zip(params, norm_and_used[1:], strict=True):
+            if not is_used:
+                param.grad = None
+        allowed = self.guard.allows(norm_and_used[0], self._ranks_without_finite_loss)
         self._own_loss = 0.0
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
@@ -212,12 +221,12 @@ class GuardedSteps:
         dist.all_gather_object(everyone, is_finite)
         return [rank for rank, fine in enumerate(everyone) if not fine]
 
-    def _agreed_norm(self) -> float:
+    def _agreed_norm(self) -> torch.Tensor:
         assert self.last_grad_norm is not None
         norm = self.last_grad_norm.to(self.comm_device)
         if self.has_copies:  # a copy that alone went wrong must not be the only one to skip
             dist.all_reduce(norm)
-        return float(norm)
+        return norm
 
 
 def _grads(optimizer: Any) -> Iterator[torch.Tensor]:
