@@ -164,7 +164,7 @@ class CommandLine:
         for i, word in enumerate(self.words):
             flag, _, value = word.removeprefix("--").partition("=")
             name = flag.removesuffix(".class_path")
-            if name in (*OWN_CLASSES, "trainer.strategy"):
+            if word.startswith("--") and name in (*OWN_CLASSES, "trainer.strategy"):
                 value = value or (self.words[i + 1] if i + 1 < len(self.words) else "")
                 named.append((name, value if not value.startswith("{") else load_yaml(value)))
         paths = ((name, given.get("class_path") if isinstance(given, dict) else given) for name, given in named)

@@ -1,0 +1,35 @@
+"""A resumed run is the run that was never interrupted: bit for bit on as many ranks, within rounding on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.spec.running import FACTORY, fit, logged
+
+ELSEWHERE = {
+    "one process": (f"{FACTORY}.engine", "single", "--trainer.devices", "1"),
+    "four processes, the other engine": ("--trainer.devices", "4", f"{FACTORY}.engine", "fsdp1"),
+}
+
+
+def test_bit_for_bit(reference: Path, stopped: Path) -> None:
+    said = fit(stopped, "--ckpt_path", "last")
+    assert "resumed from step 2" in said
+    assert logged(stopped) == logged(reference)
+    assert logged(stopped, "val_loss") == logged(reference, "val_loss")
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_elsewhere(where: str, reference: Path, stopped: Path) -> None:
+    fit(stopped, "--ckpt_path", "last", *ELSEWHERE[where])
+    ours, wanted = ({step: float(loss) for step, loss in logged(run).items()} for run in (stopped, reference))
+    assert ours == pytest.approx(wanted, rel=1e-5)
+    assert logged(stopped, "supervised_tokens") == logged(reference, "supervised_tokens")  # the same rows
+
+
+def test_a_used_run_folder_is_not_overwritten(stopped: Path) -> None:
+    before = logged(stopped)
+    assert "holds 1 checkpoint(s)" in fit(stopped, code=2)
+    assert logged(stopped) == before

@@ -1,0 +1,77 @@
+"""The factory shards somebody's own LightningModule in somebody's own Trainer, which trains as without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.spec.running import run
+
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from lit_fsdp import fsdp_strategy
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.unused = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 1)
+    def training_step(self, batch, index):
+        x, y = batch
+        for layer in self.body:
+            x = layer(x).tanh()
+        return torch.nn.functional.mse_loss(self.head(x), y)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+class Share:
+    \"\"\"Every second row of each global batch.\"\"\"
+    def __init__(self, ranks, rank):
+        self.rows = [row for row in range(48) if row % ranks == rank]
+    def __iter__(self):
+        return iter(self.rows)
+    def __len__(self):
+        return len(self.rows)
+
+class Data(torch.utils.data.Dataset):
+    pass
+
+seed_everything(0)
+engine, ranks = sys.argv[1], int(sys.argv[2])
+net = Net()
+rows = TensorDataset(torch.rand(48, 8), torch.rand(48, 1))
+strategy = fsdp_strategy(engine=engine, precision="fp32", wrap={"max_root_share": 1.0}) if ranks > 1 else "auto"
+class Loaded(Net):
+    def train_dataloader(self):
+        share = Share(ranks, self.trainer.global_rank)
+        return DataLoader(rows, batch_size=8 // ranks, sampler=share)
+net.__class__ = Loaded
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = Trainer(accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, use_distributed_sampler=False,
+                  gradient_clip_val=0.5, accumulate_grad_batches=2, **options)
+trainer.fit(net)
+trainer.save_checkpoint("last") if ranks > 1 else torch.save(net.state_dict(), "plain.pt")
+"""
+COMPARE = """
+import torch
+from lit_fsdp.checkpoint import store
+whole, plain = store.whole_model("last"), torch.load("plain.pt", weights_only=True)
+assert whole.keys() == plain.keys()
+print(max(float((whole[name] - plain[name]).abs().max()) for name in plain))
+"""
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_weights_are_those_of_plain_lightning(engine: str, tmp_path: Path) -> None:
+    script, compare = tmp_path / "train.py", tmp_path / "compare.py"
+    script.write_text(SCRIPT)
+    compare.write_text(COMPARE)
+    run(engine, "1", script=script)
+    run(engine, "2", script=script)
+    difference, _ = run(script=compare)
+    assert float(difference) < 1e-6

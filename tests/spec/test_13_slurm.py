@@ -1,0 +1,46 @@
+"""A recipe goes to a cluster as one page of script, checked before it is submitted; a preempted job loses nothing."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Cluster, cluster, losses  # noqa: F401 (a fixture)
+from tests.spec.running import RECIPE, run
+
+
+def test_render(tmp_path: Path) -> None:
+    words = (
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "0",
+        "--time",
+        "1:00:00",
+        "--trainer.devices",
+        "4",
+        "--data.global_batch_size",
+        "8",
+    )
+    script, _ = run("slurm", "render", *RECIPE, *words, "--slurm.extra", '["--comment=it\'s $(hostname)"]')
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for option in ("--nodes=2", "--ntasks-per-node=4", "--time=1:00:00", "--requeue"):
+        assert any(line.startswith("#SBATCH") and option in line for line in lines), option
+    assert len([line for line in lines if "srun" in line and not line.startswith("#")]) == 1
+    (tmp_path / "job.sbatch").write_text(script)
+    assert subprocess.run(["bash", "-n", "job.sbatch"], check=False).returncode == 0
+
+
+@pytest.mark.timeout(900)
+def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
+    whole, stopped = (cluster.recipe(name, trainer={"max_steps": 20}) for name in ("whole", "stopped"))
+    second, first = cluster.submit(stopped), cluster.submit(whole)
+    cluster.wait_for_step("stopped", 1)
+    cluster.signal(second)
+    state = cluster.wait_until(second, "COMPLETED")[0]
+    cluster.wait_until(first, "COMPLETED")
+    assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
+    assert losses(cluster.folder / "stopped") == losses(cluster.folder / "whole")
