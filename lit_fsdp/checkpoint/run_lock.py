@@ -14,7 +14,7 @@ import os
 import socket
 from pathlib import Path
 
-from lit_fsdp.checkpoint.disk import naming
+from lit_fsdp.checkpoint.files import naming
 from lit_fsdp.errors import CheckpointError
 
 NAME = "run.lock"
@@ -65,6 +65,23 @@ class RunLock:
 
 _held: dict[Path, tuple[int | None, int]] = {}
 """Open files by run folder and how often each is held; None where the file system has no locks."""
+
+
+def is_held(run_folder: Path) -> bool:
+    """Whether a job is at work in a run folder, as far as its lock tells this host."""
+    try:
+        handle = os.open(run_folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def holder(path: Path) -> str:

@@ -102,7 +102,7 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
     num_bytes, count = None, 1
     if can_measure:
         from lit_fsdp.audit import audit_recipe
-        from lit_fsdp.checkpoint.space import Plan, peak_count
+        from lit_fsdp.checkpoint.disk_space import Plan, peak_count
 
         validates = run.data.val is not None or run.data.val_split is not None
         steps = trainer.get("max_steps") or -1

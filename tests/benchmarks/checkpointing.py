@@ -37,8 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import checkpoint as dcp
 
-from lit_fsdp.checkpoint.background import BackgroundSaver
-from lit_fsdp.checkpoint.store import load_tensors, save_checkpoint
+from lit_fsdp.checkpoint.store import BackgroundSaver, load_tensors, save_checkpoint
 
 MIB = 2**20
 AIMS = {"save": ">= 0.85", "plain": "", "load": ">= 0.8", "blocked": "<= 0.25", "beside": ">= 0.9"}

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint import disk_space, run_folder
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.dist.jobs import trainer_for
 
@@ -57,17 +57,17 @@ def fit_with_room(
     With ``validate`` after each step.
     """
     torch.manual_seed(3)
-    callback = Checkpoint(**options)
+    callback: Any = Checkpoint(**options)
+    real_free, remove = disk_space.free_bytes, run_folder.remove
     if free is not None:
-        callback._space.free = lambda folder: free.pop(0) if len(free) > 1 else free[0]
-    remove = retention.remove
+        disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
 
     def removal(folder: Path) -> None:
         if folder.name == broken:
             raise CheckpointError(f"{folder}: cannot be deleted")
         remove(folder)
 
-    retention.remove = removal
+    run_folder.remove = removal
     more = {"val_check_interval": 1} if validate else {}
     trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run, **more)
     rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
@@ -77,14 +77,13 @@ def fit_with_room(
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
     finally:
-        retention.remove = remove
+        run_folder.remove, disk_space.free_bytes = remove, real_free
         if callback._lock is not None:
             callback._lock.release()
-    budget = callback._space._budget
     return {
         "error": error,
         "taken": trainer.global_step,
-        "estimate": budget.checkpoint_bytes if budget else None,
+        "estimate": callback._space.checkpoint_bytes if callback._space else None,
         "there": [entry.step for entry in checkpoints(Path(run))],
         "best": callback.best_model_path,
     }

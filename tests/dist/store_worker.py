@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lit_fsdp.checkpoint import disk, store
-from lit_fsdp.checkpoint.find import checkpoints, step_folder
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.run_folder import checkpoints, step_folder
 from lit_fsdp.errors import CheckpointError
 
 
@@ -81,9 +82,8 @@ def fail_everywhere(rank: int, size: int, folder: Path) -> Any:
     errors = []
     write = disk.HashedFile.write
     for bad_rank, file, layout in [
-        (1, "__1_0.distcp", "sharded"),
-        (0, ".metadata.tmp", "sharded"),
-        (1, "rank-00001.json", "full"),
+        (1, "rank-00001.safetensors", "sharded"),
+        (0, "state.json", "full"),
         (0, "tensors.safetensors", "full"),
         (0, "manifest.json", "sharded"),
     ]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from tests.dist.workers import ROOT, Workers
 
 ENGINES = [{"engine": "fsdp2", "precision": "fp32"}, {"engine": "fsdp1", "precision": "fp32"}]
@@ -58,7 +58,7 @@ def test_no_room_before_the_first_step(workers: Workers, tmp_path: Path, strateg
     size = first["estimate"]
     refused = fit(workers, tmp_path, strategy, 4, free=[size // 2], **resume)
     assert "not enough disk space for checkpoints" in refused["error"]
-    assert "3 at a time (keep_last 2, keep_best 1, and the one being written)" in refused["error"]
+    assert "at most 3 at a time" in refused["error"]
     assert "name another trainer.default_root_dir" in refused["error"]
     assert (refused["taken"], refused["there"]) == (2, [1, 2])
     limited = fit(workers, tmp_path, strategy, 4, max_total_gib=2.5 * size / 2**30, **resume)
@@ -87,8 +87,7 @@ def test_where_all_are_kept_every_best_one_counts(workers: Workers, tmp_path: Pa
     job: dict[str, Any] = {"every_steps": 3, "keep_last": -1, "validate": True}
     size = fit(workers, tmp_path / "one", ENGINES[0], 1, **job)["estimate"] / 2**30
     refused = fit(workers, tmp_path / "few", ENGINES[0], 4, max_total_gib=3.5 * size, **job)
-    assert "for 4 at a time (keep_last -1, keep_best 1" in refused["error"]
-    assert "lower checkpoint.keep_last, or lower checkpoint.keep_best" in refused["error"]
+    assert "keep fewer (keep_last -1, keep_best 1" in refused["error"]
     assert (refused["taken"], refused["there"]) == (0, [])
     done = fit(workers, tmp_path / "all", ENGINES[0], 4, max_total_gib=4.1 * size, **job)
     assert (done["error"], done["there"]) == (None, [1, 2, 3, 4])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import store
-from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
+from lit_fsdp.checkpoint import run_folder, store
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import spec_of
 from lit_fsdp.errors import CheckpointError
@@ -61,9 +61,8 @@ def test_two_ranks_wrote_what_the_manifest_says(saved):
         store.verify_files(manifest.folder)
         assert (manifest.layout, manifest.world_size, manifest.global_step) == (layout, 2, step)
         assert manifest.tensors == {name: spec_of(tensor) for name, tensor in whole_tensors().items()}
-        shards = {"tensors/__0_0.distcp", "tensors/__1_0.distcp", "tensors/.metadata"}
-        assert shards <= manifest.files.keys() if layout == "sharded" else "tensors.safetensors" in manifest.files
-        assert {"rank-00000.json", "rank-00001.json"} <= manifest.files.keys()
+        shards = {"tensors/rank-00000.safetensors", "tensors/rank-00001.safetensors"}
+        assert manifest.files.keys() == {"state.json", *(shards if layout == "sharded" else ["tensors.safetensors"])}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -93,9 +92,8 @@ def test_a_failure_on_one_rank_is_an_error_on_all(run, saved):
         for text, (rank, file) in zip(
             errors,
             [
-                (1, "tensors/__1_0.distcp: No space left on device"),
-                (0, "tensors/.metadata.tmp: No space left on device"),
-                (1, "rank-00001.json: No space left on device"),
+                (1, "tensors/rank-00001.safetensors: No space left on device"),
+                (0, "state.json: No space left on device"),
                 (0, "tensors.safetensors: No space left on device"),
                 (0, "manifest.json: No space left on device"),
                 (1, "thing: cannot save a builtins.object"),
@@ -105,8 +103,8 @@ def test_a_failure_on_one_rank_is_an_error_on_all(run, saved):
             assert f"\n  rank {rank}: " in text
             assert file in text
             assert f"rank {1 - rank}: " not in text
-        assert "the ranks do not hold the same tensor names, shapes and dtypes" in errors[6]
-    assert [len(errors) for errors in answers] == [7, 7]
+        assert "the ranks do not hold the same tensor names, shapes and dtypes" in errors[5]
+    assert [len(errors) for errors in answers] == [6, 6]
     assert content(saved / "checkpoints") == before
     assert [path.name for path in sorted((saved / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
 
@@ -115,12 +113,12 @@ def test_a_flipped_bit_is_an_error_on_all(run, saved, tmp_path):
     folder = tmp_path / "checkpoints" / "step-00000001"
     folder.parent.mkdir()
     subprocess.run(["cp", "-r", step_folder(saved, 1), folder], check=True)
-    shard = folder / "tensors" / "__1_0.distcp"
+    shard = folder / "tensors" / "rank-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     for text in run("load_damaged", 2, tmp_path):
-        assert f"{folder} is damaged:\n  tensors/__1_0.distcp: sha256 differs from the manifest\n" in text
+        assert f"{folder} is damaged:\n  tensors/rank-00001.safetensors: xxh3 differs from the manifest\n" in text
 
 
 def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(run, tmp_path):
@@ -149,7 +147,7 @@ def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(run, tmp_path):
                 for name, spec in read_manifest(entry.path).tensors.items()}  # fmt: skip
         store.load_tensors(entry.path, into, verify=False)
         assert into["model/large"].unique().tolist() == [entry.step] == [store.load_state(entry.path)["step"]]
-    store.save_checkpoint(step_folder(tmp_path, 999), {}, {}, {"global_step": 999}, "sharded")
+    run_folder.sweep(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 

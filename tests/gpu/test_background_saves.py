@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
-from lit_fsdp.checkpoint.background import BackgroundSaver
+from lit_fsdp.checkpoint.store import BackgroundSaver
 from tests.dist.async_jobs import tensors_of
 from tests.dist.jobs import Losses, TinyData
 from tests.dist.reference import LEARNING_RATE

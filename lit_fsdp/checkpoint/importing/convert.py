@@ -18,9 +18,7 @@ from lit_fsdp.checkpoint.importing.names import Matched, Target, match
 from lit_fsdp.checkpoint.importing.safe_files import read_torch
 from lit_fsdp.checkpoint.importing.source import Source, SourceTensor
 from lit_fsdp.checkpoint.manifest import MANIFEST, TensorSpec
-from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.checkpoint.snapshot import Part, Snapshot, take
-from lit_fsdp.checkpoint.write import write_part
+from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError
 
 Kind = Literal["auto", "lightning", "accelerate"]
@@ -150,10 +148,8 @@ def import_checkpoint(path: Path, out: Path, target: Target, choices: Choices) -
         "model": {**target.entry, "prefix": _PREFIX, "tied": dict(target.ties)},
         "imported": {"from": source.kind, "optimizer": len(names)},
     }
-    empty = Snapshot(tensors={}, state=state, manifest=manifest, layout="full", files=target.files)
-    part = take(empty, 0)
     specs = {name: tensor.spec for name, tensor in tensors.items()}
-    write_part(out, Part(**{**vars(part), "tensors": _Lazy(tensors), "specs": specs}), Ranks())
+    save_checkpoint(out, _Lazy(tensors), state, manifest, "full", target.files, specs=specs)
     return ImportReport(
         folder=out,
         kind=source.kind,
