@@ -61,7 +61,6 @@ def save_checkpoint(
     layout: Layout,
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
-    specs: Mapping[str, TensorSpec] | None = None,
 ) -> None:
     """Write one complete checkpoint at ``folder``, or raise on every rank and leave it as it was; collective.
 
@@ -73,13 +72,12 @@ def save_checkpoint(
         layout: One file per rank (``sharded``) or one in all (``full``).
         files: Small files by path inside the checkpoint, content or a file to copy; rank 0's are written.
         rank_state: State of this rank alone, e.g. its random generators.
-        specs: Shapes and dtypes of ``tensors`` that are only read when they are written, ``full`` and in one process.
 
     Raises:
         CheckpointError: Anything that went wrong on any rank; names rank and file.
     """
     ranks = Ranks()
-    snapshot = _agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state, specs)
+    snapshot = _agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state)
     if layout == "sharded":
         parts, chunks = parts_of(tensors)
         snapshot = replace(snapshot, tensors=parts, chunks=chunks)
@@ -288,7 +286,6 @@ def _agreed(
     layout: Layout,
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
-    specs: Mapping[str, TensorSpec] | None = None,
 ) -> Snapshot:
     """What this rank brings, once every rank could take its own and all hold the same tensors; collective.
 
@@ -300,7 +297,7 @@ def _agreed(
     def take() -> str:
         if layout not in ("sharded", "full"):
             raise CheckpointError(f"layout: got {layout!r}, allowed: sharded, full")
-        found = {name: _spec(name, tensor) for name, tensor in tensors.items()} if specs is None else dict(specs)
+        found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
         own: dict[str, Any] = {"state": None, "extra": {}, "files": {}}
         if ranks.is_first:
             own = {"state": state_json.encode(state), "extra": checked_extra(manifest)}

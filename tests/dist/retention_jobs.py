@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,23 @@ def fit_with_room(
     broken: str | None = None,
     ckpt_path: str | None = None,
     validate: bool = False,
+    unseen: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
 
-    With ``validate`` after each step.
+    With ``validate`` after each step. Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
+    cache.
     """
     torch.manual_seed(3)
     callback: Any = Checkpoint(**options)
     real_free, remove = disk_space.free_bytes, run_folder.remove
     if free is not None:
         disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
+
+    survey = run_folder.survey
+    if unseen and os.environ["RANK"] == "1":
+        run_folder.survey = lambda folder: survey(folder)[:-unseen]
 
     def removal(folder: Path) -> None:
         if folder.name == broken:
@@ -77,11 +84,12 @@ def fit_with_room(
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
     finally:
-        run_folder.remove, disk_space.free_bytes = remove, real_free
+        run_folder.remove, disk_space.free_bytes, run_folder.survey = remove, real_free, survey
         if callback._lock is not None:
             callback._lock.release()
     return {
         "error": error,
+        "loaded": str(getattr(trainer.strategy, "loaded_checkpoint", None)),
         "taken": trainer.global_step,
         "estimate": callback._space.checkpoint_bytes if callback._space else None,
         "there": [entry.step for entry in checkpoints(Path(run))],

@@ -77,6 +77,19 @@ def test_a_disk_that_fills_up_on_the_way(workers: Workers, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+def test_what_one_rank_does_not_see_yet(workers: Workers, tmp_path: Path) -> None:
+    """On a network file system rank 1 may look at an older state of the folder: what rank 0 sees counts for both."""
+    first = fit(workers, tmp_path, ENGINES[0], 2, every_steps=1, keep_last=2)
+    assert first["there"] == [1, 2]
+    used = fit(workers, tmp_path, ENGINES[0], 4, unseen=2)
+    assert "already holds 2 checkpoint(s), the newest of step 2" in used["error"]
+    nothing = fit(workers, tmp_path, ENGINES[0], 4, unseen=2, ckpt_path="last")
+    assert "some ranks see a checkpoint there and some do not yet" in nothing["error"]
+    older = fit(workers, tmp_path, ENGINES[0], 4, unseen=1, ckpt_path="last", every_steps=1, keep_last=2)
+    assert (older["error"], older["taken"]) == (None, 4)
+    assert older["loaded"].endswith("step-00000002")
+
+
 def test_every_nth_and_the_newest(workers: Workers, tmp_path: Path) -> None:
     found = fit(workers, tmp_path, ENGINES[0], 7, every_steps=1, keep_every=3, keep_last=1)
     assert (found["error"], found["there"]) == (None, [3, 6, 7])
