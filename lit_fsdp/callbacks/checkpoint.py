@@ -61,7 +61,7 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._space: disk_space.DiskSpace | None = None
+        self._checkpoint_bytes: int | None = None
         self._own_steps: set[int] = set()
         self._lock: RunLock | None = None
         self._agreed = True
@@ -293,23 +293,26 @@ class Checkpoint(ModelCheckpoint):
         """Compare before step 1 for all checkpoints that will be kept at a time; collective."""
         model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
         params = [(clean_name(name), param) for name, param in module.named_parameters()]
-        size = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
-        self._space = space = disk_space.DiskSpace(self.config, Path(trainer.default_root_dir), size)
-        plan, how = _plan(trainer), "in the background" if self._background else "while training waits"
-        if plan.total_steps is None or trainer.global_step < plan.total_steps:
-            line = _alike("looking for disk space", lambda: space.check_run(found, plan))
+        self._checkpoint_bytes = size = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
+        steps, validations = _plan(trainer)
+        count = disk_space.peak_count(self.config, steps, trainer.enable_validation, validations)
+        if steps is None or trainer.global_step < steps:
+            root, how = Path(trainer.default_root_dir), "in the background" if self._background else "in the foreground"
+            check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
+            line = _alike("looking for disk space", check)
             _log.info("%s; written %s (checkpoint.async_save)", line, how)
 
     def _check_next(self, trainer: Trainer) -> None:
         """Compare for the checkpoint that is written next; collective."""
-        space = self._space
-        if space is None:
+        if self._checkpoint_bytes is None:
             return  # its checkpoints are not ours, and their size is not known here
+        root, estimate = Path(trainer.default_root_dir), self._checkpoint_bytes
 
         def check() -> None:
-            run_folder.sweep(space.run_folder)
-            there = run_folder.checkpoints(space.run_folder)
-            space.check_save(there, [entry.num_bytes for entry in there if entry.step in self._own_steps])
+            run_folder.sweep(root)
+            there = run_folder.checkpoints(root)
+            written = [entry.num_bytes for entry in there if entry.step in self._own_steps]  # better than an estimate
+            disk_space.check_room(self.config, root, there, max(written, default=estimate))
 
         _alike("looking for disk space", check)
         self._own_steps.add(trainer.global_step)
@@ -368,14 +371,14 @@ def _is_last_step(trainer: Trainer) -> bool:
     return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)
 
 
-def _plan(trainer: Trainer) -> disk_space.Plan:
+def _plan(trainer: Trainer) -> tuple[int | None, set[int]]:
+    """Optimizer steps at the end of the run, and after which of them validations come, as far as that is known."""
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.estimated_stepping_batches):
         limits.append(int(trainer.estimated_stepping_batches))
     total, interval, per_epoch = min(limits, default=None), trainer.val_check_batch, trainer.num_training_batches
     if total is None or interval is None or not math.isfinite(interval):  # it goes by the clock
-        return disk_space.Plan(total, trainer.enable_validation)
+        return total, set()
     batches = int(per_epoch) if math.isfinite(per_epoch) else None
     accumulate, every_n = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
-    found = validation_steps(total, int(interval), accumulate, batches, every_n)
-    return disk_space.Plan(total, trainer.enable_validation, found)
+    return total, validation_steps(total, int(interval), accumulate, batches, every_n)

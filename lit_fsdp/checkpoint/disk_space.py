@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -68,123 +67,75 @@ def free_bytes(folder: Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How far a run goes, as far as that is known when it starts."""
-
-    total_steps: int | None
-    """Optimizer steps at its end; None if nobody knows."""
-    validates: bool
-    """Whether validations may add checkpoints at other steps than ``every_steps``."""
-    validation_steps: Collection[int] = ()
-    """After which they come, as far as that is known."""
-
-
-def peak_count(config: CheckpointConfig, plan: Plan) -> int | None:
+def peak_count(
+    config: CheckpointConfig, steps: int | None, validates: bool, validation_steps: Collection[int] = ()
+) -> int | None:
     """How many checkpoints there are at most at the same time, the one being written included; None: not known.
 
     With ``keep_last: -1`` any validation may be the best so far and add one that stays.
+
+    Args:
+        config: The ``checkpoint`` section.
+        steps: Optimizer steps at the end of the run; None if nobody knows.
+        validates: Whether validations may add checkpoints at other steps than ``every_steps``.
+        validation_steps: After which they come, as far as that is known.
     """
-    steps, every = plan.total_steps, config.every_steps
-    adds = plan.validates and config.keep_best > 0
+    every = config.every_steps
+    adds = validates and config.keep_best > 0
     if steps is None:
         grows = config.keep_last == -1 or config.keep_every
         return None if grows else config.keep_last + config.keep_best * adds + 1
     saves = math.ceil(steps / every) if every else 1
     if config.keep_last == -1:
-        return saves + sum(step < steps and not (every and step % every == 0) for step in plan.validation_steps) * adds
+        return saves + sum(step < steps and not (every and step % every == 0) for step in validation_steps) * adds
     for_ever = steps // config.keep_every if config.keep_every else 0
     return min(config.keep_last + config.keep_best * adds + for_ever + 1, max(steps, 1) if adds else saves)
 
 
-class DiskSpace:
-    """Compares what checkpoints need with what is there; only rank 0 needs to ask.
+def check_room(
+    config: CheckpointConfig, run_folder: Path, there: Sequence[Found], checkpoint_bytes: int, count: int | None = 1
+) -> str:
+    """Compare what checkpoints need with what is there.
 
     Args:
         config: The ``checkpoint`` section.
         run_folder: Decides which file system.
+        there: The run's complete checkpoints: they take no more space, and go only after a new one stands.
         checkpoint_bytes: Of one checkpoint.
-        free: How many bytes are free where a folder lies.
+        count: How many there will be at the same time, those that are there included; None: not known.
+
+    Returns:
+        How many of which size, and what is free, for the log.
+
+    Raises:
+        CheckpointError: The file system has not enough room.
+        ConfigError: ``max_total_gib`` is too small.
     """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        run_folder: Path,
-        checkpoint_bytes: int,
-        free: Callable[[Path], int] | None = None,
-    ) -> None:
-        self.config, self.run_folder, self.checkpoint_bytes = config, run_folder, checkpoint_bytes
-        self._free = free or free_bytes
-
-    def check_run(self, there: Sequence[Found], plan: Plan) -> str:
-        """Compare for the whole run, before its first step.
-
-        Args:
-            there: The run's complete checkpoints: they take no more space, and the oldest will go.
-            plan: How far the run goes.
-
-        Returns:
-            One line about size and number for the log.
-
-        Raises:
-            CheckpointError: The file system has not enough room.
-            ConfigError: ``max_total_gib`` is too small.
-        """
-        count, size = peak_count(self.config, plan), self.checkpoint_bytes
-        present = sum(entry.num_bytes for entry in there)
-        peak = max(size * (count or 1), present + size)
-        free = self._free(self.run_folder)
-        number = "their number is not known beforehand" if count is None else f"at most {count} at a time"
-        self._compare(peak - present, free, f"{size_text(peak - present)} more, {size_text(size)} each, {number}")
-        self._compare_total(peak + self._set_aside())
-        return f"checkpoints: {size_text(size)} each, {number}; {size_text(free)} free"
-
-    def check_save(self, there: Sequence[Found], written: Sequence[int] = ()) -> None:
-        """Compare for the next checkpoint; old ones go only after it stands.
-
-        Args:
-            there: The run's complete checkpoints.
-            written: Bytes of those that this run has written itself, if any: better than an estimate.
-
-        Raises:
-            CheckpointError: The file system has not enough room.
-            ConfigError: ``max_total_gib`` is too small.
-        """
-        size = max(written, default=self.checkpoint_bytes)
-        self._compare(size, self._free(self.run_folder), f"{size_text(size)} for the next checkpoint")
-        self._compare_total(size + sum(entry.num_bytes for entry in there) + self._set_aside())
-
-    def _set_aside(self) -> int:
-        """Bytes of checkpoints that were renamed and wait for a person to remove them."""
-        folders = moved_aside(self.run_folder / FOLDER)
-        return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
-
-    def _compare(self, needed: int, free: int, what: str) -> None:
-        if needed > free:
-            raise CheckpointError(
-                f"{self.run_folder}: not enough disk space for checkpoints\n"
-                f"  needed:  {what}\n"
-                f"  free:    {size_text(free)} on its file system\n"
-                f"  missing: {size_text(needed - free)}\n"
-                f"  fix:     free that much, {self._fewer()}, or name another trainer.default_root_dir"
-            )
-
-    def _compare_total(self, total: int) -> None:
-        limit = self.config.max_total_gib
-        if limit is not None and total > limit * GIB:
-            raise ConfigError(
-                "checkpoint.max_total_gib",
-                f"{limit:g}, {size_text(total - limit * GIB)} too little",
-                f"{total / GIB:.3g} or more, or null",
-                f"set max_total_gib: {math.ceil(total / GIB * 100) / 100:g}, or {self._fewer()}",
-            )
-
-    def _fewer(self) -> str:
-        config = self.config
-        return (
-            f"keep fewer (keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every})"
+    present = sum(entry.num_bytes for entry in there)
+    peak = max(checkpoint_bytes * (count or 1), present + checkpoint_bytes)
+    needed, free = peak - present, free_bytes(run_folder)
+    kept = f"keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every}"
+    number = "their number is not known" if count is None else f"at most {count} at a time"
+    what = f"checkpoints of {size_text(checkpoint_bytes)}, {number}"
+    if needed > free:
+        raise CheckpointError(
+            f"{run_folder}: not enough disk space for checkpoints\n"
+            f"  needed:  {size_text(needed)} more: {what}\n"
+            f"  free:    {size_text(free)} on its file system\n"
+            f"  missing: {size_text(needed - free)}\n"
+            f"  fix:     free that much, keep fewer ({kept}), or name another trainer.default_root_dir"
         )
+    aside = moved_aside(run_folder / FOLDER)  # they wait for a person to remove them
+    total = peak + sum(file.stat().st_size for path in aside for file in path.rglob("*") if file.is_file())
+    limit = config.max_total_gib
+    if limit is not None and total > limit * GIB:
+        raise ConfigError(
+            "checkpoint.max_total_gib",
+            f"{limit:g}, {size_text(total - limit * GIB)} too little",
+            f"{total / GIB:.3g} or more, or null",
+            f"set max_total_gib: {math.ceil(total / GIB * 100) / 100:g}, or keep fewer ({kept})",
+        )
+    return f"{what}; {size_text(free)} free"
 
 
 def size_text(num: float) -> str:

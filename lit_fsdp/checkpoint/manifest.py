@@ -135,16 +135,11 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     taken = sorted(set(extra) & (_OWN_KEYS - {"metrics"}))
     if taken:
         raise CheckpointError(f"manifest: {', '.join(taken)} is filled in by the save itself; use another key")
-    step = extra.get("global_step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"manifest: global_step is {step!r}, but must be a whole number >= 0")
-    plain = {key: value for key, value in extra.items() if key != "metrics"}
     try:
-        is_plain = json.loads(json.dumps(plain, allow_nan=False)) == plain
-    except (TypeError, ValueError, RecursionError):
-        is_plain = False
-    if not is_plain:
-        raise CheckpointError("manifest: something in it is not plain JSON, such as a tuple or a key that is no text")
+        plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
+        _count(plain.get("global_step"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest: global_step and plain JSON are needed: {error}") from error
     return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
 
 

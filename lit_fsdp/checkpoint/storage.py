@@ -77,12 +77,9 @@ class Planner(DefaultSavePlanner):
         self._snapshot = snapshot
 
     def create_local_plan(self) -> SavePlan:
-        """One item per tensor; in the full layout rank 0 alone has them."""
-        snapshot = self._snapshot
-        chunks = snapshot.chunks
-        if snapshot.layout == "full" and self.is_coordinator:
-            chunks = {name: _whole(spec) for name, spec in snapshot.specs.items()}
-        self.plan = SavePlan([_item(name, snapshot.specs[name], chunk) for name, chunk in chunks.items()])
+        """One item per part; none in the full layout, which rank 0 gathers and writes alone."""
+        specs = self._snapshot.specs
+        self.plan = SavePlan([_item(name, specs[name], chunk) for name, chunk in self._snapshot.chunks.items()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -288,7 +285,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     parts, chunks = {}, {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            parts[name], chunks[name] = tensor.detach(), _chunk((0,) * tensor.dim(), tensor.shape)
+            parts[name] = tensor.detach()
+            chunks[name] = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
             continue
         local = tensor.to_local().detach()
         if local.numel() or not tensor.numel():
@@ -304,14 +302,6 @@ def _finishing(file: TensorFile) -> Iterator[None]:
     except BaseException:
         file.abandon()
         raise
-
-
-def _chunk(offsets: Any, sizes: Any) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-
-def _whole(spec: TensorSpec) -> ChunkStorageMetadata:
-    return _chunk((0,) * len(spec.shape), spec.shape)
 
 
 def _item(name: str, spec: TensorSpec, chunk: ChunkStorageMetadata) -> WriteItem:

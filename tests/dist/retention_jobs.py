@@ -91,7 +91,7 @@ def fit_with_room(
         "error": error,
         "loaded": str(getattr(trainer.strategy, "loaded_checkpoint", None)),
         "taken": trainer.global_step,
-        "estimate": callback._space.checkpoint_bytes if callback._space else None,
+        "estimate": callback._checkpoint_bytes,
         "there": [entry.step for entry in checkpoints(Path(run))],
         "best": callback.best_model_path,
     }

@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_on_the_way(workers: Workers, tmp_path: Path) -> No
     """Room at the start, none at the third save: an error on both ranks, and the second one stands."""
     found = fit(workers, tmp_path, ENGINES[0], 5, free=[PLENTY, PLENTY, PLENTY, 1000], every_steps=1, keep_last=1)
     assert "not enough disk space" in found["error"]
-    assert "for the next checkpoint" in found["error"]
+    assert "at most 1 at a time" in found["error"]
     assert (found["taken"], found["there"]) == (3, [2])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.disk_space import GIB, DiskSpace, Plan, checkpoint_bytes, free_bytes, peak_count
+from lit_fsdp.checkpoint import disk_space
+from lit_fsdp.checkpoint.disk_space import GIB, check_room, checkpoint_bytes, free_bytes, peak_count
 from lit_fsdp.checkpoint.run_folder import Found
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
@@ -50,7 +52,7 @@ def test_the_estimate_is_within_two_percent_of_what_is_written(tmp_path, layout,
 
 
 def peak(steps: int | None, validates: bool = False, at: Any = (), **options: Any) -> int | None:
-    return peak_count(CheckpointConfig(**options), Plan(steps, validates, at))
+    return peak_count(CheckpointConfig(**options), steps, validates, at)
 
 
 @pytest.mark.parametrize(
@@ -79,24 +81,26 @@ def test_how_many_there_are_at_a_time(expected, arguments):
     assert peak(**arguments) == expected
 
 
-def budget(free: float, **options: Any) -> DiskSpace:
-    return DiskSpace(CheckpointConfig(every_steps=10, **options), Path("run"), GIB, lambda folder: int(free))
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Asks for room for checkpoints of 1 GiB beside those of ``there`` GiB."""
+
+    def ask(free: float, count: int = 1, there: tuple[float, ...] = (), size: float = 1, **options: Any) -> str:
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: int(free * GIB))
+        found = [Found(step, Path(f"step-{step}"), num_bytes=int(gib * GIB)) for step, gib in enumerate(there)]
+        config = CheckpointConfig(every_steps=10, **options)
+        return check_room(config, Path("run"), found, int(size * GIB), count)
+
+    return ask
 
 
-def there(*gib: float) -> list[Found]:
-    return [Found(step, Path(f"step-{step}"), num_bytes=int(size * GIB)) for step, size in enumerate(gib)]
-
-
-PLAN = Plan(total_steps=100, validates=True)
-
-
-def test_room_for_a_run_is_room_for_all_that_is_kept_and_one_more():
-    assert budget(4 * GIB).check_run([], PLAN) == "checkpoints: 1.00 GiB each, at most 4 at a time; 4.00 GiB free"
+def test_room_for_a_run_is_room_for_all_that_is_kept_and_one_more(check: Callable[..., str]):
+    assert check(4, 4) == "checkpoints of 1.00 GiB, at most 4 at a time; 4.00 GiB free"
     with pytest.raises(CheckpointError) as error:
-        budget(4 * GIB - 2**20).check_run([], PLAN)
+        check(4 - 2**-10, 4)
     assert str(error.value).splitlines() == [
         "run: not enough disk space for checkpoints",
-        "  needed:  4.00 GiB more, 1.00 GiB each, at most 4 at a time",
+        "  needed:  4.00 GiB more: checkpoints of 1.00 GiB, at most 4 at a time",
         "  free:    4.00 GiB on its file system",
         "  missing: 1.00 MiB",
         "  fix:     free that much, keep fewer (keep_last 2, keep_best 1, keep_every None), or name another "
@@ -104,18 +108,18 @@ def test_room_for_a_run_is_room_for_all_that_is_kept_and_one_more():
     ]
 
 
-def test_checkpoints_of_a_resumed_run_take_no_more_room():
-    budget(1 * GIB).check_run(there(1, 1, 1), PLAN)
+def test_checkpoints_of_a_resumed_run_take_no_more_room(check: Callable[..., str]):
+    check(1, 4, there=(1, 1, 1))
     with pytest.raises(CheckpointError, match=r"missing: 0\.50 GiB"):
-        budget(0.5 * GIB).check_run(there(1, 1, 1), PLAN)
+        check(0.5, 4, there=(1, 1, 1))
     with pytest.raises(CheckpointError, match=r"needed:  1\.00 GiB more"):  # all of them go, but only afterwards
-        budget(0.5 * GIB).check_run(there(1, 1, 1, 1, 1, 1), PLAN)
+        check(0.5, 4, there=(1, 1, 1, 1, 1, 1))
 
 
-def test_the_total_of_a_run_is_limited():
-    budget(100 * GIB, max_total_gib=4).check_run([], PLAN)
+def test_the_total_of_a_run_is_limited(check: Callable[..., str]):
+    check(100, 4, max_total_gib=4)
     with pytest.raises(ConfigError) as error:
-        budget(100 * GIB, max_total_gib=3.5).check_run([], PLAN)
+        check(100, 4, max_total_gib=3.5)
     assert str(error.value).splitlines() == [
         "checkpoint.max_total_gib: got 3.5, 0.50 GiB too little",
         "  allowed: 4 or more, or null",
@@ -123,15 +127,12 @@ def test_the_total_of_a_run_is_limited():
     ]
 
 
-def test_before_a_save_only_the_next_one_counts():
-    ready = budget(1 * GIB, max_total_gib=3)
-    ready.check_save(there(1, 1))
+def test_before_a_save_only_the_next_one_counts(check: Callable[..., str]):
+    check(1, there=(1, 1), max_total_gib=3)
     with pytest.raises(ConfigError, match=r"got 3, 0\.50 GiB too little"):
-        ready.check_save(there(1, 1.5))
-    with pytest.raises(CheckpointError, match=r"needed:  1\.50 GiB for the next checkpoint\n"):
-        ready.check_save(there(1), written=[int(1.5 * GIB)])  # what was really written beats the estimate
-    with pytest.raises(CheckpointError, match=r"missing: 512\.00 MiB|missing: 0\.50 GiB"):
-        budget(0.5 * GIB).check_save([])
+        check(1, there=(1, 1.5), max_total_gib=3)
+    with pytest.raises(CheckpointError, match=r"needed:  1\.50 GiB more"):
+        check(1, there=(1,), size=1.5)
 
 
 def test_free_bytes_of_a_folder_to_be(tmp_path):

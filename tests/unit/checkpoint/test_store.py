@@ -167,7 +167,7 @@ def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save):
         ({"rank_state": {"rng": object()}}, "rng: cannot save"),
         ({"tensors": {"a": 3}}, "a: int, but only tensors"),
         ({"tensors": {"a": torch.empty(1, device="meta")}}, "a: on the meta device"),
-        ({"manifest": {}}, "global_step is None"),
+        ({"manifest": {}}, "None is not a whole number"),
         ({"layout": "both"}, "layout: got 'both', allowed: sharded, full"),
         ({"files": {"../evil": b""}}, "not a file name inside a checkpoint"),
         ({"files": {"manifest.json": b""}}, "a name of the checkpoint's own"),
