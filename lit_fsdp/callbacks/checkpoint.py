@@ -196,9 +196,13 @@ class Checkpoint(ModelCheckpoint):
         """
         if self._pending is None:
             return
+        try:
+            self._background.wait()
+        except CheckpointError:
+            self._pending = None
+            raise
         folder, self._pending = self._pending, None
         metrics, self._late_metrics = self._late_metrics, {}
-        self._background.wait()
         self._complete(trainer, folder, metrics)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

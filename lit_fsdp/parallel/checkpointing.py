@@ -78,6 +78,7 @@ class Checkpoints:
         """Let a save in the background end before anything it needs goes away."""
         if self.background is not None:
             self.background.close()
+            self.background = None  # another fit makes one of its own
         super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def train_async(
 
 
 def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) -> list[float]:
-    """Losses of somebody else's module, saved by our callback at each second step."""
+    """Losses of somebody else's module in two fits of one Trainer, saved by our callback at each second step."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(11)
     losses = StepLosses()
@@ -107,7 +107,10 @@ def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) ->
     trainer = trainer_for(strategy, [losses, saving], max_steps=6, default_root_dir=run)
     size = 8 // ranks
     batches = [tuple(part[rank * size : (rank + 1) * size] for part in foreign_rows(step)) for step in range(6)]
-    trainer.fit(ForeignNet(), DataLoader(batches, batch_size=None))
+    module = ForeignNet()
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit_loop.epoch_loop.max_steps = 8  # a second fit of the same Trainer goes on
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     return losses.values
 
 
