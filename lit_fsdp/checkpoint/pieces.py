@@ -25,7 +25,8 @@ def open_pieces(manifest: Manifest) -> Pieces:
 
     def pieces(name: str) -> Iterator[torch.Tensor]:
         shape, chunks = manifest.tensors[name].shape, sorted(manifest.chunks[name], key=lambda chunk: chunk.offsets)
-        if not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):  # a number, or cut by columns
+        if not all(shape) or not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):
+            # without rows, a number, or cut by columns
             yield read_tensor(manifest, name)
             return
         for chunk in chunks:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.async_jobs import tensors_of
 from tests.dist.workers import Workers

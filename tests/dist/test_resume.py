@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, choose
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.run_folder import checkpoints, choose
 from lit_fsdp.config.model import OptimConfig, schedule_factor
 from tests.dist.workers import RankError, Workers
 

@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lit_fsdp.checkpoint.run_folder import checkpoints
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import IterableDataset
 
 from lit_fsdp import Checkpoint, fsdp_strategy
+from lit_fsdp.checkpoint.run_folder import checkpoints
 
 ROWS, WIDTH = 8, 96
 SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, one folder", "DCP, fresh folders")
