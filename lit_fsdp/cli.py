@@ -30,8 +30,8 @@ from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.run_record import PENDING_RECIPE, RunRecord
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
-from lit_fsdp.checkpoint.disk import naming
-from lit_fsdp.checkpoint.find import Resume, find_resume
+from lit_fsdp.checkpoint.files import naming
+from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
@@ -357,6 +357,8 @@ class RecipeCLI(LightningCLI):
         if self._has_own_data():
             self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
         strategy: Any = trainer.strategy
+        if isinstance(trainer.checkpoint_callback, Checkpoint):
+            trainer.checkpoint_callback.resumes = self.resume.path is not None
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.verify_on_load = parsed.resume.verify

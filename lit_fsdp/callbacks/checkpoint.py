@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lit_fsdp.callbacks.background import announce, open_background
 from lit_fsdp.callbacks.counters import count_in_micro_batches_of
-from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
 from lit_fsdp.callbacks.imported import fill_in_loops, is_imported
-from lit_fsdp.callbacks.resume import make_room
-from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.find import FOLDER, best, checkpoints, resolve_ckpt_path, survey
+from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
-from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.config.run import CheckpointConfig, validation_steps
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 
@@ -33,12 +35,12 @@ class Checkpoint(ModelCheckpoint):
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
     all before. Kept are the last k, the best k and every n-th, but of those saved on a signal between only the newest
-    (see :func:`lit_fsdp.checkpoint.retention.to_remove`). The run folder is the Trainer's ``default_root_dir``; no
+    (see :func:`lit_fsdp.checkpoint.run_folder.to_remove`). The run folder is the Trainer's ``default_root_dir``; no
     other job can train in it meanwhile. The metrics of a validation go into the manifest of its step's checkpoint
     afterwards, so that saving never waits for a validation.
 
-    With ``async_save`` a checkpoint is written while training goes on. That it stands, or has failed, is known on all
-    ranks at the same later step; only then are its metrics recorded and old ones removed.
+    With ``async_save`` a checkpoint is written while training goes on. Once it stands, rank 0 records its metrics and
+    removes old ones; that it has failed is an error on every rank at the next save or at the end.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.CheckpointConfig`.
@@ -59,9 +61,12 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._space = DiskSpace(self.config)
+        self._checkpoint_bytes: int | None = None
+        self._own_steps: set[int] = set()
         self._lock: RunLock | None = None
         self._agreed = True
+        self.resumes: bool | None = None
+        """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
 
     @property
     def state_key(self) -> str:
@@ -70,26 +75,33 @@ class Checkpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
-        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+        root = Path(trainer.default_root_dir)
+        self.dirpath = str(root / FOLDER)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise_alike(lambda: self._take(Path(trainer.default_root_dir)), "locking the run folder")
+            _alike("locking the run folder", lambda: self._take(root))
+            if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
+                raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             self._agreed = True
-            self._background = open_background(trainer, self.config.async_save)
+            self._background = _open_background(trainer, self.config.async_save)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
+        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed.
+
+        Rank 0 looks at what is there for all of them: on a network file system each would see it at another time.
+        """
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
-        if trainer.global_step == 0:
-            refuse_used_run_folder(Path(trainer.default_root_dir))
+        root, step = Path(trainer.default_root_dir), trainer.global_step
+        if step == 0:
+            _alike(f"looking at {root}", lambda: refuse_used_run_folder(root))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            make_room(trainer)
-        self._seen_step = self._saved_step = trainer.global_step
-        top = best(checkpoints(Path(trainer.default_root_dir)), self.config.monitor, self.config.mode)
+            self._make_room(trainer)
+        self._seen_step = self._saved_step = step
+        found = _alike(f"looking at {root}", lambda: run_folder.checkpoints(root))
+        top = run_folder.best(found, self.config.monitor, self.config.mode)
         self._best_value = top.metrics[self.config.monitor] if top else None
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._space.check_run(trainer, pl_module)
-            announce(trainer, self._background, self._space.contents)
+        if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._check_room(trainer, pl_module, found)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let other jobs use the run folder; after an exception they have to wait until this process ends."""
@@ -105,7 +117,7 @@ class Checkpoint(ModelCheckpoint):
         if step == self._seen_step:  # in the middle of an accumulation
             return
         self._seen_step = step
-        self._settle(trainer, wait=False)
+        self._look(trainer)
         if self._is_due(trainer):
             self.save(trainer)
 
@@ -128,9 +140,9 @@ class Checkpoint(ModelCheckpoint):
             return
         if self._pending is not None:
             self._late_metrics.update(metrics)
-            self._settle(trainer, wait=False)
+            self._look(trainer)
             return
-        self._tidy(trainer, folder, metrics)
+        self._complete(trainer, folder, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
@@ -163,12 +175,12 @@ class Checkpoint(ModelCheckpoint):
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
             return folder
         self.finish(trainer)
-        self._space.check_save(trainer.global_step)
+        self._check_next(trainer)
         trainer.strategy.saves_on_signal = on_signal and not self._is_due(trainer)  # type: ignore[attr-defined]
         if self._background is None:
             trainer.save_checkpoint(folder, weights_only=False)
             self._saved_step = trainer.global_step
-            self._complete(trainer, folder)
+            self._complete(trainer, folder, {})
         else:
             strategy: Any = trainer.strategy
             with strategy.saving_in_background():
@@ -182,7 +194,16 @@ class Checkpoint(ModelCheckpoint):
         Raises:
             CheckpointError: It has failed, on whichever rank.
         """
-        self._settle(trainer, wait=True)
+        if self._pending is None:
+            return
+        try:
+            self._background.wait()
+        except CheckpointError:
+            self._pending = None
+            raise
+        folder, self._pending = self._pending, None
+        metrics, self._late_metrics = self._late_metrics, {}
+        self._complete(trainer, folder, metrics)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
@@ -218,69 +239,131 @@ class Checkpoint(ModelCheckpoint):
         return before is None or (value < before if self.config.mode == "min" else value > before)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """For Lightning's own ``ckpt_path="last"``."""
-        run_folder = Path(trainer.default_root_dir)
-        if not survey(run_folder / FOLDER):
+        """For Lightning's own ``ckpt_path="last"``; when they load, the ranks take what rank 0 has found."""
+        root = Path(trainer.default_root_dir)
+        self.resumes = bool(run_folder.survey(root / FOLDER))
+        if not self.resumes:
             return set()
-        return {str(resolve_ckpt_path("last", run_folder, self.config.monitor, self.config.mode))}
+        return {str(run_folder.choose("last", root, self.config.monitor, self.config.mode).path)}
 
     def _folder(self, step: int) -> Path:
         assert self.dirpath is not None
         return Path(self.dirpath) / f"step-{step:08d}"
 
-    def _settle(self, trainer: Trainer, wait: bool) -> None:
-        """Do what waited for the last save, if it has ended; without ``wait`` all ranks have to be at the same step."""
-        if self._pending is None:
+    def _look(self, trainer: Trainer) -> None:
+        """Do what waited for the save in the background, if that stands; on rank 0, not collective."""
+        if self._pending is None or not self._background.stands:
             return
-        try:
-            ended = self._background.wait() if wait else self._background.poll()
-        except CheckpointError:
-            self._pending = None
-            raise
-        if ended:
-            folder, self._pending = self._pending, None
-            self._complete(trainer, folder)
+        is_news = self.last_model_path != str(self._pending)
+        self.last_model_path = str(self._pending)
+        if trainer.is_global_zero and (is_news or self._late_metrics):
+            metrics, self._late_metrics = self._late_metrics, {}
+            self.best_model_path = self._tidy(trainer, self._pending, metrics)
 
-    def _complete(self, trainer: Trainer, folder: Path) -> None:
-        """What waits until a checkpoint stands."""
-        self.last_model_path = str(folder)
-        metrics, self._late_metrics = self._late_metrics, {}
-        self._tidy(trainer, folder, metrics)
+    def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
+        """What comes after a save: all ranks learn what is the best now, or that tidying has failed.
 
-    def _tidy(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-        """Put metrics into the manifest and remove old checkpoints, on rank 0; all ranks learn if that fails.
-
-        That is collective; after an exception only the metrics are recorded.
+        That is collective; after an exception rank 0 tidies alone.
         """
-
-        def tidy() -> Path | None:
-            if metrics and folder.is_dir():  # a run that resumed here may have lost it since
-                record_metrics(folder, metrics)
-            return retention.retain(Path(trainer.default_root_dir), self.config, self._saved_step) if agreed else None
-
-        agreed = self._agreed
-        if agreed:
-            self.best_model_path = str(Ranks().first(f"recording and removing in {self.dirpath}", tidy) or "")
+        self.last_model_path = str(folder)
+        if self._agreed:
+            what = f"recording and removing in {self.dirpath}"
+            self.best_model_path = Ranks().first(what, lambda: self._tidy(trainer, folder, metrics))
         elif trainer.is_global_zero:
-            tidy()
+            self._tidy(trainer, folder, metrics)
 
-    def _take(self, run_folder: Path) -> None:
+    def _tidy(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> str:
+        """Put metrics into the manifest and remove what nothing keeps; returns the best checkpoint's folder."""
+        if metrics and folder.is_dir():  # a run that resumed here may have lost it since
+            record_metrics(folder, metrics)
+        return str(run_folder.retain(Path(trainer.default_root_dir), self.config, self._saved_step) or "")
+
+    def _take(self, root: Path) -> None:
         """Lock the run folder and clear away what killed jobs have left there; on rank 0."""
         if self._lock is None:
-            self._lock = RunLock(run_folder)
-        retention.sweep(run_folder / FOLDER)
+            self._lock = RunLock(root)
+        run_folder.sweep(root)
+
+    def _make_room(self, trainer: Trainer) -> None:
+        """Move the checkpoints of steps that this run has yet to reach aside, and say so; collective."""
+        strategy: Any = trainer.strategy
+        damaged = list(getattr(strategy, "damaged_checkpoints", ()))
+        root, step = Path(trainer.default_root_dir), trainer.global_step
+        moved = Ranks().first(f"making room in {root}", lambda: run_folder.move_newer_aside(root, step, damaged))
+        for old, new in moved.items() if trainer.is_global_zero else ():
+            _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+
+    def _check_room(self, trainer: Trainer, module: LightningModule, found: list[Found]) -> None:
+        """Compare before step 1 for all checkpoints that will be kept at a time; collective."""
+        model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
+        params = [(clean_name(name), param) for name, param in module.named_parameters()]
+        self._checkpoint_bytes = size = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
+        steps, validations = _plan(trainer)
+        count = disk_space.peak_count(self.config, steps, trainer.enable_validation, validations)
+        if steps is None or trainer.global_step < steps:
+            root, how = Path(trainer.default_root_dir), "in the background" if self._background else "in the foreground"
+            check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
+            line = _alike("looking for disk space", check)
+            _log.info("%s; written %s (checkpoint.async_save)", line, how)
+
+    def _check_next(self, trainer: Trainer) -> None:
+        """Compare for the checkpoint that is written next; collective."""
+        if self._checkpoint_bytes is None:
+            return  # its checkpoints are not ours, and their size is not known here
+        root, estimate = Path(trainer.default_root_dir), self._checkpoint_bytes
+
+        def check() -> None:
+            run_folder.sweep(root)
+            there = run_folder.checkpoints(root)
+            written = [entry.num_bytes for entry in there if entry.step in self._own_steps]  # better than an estimate
+            disk_space.check_room(self.config, root, there, max(written, default=estimate))
+
+        _alike("looking for disk space", check)
+        self._own_steps.add(trainer.global_step)
 
 
-def refuse_used_run_folder(run_folder: Path) -> None:
+def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
+    """The strategy's background saver, or None if training is to wait for each save; collective.
+
+    Raises:
+        ConfigError: It is wanted, but the strategy is not one of ours.
+    """
+    strategy: Any = trainer.strategy
+    if not hasattr(strategy, "open_background"):
+        if wanted:
+            given = f"true with {type(strategy).__name__}"
+            raise ConfigError("checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
+        return None
+    if wanted is None:
+        wanted = strategy.root_device.type == "cuda"
+    return strategy.open_background() if wanted else None
+
+
+def _alike(what: str, step: Callable[[], T]) -> T:
+    """What ``step`` returns on rank 0, which alone runs it; what it refuses is refused in its words on every rank."""
+
+    def attempt() -> T | Exception:
+        try:
+            return step()
+        except (CheckpointError, ConfigError) as error:
+            return error
+
+    found = Ranks().first(what, attempt)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def refuse_used_run_folder(root: Path) -> None:
     """Refuse to start a new run where another one has left checkpoints.
 
     Raises:
         CheckpointError: There are checkpoints; says which and what to do.
     """
-    found = checkpoints(run_folder)
+    found = run_folder.checkpoints(root)
     if found:
         raise CheckpointError(
-            f"{run_folder} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
+            f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
             "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
         )
 
@@ -290,3 +373,16 @@ def _is_last_step(trainer: Trainer) -> bool:
         return True
     loop = trainer.fit_loop
     return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)
+
+
+def _plan(trainer: Trainer) -> tuple[int | None, set[int]]:
+    """Optimizer steps at the end of the run, and after which of them validations come, as far as that is known."""
+    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.estimated_stepping_batches):
+        limits.append(int(trainer.estimated_stepping_batches))
+    total, interval, per_epoch = min(limits, default=None), trainer.val_check_batch, trainer.num_training_batches
+    if total is None or interval is None or not math.isfinite(interval):  # it goes by the clock
+        return total, set()
+    batches = int(per_epoch) if math.isfinite(per_epoch) else None
+    accumulate, every_n = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
+    return total, validation_steps(total, int(interval), accumulate, batches, every_n)

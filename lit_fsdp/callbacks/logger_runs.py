@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_fsdp.checkpoint.disk import replace_bytes
+from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.manifest import read_manifest
 
 _log = logging.getLogger(__name__)

@@ -1,19 +1,13 @@
-"""A run that goes on from a checkpoint: what has changed since, and room in its folder if it is not the newest."""
+"""A run that goes on from a checkpoint, in words: from which step, and what its recipe has changed since."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer
 
-from lit_fsdp.checkpoint.aside import move_newer_aside
-from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.parser import changed_values
-
-_log = logging.getLogger(__name__)
 
 
 def resumed_from(trainer: Trainer, step: int) -> str:
@@ -29,17 +23,3 @@ def resumed_from(trainer: Trainer, step: int) -> str:
         old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
         lines += [f"  {line}" for line in changed_values({**old, "ckpt_path": new["ckpt_path"]}, new)]
     return "\n".join(lines)
-
-
-def make_room(trainer: Trainer) -> None:
-    """Move the checkpoints of steps that this run has yet to reach aside, and say so; collective, when training starts.
-
-    Raises:
-        CheckpointError: On every rank; one cannot be renamed.
-    """
-    strategy: Any = trainer.strategy
-    damaged = list(getattr(strategy, "damaged_checkpoints", ()))
-    folder, step = Path(trainer.default_root_dir), trainer.global_step
-    moved = Ranks().first(f"making room in {folder}", lambda: move_newer_aside(folder, step, damaged))
-    for old, new in moved.items() if trainer.is_global_zero else ():
-        _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.checkpoint import dcp_files
 from lit_fsdp.checkpoint.export_plan import ExportPlan
 from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.checkpoint.pieces import read_tensor
 from lit_fsdp.checkpoint.safetensors_file import opened
-from lit_fsdp.checkpoint.snapshot import FULL_FILE
 from lit_fsdp.errors import CheckpointError
 
 _ROWS, _LENGTH = 2, 16
@@ -99,7 +98,6 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping
         names: Name in the checkpoint by name in ``model``, where they differ.
     """
     prefix = f"model/{plan.entry['prefix']}"
-    description = dcp_files.read_description(manifest) if manifest.layout == "sharded" else None
     again = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}
     for name, target in model.state_dict(keep_vars=True).items():
         saved = prefix + names.get(name, name)
@@ -108,7 +106,7 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping
             saved = prefix + names.get(other, other)
         if saved not in manifest.tensors:
             raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
-        value = _read(manifest, description, saved)
+        value = read_tensor(manifest, saved)
         is_adapters = plan.form == "adapter" and name in _adapter_names(plan, prefix)
         with torch.no_grad():
             new = (value.to(getattr(torch, plan.dtype)) if is_adapters else value).to(target.dtype)
@@ -122,16 +120,6 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping
 
 def _adapter_names(plan: ExportPlan, prefix: str) -> set[str]:
     return {source.removeprefix(prefix) for source in plan.sources.values()}
-
-
-def _read(manifest: Manifest, description: Any, name: str) -> torch.Tensor:
-    if description is None:
-        with opened(manifest.file(FULL_FILE)) as file:
-            return file.get_tensor(name).clone()
-    spec = manifest.tensors[name]
-    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    dcp_files.load(manifest, {name: tensor}, description, None)
-    return tensor
 
 
 def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:

@@ -6,7 +6,6 @@ template in its ``hf/`` folder. Nothing is downloaded and, unless the result is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -16,13 +15,14 @@ from typing import Literal
 
 import torch
 
-from lit_fsdp.checkpoint import disk, staging
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.export_card import model_card
 from lit_fsdp.checkpoint.export_plan import DTYPES, GIB, ExportPlan, Form, plan_export
-from lit_fsdp.checkpoint.find import FOLDER, STEP_NAME
 from lit_fsdp.checkpoint.lora_merge import merged
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
+from lit_fsdp.checkpoint.run_folder import FOLDER, STEP_NAME
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -109,23 +109,20 @@ def export(ckpt: Path, out: Path, options: ExportOptions | None = None) -> Expor
     plan = plan_export(manifest, options.dtype, options.max_shard_gib, options.lora)
     texts = _texts(manifest, plan)
     verify_files(ckpt)
-    with contextlib.ExitStack() as held:
-        with disk.naming(out.parent):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir():
-            out.rmdir()
-        place = staging.stage(out, held)
-        try:
-            _write(place, manifest, plan, texts)
-            differences = options.check(place, manifest, plan) if options.check else []
-            if differences:
-                lines = "\n".join(f"  {line}" for line in differences[:20])
-                raise CheckpointError(f"{out}: not published, it differs from {ckpt}:\n{lines}")
-            files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-            staging.publish(place, out)
-        except BaseException:
-            staging.discard(place)
-            raise
+    if out.is_dir():
+        out.rmdir()
+    place = staging.stage(out)
+    try:
+        _write(place, manifest, plan, texts)
+        differences = options.check(place, manifest, plan) if options.check else []
+        if differences:
+            lines = "\n".join(f"  {line}" for line in differences[:20])
+            raise CheckpointError(f"{out}: not published, it differs from {ckpt}:\n{lines}")
+        files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+        staging.publish(place, out)
+    except BaseException:
+        staging.discard(place)
+        raise
     return ExportReport(
         folder=out,
         form=plan.form,

@@ -10,18 +10,17 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_fsdp.checkpoint.disk import FileEntry, checked_name, inside, naming, replace_bytes
+from lit_fsdp.checkpoint.files import FileEntry, checked_name, inside, naming, replace_bytes
 from lit_fsdp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "lit_fsdp.checkpoint"
-VERSION = 1
+VERSION = 2
 Layout = Literal["sharded", "full"]
 _OWN_KEYS = {
     "format", "format_version", "layout", "world_size", "created", "versions", "tensors", "files", "metrics", "sha256"
@@ -41,6 +40,18 @@ class TensorSpec:
         return f"{self.dtype}{list(self.shape)}"
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Where a part of a tensor lies: under the tensor's name in a safetensors file."""
+
+    file: str
+    """Path inside the checkpoint."""
+    offsets: tuple[int, ...]
+    """Where the part begins in the whole tensor."""
+    sizes: tuple[int, ...]
+    """Its shape."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A checkpoint's description of itself."""
@@ -48,7 +59,7 @@ class Manifest:
     folder: Path
     """Where it was read from."""
     layout: Layout
-    """One file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
+    """One safetensors file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
     global_step: int
     """Optimizer steps done."""
     world_size: int
@@ -63,6 +74,8 @@ class Manifest:
     """Every file but the manifest, by path inside the folder."""
     metrics: Mapping[str, float]
     """Logged values by name."""
+    chunks: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
+    """The parts that make up each tensor, by its name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the caller of the save added: ``model``, ``epoch``, ``engine`` and the like."""
 
@@ -89,11 +102,7 @@ class Manifest:
         return path
 
     def dumps(self) -> bytes:
-        """The text of ``manifest.json``.
-
-        Raises:
-            CheckpointError: ``extra`` holds something that is not plain JSON.
-        """
+        """The text of ``manifest.json``."""
         document = {
             "format": FORMAT,
             "format_version": VERSION,
@@ -104,12 +113,17 @@ class Manifest:
             "created": self.created,
             "versions": dict(self.versions),
             "metrics": {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()},
-            "tensors": {name: {"dtype": t.dtype, "shape": list(t.shape)} for name, t in self.tensors.items()},
-            "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in self.files.items()},
+            "tensors": {
+                name: {
+                    "dtype": spec.dtype,
+                    "shape": list(spec.shape),
+                    "chunks": [[c.file, list(c.offsets), list(c.sizes)] for c in self.chunks.get(name, ())],
+                }
+                for name, spec in self.tensors.items()
+            },
+            "files": {name: {"bytes": f.num_bytes, "xxh3": f.xxh3} for name, f in self.files.items()},
         }
-        body = _canonical(document)
-        document["sha256"] = hashlib.sha256(body).hexdigest()
-        return _as_text(document)
+        return _sealed(document)
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +135,11 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     taken = sorted(set(extra) & (_OWN_KEYS - {"metrics"}))
     if taken:
         raise CheckpointError(f"manifest: {', '.join(taken)} is filled in by the save itself; use another key")
-    step = extra.get("global_step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"manifest: global_step is {step!r}, but must be a whole number >= 0")
-    plain = {key: value for key, value in extra.items() if key != "metrics"}
-    if json.loads(_canonical(plain)) != plain:
-        raise CheckpointError("manifest: something in it is not plain JSON (tuples, keys that are not text)")
+    try:
+        plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
+        _count(plain.get("global_step"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest: global_step and plain JSON are needed: {error}") from error
     return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
 
 
@@ -156,8 +169,9 @@ def read_manifest(folder: Path | str) -> Manifest:
         text = path.read_bytes()
     try:
         document = json.loads(text)
-        if _as_text(document) != text:  # a changed byte may leave every value as it was
-            raise ValueError("it was changed after it was written: its text is not as it is written")
+        del document["sha256"]
+        if _sealed(document) != text:  # also where a changed byte leaves every value as it was
+            raise ValueError("it was changed after it was written")
         return _parsed(folder, document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged or not ours ({error!r}); use another checkpoint") from error
@@ -179,43 +193,31 @@ def not_a_checkpoint(path: Path) -> str:
     if not os.path.lexists(path):
         return f"{path}: no such checkpoint folder"
     if not path.is_dir():
-        kind = "a Lightning or torch file" if path.suffix in (".ckpt", ".pt", ".pth", ".bin") else "a file"
         return (
-            f"{path}: {kind}, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050, "
+            f"{path}: a file, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050, "
             "or make one of it with lit-fsdp ckpt import"
         )
     inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted(p.name for p in inner.iterdir() if (p / MANIFEST).is_file() and not p.name.startswith("."))
     if steps:
         kind = "a run folder" if inner != path else "a folder of checkpoints"
-        return f"{path}: {kind}, not a checkpoint; give one of its checkpoints: {inner / steps[-1]}" + (
-            f" (also there: {', '.join(steps[:-1][-8:])})" if steps[:-1] else ""
-        )
-    if inner != path:
-        return f"{path}: a run folder without a complete checkpoint"
+        return f"{path}: {kind}, not a checkpoint; give one of its checkpoints: {inner / steps[-1]}"
     if (path / "config.json").is_file():
         return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
     if (path / ".metadata").is_file():
-        text = "a plain torch DCP folder, without the manifest of a lit_fsdp checkpoint"
-        if (path / "meta.pt").is_file():
-            text = (
-                "Lightning's sharded checkpoint, without the manifest of a lit_fsdp checkpoint; "
-                f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path} makes a file of it that is a "
-                "ckpt_path in a Trainer of your own"
-            )
-        return f"{path}: {text}; lit-fsdp ckpt import makes one of it for a Hugging Face model"
+        return f"{path}: a torch DCP folder of another tool; lit-fsdp ckpt import makes a checkpoint of it"
     return f"{path}: not a checkpoint: it has no {MANIFEST}"
 
 
-def _as_text(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+def _sealed(document: Mapping[str, Any]) -> bytes:
+    """The text of a manifest with its own hash; one line per key, since many ranks make very many chunks."""
+    digest = hashlib.sha256(_lines(document).encode()).hexdigest()
+    return _lines({**document, "sha256": digest}).encode()
 
 
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"manifest: something in it is not plain JSON: {error}") from error
+def _lines(document: Mapping[str, Any]) -> str:
+    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
@@ -224,16 +226,19 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
         raise ValueError(f"format is {document['format']!r}, not {FORMAT!r}")
     if document["format_version"] != VERSION:
         raise ValueError(f"format_version is {document['format_version']!r}, this version reads {VERSION}")
-    digest = document.pop("sha256")
-    if hashlib.sha256(_canonical(document)).hexdigest() != digest:
-        raise ValueError("it was changed after it was written: its own sha256 differs")
     if document["layout"] not in get_args(Layout):
         raise ValueError(f"layout is {document['layout']!r}")
-    files = {checked_name(n): FileEntry(_count(f["bytes"]), _sha256(f["sha256"])) for n, f in document["files"].items()}
-    tensors = {
-        name: TensorSpec(str(t["dtype"]), tuple(_count(size) for size in t["shape"]))
+    files = {checked_name(n): FileEntry(_count(f["bytes"]), str(f["xxh3"])) for n, f in document["files"].items()}
+    tensors = {name: TensorSpec(str(t["dtype"]), _counts(t["shape"])) for name, t in document["tensors"].items()}
+    chunks = {
+        name: tuple(Chunk(file, _counts(offsets), _counts(sizes)) for file, offsets, sizes in t["chunks"])
         for name, t in document["tensors"].items()
     }
+    for name, spec in tensors.items():
+        if any(chunk.file not in files for chunk in chunks[name]):
+            raise ValueError(f"{name}: a part of it lies in a file that is not listed")
+        if sum(math.prod(chunk.sizes) for chunk in chunks[name]) != math.prod(spec.shape):
+            raise ValueError(f"{name}: its parts do not make up the tensor")
     return Manifest(
         folder=folder,
         layout=document["layout"],
@@ -242,6 +247,7 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
         created=str(document["created"]),
         versions={str(k): str(v) for k, v in document["versions"].items()},
         tensors=tensors,
+        chunks=chunks,
         files=files,
         metrics={str(k): float(v) for k, v in document["metrics"].items()},
         extra={k: v for k, v in document.items() if k not in _OWN_KEYS | {"global_step"}},
@@ -254,7 +260,5 @@ def _count(value: Any) -> int:
     return value
 
 
-def _sha256(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise ValueError(f"{value!r} is not a sha256")
-    return value
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(_count(value) for value in values)

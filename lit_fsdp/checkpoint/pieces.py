@@ -1,19 +1,14 @@
-"""The tensors of a checkpoint, read in pieces of whole rows, so that a large one need not be in memory at once."""
+"""The tensors of a checkpoint in one process, whole or in pieces of whole rows, so that little need be in memory."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from lit_fsdp.checkpoint import dcp_files
-from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
-from lit_fsdp.checkpoint.safetensors_file import num_bytes, opened
-from lit_fsdp.checkpoint.snapshot import FULL_FILE
+from lit_fsdp.checkpoint.manifest import Chunk, Manifest
+from lit_fsdp.checkpoint.safetensors_file import opened
 
 _PIECE_BYTES = 1 << 26
 
@@ -22,79 +17,42 @@ Pieces = Callable[[str], Iterator[torch.Tensor]]
 
 
 def open_pieces(manifest: Manifest) -> Pieces:
-    """A reader of a checkpoint of either layout, in one process.
+    """A reader of a checkpoint of either layout.
 
-    A piece of the sharded layout is what one rank saved of the tensor, of the full layout about 64 MiB. Only these
-    bytes of a file are read, and no mapping of a file stays open, since it would count as this process's memory.
-
-    Raises:
-        CheckpointError: The description of the shards is damaged or disagrees with the manifest.
+    A piece has about 64 MiB. Only its bytes of a file are read, and no mapping of a file stays open, since it would
+    count as this process's memory.
     """
-    if manifest.layout == "sharded":
-        description = dcp_files.read_description(manifest)
-        return lambda name: _saved_by_ranks(manifest, description, name)
-    path = manifest.file(FULL_FILE)
-    return lambda name: _rows_of_file(path, name, manifest.tensors[name])
+
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        shape, chunks = manifest.tensors[name].shape, sorted(manifest.chunks[name], key=lambda chunk: chunk.offsets)
+        if not all(shape) or not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):
+            # without rows, a number, or cut by columns
+            yield read_tensor(manifest, name)
+            return
+        for chunk in chunks:
+            yield from _rows(manifest, name, chunk)
+
+    return pieces
 
 
-def _rows_of_file(path: Path, name: str, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    if not spec.shape:
-        with opened(path) as file:
-            whole = file.get_tensor(name).clone()
-        yield whole
-        return
-    rows = max(1, _PIECE_BYTES // max(1, num_bytes(spec) // max(1, spec.shape[0])))
-    for start in range(0, spec.shape[0], rows):
-        yield _some_rows(path, name, slice(start, start + rows))
+def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
+    """One whole tensor on the CPU, in memory of its own."""
+    spec = manifest.tensors[name]
+    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    for chunk in manifest.chunks[name]:
+        where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        with opened(manifest.file(chunk.file)) as file:
+            whole[where].copy_(file.get_tensor(name))
+    return whole
+
+
+def _rows(manifest: Manifest, name: str, chunk: Chunk) -> Iterator[torch.Tensor]:
+    row_bytes = torch.Size(chunk.sizes[1:]).numel() * getattr(torch, manifest.tensors[name].dtype).itemsize
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    for start in range(0, chunk.sizes[0], step):
+        yield _some_rows(manifest.file(chunk.file), name, slice(start, start + step))  # held by nobody here
 
 
 def _some_rows(path: Path, name: str, rows: slice) -> torch.Tensor:
     with opened(path) as file:
         return file.get_slice(name)[rows].clone()
-
-
-def _saved_by_ranks(manifest: Manifest, description: dcp_metadata.Metadata, name: str) -> Iterator[torch.Tensor]:
-    entry = cast(dcp_metadata.TensorStorageMetadata, description.state_dict_metadata[name])
-    chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
-    end = 0
-    for chunk in chunks:
-        if len(chunks) > 1 and (tuple(chunk.sizes[1:]) != tuple(entry.size[1:]) or chunk.offsets[0] != end):
-            yield dcp_files.read_tensor(manifest, description, name)  # cut in another way than our engines do
-            return
-        end = chunk.offsets[0] + chunk.sizes[0] if entry.size else 1
-    for chunk in chunks:
-        place = description.storage_data[dcp_metadata.MetadataIndex(name, chunk.offsets)]
-        yield _shard(manifest.folder / dcp_files.FOLDER / place.relative_path, place.offset, place.length)
-
-
-def _shard(path: Path, offset: int, length: int) -> torch.Tensor:
-    with path.open("rb", buffering=0) as file:
-        return torch.load(cast(Any, _Part(file, offset, length)), map_location="cpu", weights_only=True)
-
-
-class _Part(io.RawIOBase):
-    """A range of an open file as a file of its own; torch reads from it straight into its tensors."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view[: max(0, self._length - self._position)])
-        self._position += count
-        return count

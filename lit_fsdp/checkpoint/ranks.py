@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from lit_fsdp.errors import CheckpointError
 
 T = TypeVar("T")
-
-
-class RankFailures(Exception):
-    """What went wrong, by rank, where a collective has told every rank already."""
-
-    def __init__(self, by_rank: dict[int, str]) -> None:
-        self.by_rank = by_rank
-        super().__init__(by_rank)
 
 
 class Ranks:
@@ -30,9 +21,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.together = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if self.together else 0
-        self.size = dist.get_world_size(group) if self.together else 1
+        self._together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self._together else 0
+        self.size = dist.get_world_size(group) if self._together else 1
 
     @property
     def is_first(self) -> bool:
@@ -49,25 +40,17 @@ class Ranks:
         Raises:
             CheckpointError: On every rank when ``step`` failed on any; names the ranks and what failed.
         """
-        failure: BaseException | None = None
+        own: BaseException | None = None
         result: T | None = None
         try:
             result = step()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this rank
-            failure = error
-        failed: dict[int, str] = {}
-        results: list[Any] = []
-        for failures, value in self._exchange((_described(failure, self.rank), result), what):
-            failed.update(failures)
-            results.append(value)
-        if not failed:
-            return results
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure
-        if self.size == 1 and isinstance(failure, CheckpointError):
-            raise failure
-        text = "\n".join(f"  rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
-        raise CheckpointError(f"{what} failed:\n{text}") from failure
+            own = error
+        everyone = self._exchange((None if own is None else reason(own), result), what)
+        failed = {rank: text for rank, (text, _) in enumerate(everyone) if text is not None}
+        if failed:
+            raise self.error(what, failed, own) from own
+        return [value for _, value in everyone]
 
     def first(self, what: str, step: Callable[[], T]) -> T:
         """The result of ``step`` on rank 0, which alone runs it, on every rank.
@@ -75,44 +58,34 @@ class Ranks:
         Raises:
             CheckpointError: On every rank when ``step`` failed.
         """
-        results = self.run(what, lambda: step() if self.is_first else None)
-        return results[0]  # type: ignore[return-value]
+        return self.run(what, lambda: step() if self.is_first else None)[0]  # type: ignore[return-value]
 
-    def add(self, values: list[float], what: str) -> list[float]:
-        """Sums over all ranks, through the CPU; ``what`` begins the error when another rank is lost."""
-        if not self.together:
-            return values
-        total = torch.tensor(values, dtype=torch.float64)
-        try:
-            dist.all_reduce(total, group=self.group)
-        except RuntimeError as error:
-            raise CheckpointError(f"{what}: {self._lost(error)}") from error
-        return total.tolist()
+    def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
+        """What to raise here when some ranks have failed; an interrupt of this rank stays what it is.
 
-    def _lost(self, error: RuntimeError) -> str:
+        Args:
+            what: Was being done.
+            failed: One line by rank.
+            own: What this rank raised.
+        """
+        if own is not None and (not isinstance(own, Exception) or (self.size == 1 and type(own) is CheckpointError)):
+            return own
+        return CheckpointError(f"{what} failed:\n" + "\n".join(f"  rank {r}: {failed[r]}" for r in sorted(failed)))
+
+    def lost(self, what: str, error: RuntimeError) -> CheckpointError:
+        """The error of a collective that another rank did not finish."""
         text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
-        return f"rank {self.rank} lost contact with another rank: {text}"
+        return CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}")
 
-    def _exchange(self, mine: tuple[dict[int, str], Any], what: str) -> list[tuple[dict[int, str], Any]]:
-        if not self.together:
+    def _exchange(self, mine: Any, what: str) -> list[Any]:
+        if not self._together:
             return [mine]
         everyone: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(everyone, mine, group=self.group)
         except RuntimeError as error:
-            lost = self._lost(error)
-            text = lost.partition("another rank: ")[2]
-            own = "".join(f"\n  rank {rank}: {reason}" for rank, reason in mine[0].items() if text not in reason)
-            raise CheckpointError(f"{what}: {lost}{own}") from error
+            raise self.lost(what, error) from error
         return everyone
-
-
-def _described(failure: BaseException | None, rank: int) -> dict[int, str]:
-    if failure is None:
-        return {}
-    if isinstance(failure, RankFailures):
-        return failure.by_rank
-    return {rank: reason(failure)}
 
 
 def reason(failure: BaseException) -> str:

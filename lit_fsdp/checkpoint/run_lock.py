@@ -7,18 +7,16 @@ processes forked from it (workers of a data loader) close their copy, so that th
 from __future__ import annotations
 
 import datetime
-import errno
 import fcntl
 import logging
 import os
 import socket
 from pathlib import Path
 
-from lit_fsdp.checkpoint.disk import naming
+from lit_fsdp.checkpoint.files import naming
 from lit_fsdp.errors import CheckpointError
 
 NAME = "run.lock"
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +65,23 @@ _held: dict[Path, tuple[int | None, int]] = {}
 """Open files by run folder and how often each is held; None where the file system has no locks."""
 
 
+def is_held(run_folder: Path) -> bool:
+    """Whether a job is at work in a run folder, as far as its lock tells this host."""
+    try:
+        handle = os.open(run_folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def holder(path: Path) -> str:
     """Who wrote a lock file, in words; it may have died since."""
     try:
@@ -80,41 +95,21 @@ def holder(path: Path) -> str:
 
 
 def _locked(path: Path) -> int | None:
-    while True:
-        with naming(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(path, handle):
-                with naming(path):
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, _description().encode(), 0)
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            raise CheckpointError(_refusal(path)) from None
-        except OSError as error:
-            os.close(handle)
-            if error.errno not in _NO_LOCKS:
-                raise CheckpointError(f"{path}: cannot be locked ({error.strerror or error})") from error
-            _log.warning(
-                "%s: this file system has no locks (%s), so nothing keeps a second job out of this run folder",
-                path,
-                error.strerror,
-            )
-            return None
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # somebody removed the file in the meantime
-
-
-def _is_still(path: Path, handle: int) -> bool:
+    with naming(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(handle))
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CheckpointError(_refusal(path)) from None
+    except OSError as error:
+        os.close(handle)
+        _log.warning("%s: no lock (%s), so nothing keeps a second job out of this run folder", path, error.strerror)
+        return None
+    with naming(path):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, _description().encode(), 0)
+    return handle
 
 
 def _description() -> str:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
-from lit_fsdp.checkpoint.disk import FileEntry, HashedFile
+from lit_fsdp.checkpoint.files import FileEntry, HashedFile
 from lit_fsdp.checkpoint.manifest import TensorSpec
 from lit_fsdp.errors import CheckpointError
 
@@ -65,7 +64,7 @@ class TensorFile:
         for name in self._left:
             spec = specs[name]
             if spec.dtype not in _CODES:
-                raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; save it in the sharded layout")
+                raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; cast it, or leave it out")
             end = offset + num_bytes(spec)
             header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
             offset = end
@@ -105,50 +104,9 @@ class TensorFile:
         self._file.abandon()
 
 
-def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], torch.Tensor]) -> FileEntry:
-    """Write a whole file; ``tensor_of`` is asked for one tensor at a time."""
-    file = TensorFile(path, specs)
-    try:
-        for name in file_order(specs):
-            file.append(name, tensor_of(name))
-        return file.close()
-    except BaseException:
-        file.abandon()
-        raise
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a small file, on the CPU and independent of the file.
-
-    Raises:
-        CheckpointError: Not a safetensors file.
-    """
-    with opened(path) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
-
-
 def opened(path: Path) -> Any:
     """``safetensors.safe_open`` for torch on the CPU, with a CheckpointError for what is not safetensors."""
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def fill(file: Any, name: str, into: torch.Tensor) -> None:
-    """Copy tensor ``name`` of an opened file into ``into``, reading only what this rank holds of it.
-
-    Args:
-        file: From :func:`opened`.
-        name: Of whole shape ``into.shape``.
-        into: A tensor, or a DTensor of any mesh and of ``Shard`` and ``Replicate`` placements.
-    """
-    local = into.to_local() if isinstance(into, DTensor) else into
-    if local.numel() == 0:
-        return
-    if not isinstance(into, DTensor) or into.dim() == 0:
-        local.detach().copy_(file.get_tensor(name))
-        return
-    for chunk in into.__create_chunk_list__():
-        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        local.detach().copy_(file.get_slice(name)[where])

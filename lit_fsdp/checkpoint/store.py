@@ -1,39 +1,54 @@
-"""Saving and loading of whole checkpoints, together on all ranks.
+"""Saving and loading of whole checkpoints, together on all ranks, at once or while training goes on.
 
 A load reads the manifest first and trusts nothing that disagrees with it. How a save is made safe stands in
-:mod:`lit_fsdp.checkpoint.write`.
+:mod:`lit_fsdp.checkpoint.storage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import logging
+import warnings
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
-from lit_fsdp.checkpoint import dcp_files, disk, state_json
-from lit_fsdp.checkpoint.manifest import Layout, Manifest, read_manifest, record_metrics
-from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.checkpoint.safetensors_file import fill, opened, read_tensors, spec_of
-from lit_fsdp.checkpoint.snapshot import FULL_FILE, STATE, Snapshot
-from lit_fsdp.checkpoint.sound import differences_on_all, shared_differences
-from lit_fsdp.checkpoint.verify import Difference, describe, file_differences
-from lit_fsdp.checkpoint.write import write_snapshot
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import state as state_json
+from lit_fsdp.checkpoint.manifest import MANIFEST, Layout, Manifest, TensorSpec, checked_extra, read_manifest
+from lit_fsdp.checkpoint.pieces import read_tensor
+from lit_fsdp.checkpoint.ranks import Ranks, reason
+from lit_fsdp.checkpoint.safetensors_file import spec_of
+from lit_fsdp.checkpoint.storage import (
+    FOLDER,
+    FULL_FILE,
+    STATE,
+    Planner,
+    Reader,
+    Snapshot,
+    Writer,
+    gather_whole,
+    parts_of,
+)
+from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
 
-__all__ = [
-    "load_rank_state",
-    "load_state",
-    "load_tensors",
-    "load_weights",
-    "read_manifest",
-    "record_metrics",
-    "save_checkpoint",
-    "tensor_names",
-    "verify_files",
-]
+_log = logging.getLogger(__name__)
+_RESERVED = (MANIFEST, FULL_FILE, f"{FOLDER}/", STATE)
+# One process without a process group is no surprise here. Set once: the filters are shared by all threads.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -51,25 +66,115 @@ def save_checkpoint(
 
     Args:
         folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
-        tensors: See :class:`Snapshot`, as for the rest.
-        state: Non-tensor state.
-        manifest: ``global_step`` and what else the manifest shall say.
-        layout: ``sharded`` or ``full``.
-        files: Small extra files, e.g. ``hf/config.json``.
-        rank_state: State of this rank alone.
+        tensors: Tensors (equal on all ranks) and DTensors by name; the same names on every rank.
+        state: Non-tensor state, saved by rank 0; see :func:`lit_fsdp.checkpoint.state.encode`.
+        manifest: ``global_step``, perhaps ``metrics``, and free JSON keys; rank 0's is written.
+        layout: One file per rank (``sharded``) or one in all (``full``).
+        files: Small files by path inside the checkpoint, content or a file to copy; rank 0's are written.
+        rank_state: State of this rank alone, e.g. its random generators.
 
     Raises:
         CheckpointError: Anything that went wrong on any rank; names rank and file.
     """
-    snapshot = Snapshot(
-        tensors=tensors, state=state, manifest=manifest, layout=layout, files=files or {}, rank_state=rank_state
-    )
-    write_snapshot(Path(folder), snapshot, Ranks())
+    ranks = Ranks()
+    snapshot = _agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state)
+    if layout == "sharded":
+        parts, chunks = parts_of(tensors)
+        snapshot = replace(snapshot, tensors=parts, chunks=chunks)
+    _write(snapshot, ranks)
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors in the checkpoint at ``folder``."""
-    return set(read_manifest(folder).tensors)
+class BackgroundSaver:
+    """Writes checkpoints in a thread, one at a time; made once, by all ranks together.
+
+    The threads meet in a process group of their own, so that their collectives never mix with those of training.
+
+    Args:
+        device: Where training computes; copies off a CUDA device go to pinned memory.
+        timeout_seconds: How long a collective of the save waits for another rank.
+    """
+
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        self._device, group = device, None
+        if dist.is_available() and dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._writers = Ranks(group)
+        is_cuda = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
+        )
+        self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
+        self._pool = ThreadPoolExecutor(1, "checkpoint-save")
+        self._pending: tuple[Path, Future[None]] | None = None
+
+    @property
+    def pending(self) -> Path | None:
+        """The folder that is being written, or was and nobody has asked how it went."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def stands(self) -> bool:
+        """Whether the last save has ended well, as far as this rank knows; on rank 0 that is for certain."""
+        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is None
+
+    def save(self, folder: Path, tensors: Mapping[str, torch.Tensor], layout: Layout, **parts: Any) -> None:
+        """Begin to write a checkpoint and return once everything it will hold is copied; collective.
+
+        What is refused, and memory that is not there, is an error at once. The layout ``full`` is gathered here,
+        tensor by tensor, to the host of rank 0: a thread may not use the groups that training uses.
+
+        Args:
+            folder: Where it becomes visible; the rest as for :func:`save_checkpoint`.
+            tensors: What is copied.
+            layout: ``sharded`` or ``full``.
+            **parts: ``state``, ``manifest``, ``files`` and ``rank_state``.
+
+        Raises:
+            CheckpointError: On every rank; also if the save before this one has failed.
+        """
+        self.wait()
+        folder, ranks = Path(folder), Ranks()
+        snapshot = _agreed(ranks, folder, tensors, layout=layout, **parts)
+        chunks: dict[str, Any] = {}
+
+        def copy() -> dict[str, torch.Tensor]:
+            if layout == "sharded":
+                local, of_whole = parts_of(tensors)
+                chunks.update(of_whole)
+                return self._stager.stage(local)  # type: ignore[return-value]
+            whole: dict[str, torch.Tensor] = {}
+            keep = lambda name, tensor: whole.update({name: tensor.detach().to("cpu", copy=True)})  # noqa: E731
+            gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
+            return whole
+
+        copied: list[dict[str, torch.Tensor]] = []
+        ranks.run(f"copying {folder}", lambda: copied.append(copy()))
+        snapshot = replace(snapshot, tensors=copied[0], chunks=chunks)
+        self._pending = folder, self._pool.submit(_write, snapshot, self._writers)
+
+    def wait(self) -> None:
+        """Wait until the thread of this rank has ended; not collective, but its end is the same on every rank.
+
+        Raises:
+            CheckpointError: The save failed on any rank; told once.
+        """
+        if self._pending is None:
+            return
+        future = self._pending[1]
+        try:
+            future.result()
+        finally:
+            if future.done():  # not so after Ctrl-C: it is still being written
+                self._pending = None
+
+    def close(self) -> None:
+        """Wait, end the thread and give the memory back; an error that nobody has seen is logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.error("not saved: %s", error)
+        self._pool.shutdown()
+        self._stager.close()
 
 
 def load_tensors(
@@ -81,42 +186,39 @@ def load_tensors(
         folder: The checkpoint.
         into: Tensors and DTensors by name; a DTensor may have any mesh, with ``Shard`` and ``Replicate`` placements.
         skip: Names in the checkpoint that are left out.
-        verify: Compare the hashes of the tensor files first, shared out over the ranks; sizes always are.
+        verify: Compare the hashes of all files first, shared out over the ranks; sizes always are.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ (all are listed), a file is damaged, or reading failed.
     """
     ranks, folder = Ranks(), Path(folder)
+    readers: list[Reader] = []
 
-    def prepare() -> tuple[Manifest, Any]:
+    def prepare() -> None:
         manifest = read_manifest(folder)
         _check_targets(manifest, into, set(skip))
-        is_sharded = manifest.layout == "sharded"
-        return manifest, dcp_files.read_description(manifest) if is_sharded else manifest.file(FULL_FILE)
+        readers.append(Reader(manifest))
 
-    prepared: list[tuple[Manifest, Any]] = []
-    ranks.run(f"reading {folder}", lambda: prepared.append(prepare()))
-    manifest, source = prepared[0]
+    what = f"reading {folder}"
+    ranks.run(what, prepare)
     if verify:
-        _refuse(folder, shared_differences(manifest, _tensor_files(manifest), ranks))
-
-    def read() -> None:
-        if manifest.layout == "sharded":
-            dcp_files.load(manifest, into, source, ranks.group)
-            return
-        with opened(source) as file, torch.no_grad():
-            for name, tensor in into.items():
-                fill(file, name, tensor)
-
-    ranks.run(f"reading {folder}", read)
+        verify_files(folder)
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    here = {name: tensor for name, tensor in into.items() if _local(tensor).numel()}
+    try:
+        dcp.load(here, storage_reader=readers[0], planner=planner)
+    except CheckpointException as error:
+        raise _of_all(what, error, ranks) from error
+    except RuntimeError as error:
+        raise ranks.lost(what, error) from error
 
 
 def load_weights(module: Module, path: Path | str) -> Module:
-    """Load the model of a checkpoint into a module of this process alone, whatever engine, ranks and layout wrote it.
+    """Put the weights of a checkpoint into a plain module, in one process: to evaluate it, or to look at it.
 
-    It is what ``load_from_checkpoint`` is for Lightning's own files: no Trainer and no process group are needed, and
-    none is used. Values are cast to the module's dtypes. A module that builds its layers in ``configure_model`` builds
-    them now; with ``strict_loading = False`` what the checkpoint lacks stays as it is.
+    Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
+    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here; with
+    ``strict_loading = False`` what the checkpoint lacks stays as it is.
 
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
@@ -145,34 +247,25 @@ def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
         CheckpointError: No checkpoint, or a damaged one.
     """
     manifest = read_manifest(path)
-    _refuse(manifest.folder, file_differences(manifest, _tensor_files(manifest)))
+    _refuse(manifest.folder, verify(manifest.folder))
     names = [name for name in manifest.tensors if name.startswith("model/")]
-    if manifest.layout == "sharded":
-        description = dcp_files.read_description(manifest)
-        found = {name: dcp_files.read_tensor(manifest, description, name) for name in names}
-    else:
-        with opened(manifest.file(FULL_FILE)) as file:
-            found = {name: file.get_tensor(name) for name in names}
-    state = {name.removeprefix("model/"): tensor for name, tensor in found.items()}
+    state = {name.removeprefix("model/"): read_tensor(manifest, name) for name in names}
     return state | {again: state[first] for again, first in manifest.extra.get("tied", {}).items()}
 
 
 def load_state(folder: Path) -> Any:
-    """The non-tensor state of the checkpoint at ``folder``; its files are verified.
+    """The common non-tensor state of the checkpoint at ``folder``, verified.
 
     Raises:
-        CheckpointError: No checkpoint, or a damaged file.
+        CheckpointError: No checkpoint, or the file is damaged.
     """
-    state = _load_state(read_manifest(folder), STATE)
-    if state is None:
-        raise CheckpointError(f"{folder}: its manifest lists no {STATE}.json")
-    return state[0]
+    return state_json.decode(_states(folder)["state"])
 
 
 def load_rank_state(folder: Path, rank: int) -> Any:
     """What ``rank`` saved for itself, verified; None if there was no such rank or it saved nothing."""
-    state = _load_state(read_manifest(folder), f"rank-{rank:05d}")
-    return None if state is None else state[0]
+    found = _states(folder)["ranks"]
+    return state_json.decode(found[rank]) if rank < len(found) else None
 
 
 def verify_files(folder: Path) -> None:
@@ -181,7 +274,89 @@ def verify_files(folder: Path) -> None:
     Raises:
         CheckpointError: On every rank; names each file that is missing or differs.
     """
-    _refuse(Path(folder), differences_on_all(Path(folder), Ranks()))
+    _refuse(Path(folder), verify(Path(folder), ranks=Ranks()))
+
+
+def _agreed(
+    ranks: Ranks,
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    state: Any,
+    manifest: Mapping[str, Any],
+    layout: Layout,
+    files: Mapping[str, bytes | Path] | None = None,
+    rank_state: Any = None,
+) -> Snapshot:
+    """What this rank brings, once every rank could take its own and all hold the same tensors; collective.
+
+    Raises:
+        CheckpointError: On every rank: one could not, or names, shapes, dtypes or the folder differ.
+    """
+    taken: list[Snapshot] = []
+
+    def take() -> str:
+        if layout not in ("sharded", "full"):
+            raise CheckpointError(f"layout: got {layout!r}, allowed: sharded, full")
+        found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
+        own: dict[str, Any] = {"state": None, "extra": {}, "files": {}}
+        if ranks.is_first:
+            own = {"state": state_json.encode(state), "extra": checked_extra(manifest)}
+            own["files"] = {_free_name(name): _content(value) for name, value in (files or {}).items()}
+        rank_json = state_json.encode(rank_state)
+        taken.append(
+            Snapshot(folder=folder, layout=layout, tensors=tensors, chunks={}, specs=found, rank_state=rank_json, **own)
+        )
+        return hashlib.sha256(repr((str(folder), layout, sorted(found.items()))).encode()).hexdigest()
+
+    if len(set(ranks.run(f"checking what to save at {folder}", take))) > 1:
+        raise CheckpointError(f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save")
+    return taken[0]
+
+
+def _write(snapshot: Snapshot, ranks: Ranks) -> None:
+    """Write what all ranks have agreed on; collective.
+
+    Raises:
+        CheckpointError: On every rank; the folder is as it was.
+    """
+    writer, what = Writer(snapshot), f"writing {snapshot.folder}"
+    try:
+        dcp.save(
+            dict.fromkeys(snapshot.chunks), storage_writer=writer, planner=Planner(snapshot), process_group=ranks.group
+        )
+    except BaseException as error:
+        writer.discard()
+        if isinstance(error, CheckpointException):
+            raise _of_all(what, error, ranks) from error
+        if isinstance(error, RuntimeError):
+            raise ranks.lost(what, error) from error
+        raise
+
+
+def _of_all(what: str, error: CheckpointException, ranks: Ranks) -> BaseException:
+    """What DCP has gathered from all ranks, in our words."""
+    failed = {rank: reason(failure) for rank, (failure, _) in error.failures.items()}
+    return ranks.error(what, failed, error.failures[ranks.rank][0] if ranks.rank in failed else None)
+
+
+def _spec(name: str, tensor: Any) -> TensorSpec:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        kind = "on the meta device" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise CheckpointError(f"{name}: {kind}, but only tensors with data can be saved as tensors")
+    return spec_of(tensor)
+
+
+def _free_name(name: str) -> str:
+    if disk.checked_name(name).startswith(_RESERVED):
+        raise CheckpointError(f"files: {name} is a name of the checkpoint's own; use another one")
+    return name
+
+
+def _content(value: bytes | Path) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    with disk.naming(Path(value)):
+        return Path(value).read_bytes()
 
 
 def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: set[str]) -> None:
@@ -198,25 +373,20 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _tensor_files(manifest: Manifest) -> list[str]:
-    return [name for name in manifest.files if name == FULL_FILE or name.startswith(f"{dcp_files.FOLDER}/")]
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _refuse(folder: Path, differences: Sequence[Difference]) -> None:
+def _refuse(folder: Path, differences: Any) -> None:
     if differences:
         raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
 
 
-def _verified(manifest: Manifest, name: str) -> Path:
-    path = manifest.file(name)
-    if disk.hash_file(path) != manifest.files[name].sha256:
-        raise CheckpointError(f"{path}: sha256 differs from the manifest; this checkpoint is damaged, use another one")
-    return path
-
-
-def _load_state(manifest: Manifest, name: str) -> tuple[Any] | None:
-    if f"{name}.json" not in manifest.files:
-        return None
-    text = _verified(manifest, f"{name}.json").read_bytes()
-    tensors = read_tensors(_verified(manifest, f"{name}.safetensors"))
-    return (state_json.decode(text, tensors),)
+def _states(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    path = manifest.file(STATE)
+    with disk.naming(path):
+        content = path.read_bytes()
+    if disk.hash_of(content) != manifest.files[STATE].xxh3:
+        raise CheckpointError(f"{path}: xxh3 differs from the manifest; this checkpoint is damaged, use another one")
+    return state_json.read_states(content)

@@ -13,17 +13,18 @@ from typing import Any, Literal
 
 import yaml
 
-from lit_fsdp.checkpoint.find import Found, best, folder_of_checkpoints, looks_like_one, moved_aside, survey
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.staging import unfinished
-from lit_fsdp.checkpoint.verify import describe, find_differences
+from lit_fsdp.checkpoint.run_folder import best, folder_of_checkpoints, looks_like_one, moved_aside, survey
+from lit_fsdp.checkpoint.run_lock import is_held
+from lit_fsdp.checkpoint.staging import hidden_folders
+from lit_fsdp.checkpoint.verify import describe, sha256_of, verify
 from lit_fsdp.commands.importing import run_import
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
 
 _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
-       lit-fsdp ckpt verify PATH [--json]
+       lit-fsdp ckpt verify PATH [--json] [--sha256]
        lit-fsdp ckpt import SOURCE -o FOLDER --model MODEL [options]
 
   ls        step, time, size, metric, complete and verified of every checkpoint of a run
@@ -54,32 +55,31 @@ def _ls(argv: Sequence[str]) -> int:
     monitor, mode = _monitored(folder)
     monitor, mode = options.monitor or monitor, options.mode or mode
     rows = _rows(folder, monitor, mode, options.verify)
-    making = unfinished(folder)
+    making, is_live = hidden_folders(folder), is_held(folder.parent)
     if options.json:
-        left = [{"path": str(hidden.path), "kind": hidden.kind, "live": hidden.is_live} for hidden in making]
+        left = [{"path": str(path), "kind": kind, "live": is_live} for path, _, kind in making]
         record = {"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows, "unfinished": left}
         print(json.dumps(record, indent=1))
     elif rows:
         print(_table(rows, monitor))
     if not any(row["complete"] for row in rows):
         print(f"{folder}: no complete checkpoint" if rows else f"{folder}: no checkpoints yet", file=sys.stderr)
-    for hidden in making:
-        state = "going on" if hidden.is_live else "that did not end; the next save clears it away"
-        what = "a save" if hidden.kind == "tmp" else "a removal"
-        print(f"{hidden.path.name}: {what} {state}", file=sys.stderr)
+    for path, _, kind in making:
+        state = "going on" if is_live else "that did not end; a run that goes on there clears it away"
+        print(f"{path.name}: {'a save' if kind == 'tmp' else 'a removal'} {state}", file=sys.stderr)
     for path in moved_aside(folder):
         print(f"{path.name}: moved aside by a run that went on from an older step", file=sys.stderr)
     return 1 if any(row["differences"] for row in rows) else 0
 
 
-def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], verify: bool) -> list[dict[str, Any]]:
-    """One per checkpoint, complete or not, oldest first; with ``verify`` every file is hashed."""
+def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], hashed: bool) -> list[dict[str, Any]]:
+    """One per checkpoint, complete or not, oldest first; with ``hashed`` every file is compared."""
     entries = survey(folder)
-    complete = [entry for entry in entries if isinstance(entry, Found)]
+    complete = [entry for entry in entries if entry.damage is None]
     top, rows = best(complete, monitor, mode), []
     for entry in entries:
-        found = entry if isinstance(entry, Found) else None
-        differences = {d.file: d.problem for d in find_differences(entry.path)} if verify else None
+        found = entry if entry.damage is None else None
+        differences = {d.file: d.problem for d in verify(entry.path)} if hashed else None
         words = {"last": found and found is complete[-1], "best": found and found is top}
         rows.append(
             {
@@ -87,9 +87,9 @@ def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], verify: bool)
                 "path": str(entry.path),
                 "created": found and found.created,
                 "bytes": found and found.num_bytes,
-                "metrics": entry.metrics,
+                "metrics": entry.metrics if entry.is_readable else None,
                 "complete": found is not None,
-                "reason": None if isinstance(entry, Found) else entry.reason.replace(f"{entry.path}/", ""),
+                "reason": entry.damage and entry.damage.replace(f"{entry.path}/", ""),
                 "verified": None if differences is None else not differences,
                 "differences": differences,
                 "means": [word for word, holds in words.items() if holds],
@@ -100,7 +100,7 @@ def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], verify: bool)
 
 def _monitored(folder: Path) -> tuple[str, Literal["min", "max"]]:
     """``monitor`` and ``mode`` of the newest checkpoint's recipe, else of the run folder's, else the defaults."""
-    complete = [entry for entry in survey(folder) if isinstance(entry, Found)]
+    complete = [entry for entry in survey(folder) if entry.damage is None]
     for place in [*(entry.path for entry in complete[-1:]), folder.parent]:
         try:
             section = CheckpointConfig(**yaml.safe_load((place / _RECIPE).read_text(encoding="utf-8"))["checkpoint"])
@@ -133,15 +133,18 @@ def _verify(argv: Sequence[str]) -> int:
     parser = verb_parser("ckpt verify", "Compare every file of a checkpoint, or of all of a run, with its manifest.")
     parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint, run folder, or its checkpoints folder")
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
+    parser.add_argument("--sha256", action="store_true", help="also print one SHA-256 for each, to be kept elsewhere")
     options = parse(parser, argv)
     folder = _checkpoints_in("PATH", options.path)
     paths = [options.path] if looks_like_one(options.path) else [entry.path for entry in survey(folder)]
     if not paths:
         raise CheckpointError(f"{options.path}: nothing to verify: there is no checkpoint in {folder}")
-    results = {path: find_differences(path) for path in paths}
+    results = {path: verify(path) for path in paths}
+    sums = {path: sha256_of(read_manifest(path)) for path in paths if options.sha256 and not results[path]}
     if options.json:
         records = [
             {"path": str(path), "verified": not found, "differences": {d.file: d.problem for d in found}}
+            | ({"sha256": sums.get(path)} if options.sha256 else {})
             for path, found in results.items()
         ]
         print(json.dumps(records, indent=1))
@@ -152,6 +155,8 @@ def _verify(argv: Sequence[str]) -> int:
             continue
         manifest = read_manifest(path)
         print(f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest")
+        if options.sha256:
+            print(f"{sums[path]}  {path}")
     return 1 if any(results.values()) else 0
 
 

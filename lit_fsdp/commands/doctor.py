@@ -102,11 +102,11 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
     num_bytes, count = None, 1
     if can_measure:
         from lit_fsdp.audit import audit_recipe
-        from lit_fsdp.checkpoint.space import Plan, peak_count
+        from lit_fsdp.checkpoint.disk_space import peak_count
 
         validates = run.data.val is not None or run.data.val_split is not None
         steps = trainer.get("max_steps") or -1
-        count = peak_count(run.checkpoint, Plan(steps if steps > 0 else None, validates)) or 2
+        count = peak_count(run.checkpoint, steps if steps > 0 else None, validates) or 2
         with contextlib.suppress(CheckpointError, ConfigError, OSError):  # a run says what is wrong with the model
             ranks = audit_recipe(run)["state_per_rank"]
             num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)

@@ -104,8 +104,8 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 
 
 def _facts(job: Job, run: RunConfig) -> Facts:
-    from lit_fsdp.checkpoint.find import checkpoints
     from lit_fsdp.checkpoint.manifest import read_manifest
+    from lit_fsdp.checkpoint.run_folder import checkpoints
     from lit_fsdp.launch.slurm_checks import SINFO, Facts
     from lit_fsdp.launch.slurm_submit import SlurmError, living_jobs, run_slurm
 

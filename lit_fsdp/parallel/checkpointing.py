@@ -17,12 +17,15 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.checkpoint import retention, state_json, store
-from lit_fsdp.checkpoint.background import BackgroundSaver
+from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing.lightning_source import read_lightning_file
-from lit_fsdp.checkpoint.sound import sound_checkpoint
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.state import refused as refused_in
+from lit_fsdp.checkpoint.store import BackgroundSaver
+from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.precision import DtypeContract
 
 _log = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class Checkpoints:
         """Let a save in the background end before anything it needs goes away."""
         if self.background is not None:
             self.background.close()
+            self.background = None  # another fit makes one of its own
         super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -135,7 +139,7 @@ class Checkpoints:
             return self._load_file(given)
         path = self._sound(given)
         state = store.load_state(path)
-        saved = store.tensor_names(path)
+        saved = set(read_manifest(path).tensors)
         owner = self._state_owner()
         model = self.lightning_module_state_dict()
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
@@ -206,7 +210,7 @@ class Checkpoints:
         """
         for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
             found = dict(getattr(owner, "hparams", {}))
-            refused = {key: why for key in found if (why := state_json.refused({key: found[key]}))}
+            refused = {key: why for key in found if (why := refused_in({key: found[key]}))}
             if refused:
                 raise ConfigError(
                     f"{type(owner).__name__}.hparams",
@@ -225,13 +229,12 @@ class Checkpoints:
         """The checkpoint to load: the one given, or the first sound one among those that may take its place."""
         asked = (str(checkpoint_path), [str(path) for path in self.fallback_checkpoints], self.verify_on_load)
         first, others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
-        found = sound_checkpoint(Path(first), [Path(path) for path in others], verify)
-        self.fallback_checkpoints, self.damaged_checkpoints = (), found.damaged
-        self.loaded_checkpoint = found.path
-        if found.damaged and dist.get_rank() == 0:
-            _log.error("%s", "\n".join(found.damaged.values()))
-            _log.warning("going on from %s instead of %s (resume.fallback)", found.path, first)
-        return found.path
+        path, damaged = sound_checkpoint(Path(first), [Path(path) for path in others], Ranks(), verify)
+        self.fallback_checkpoints, self.damaged_checkpoints, self.loaded_checkpoint = (), damaged, path
+        if damaged and dist.get_rank() == 0:
+            _log.error("%s", "\n".join(damaged.values()))
+            _log.warning("going on from %s instead of %s (resume.fallback)", path, first)
+        return path
 
     def _check_after_load(self) -> None:
         named = list(self.lightning_module.named_parameters())
@@ -242,7 +245,10 @@ class Checkpoints:
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint folder, on rank 0; a warning if that fails."""
         if dist.get_rank() == 0:
-            retention.try_to_remove(Path(filepath))
+            try:
+                run_folder.remove(Path(filepath))
+            except (CheckpointError, OSError) as error:
+                _log.warning("%s", error)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the RNG of the checkpoint just before the first batch after a resume.

@@ -7,10 +7,11 @@ One process with a group of its own (gloo), a state of float32 matrices on the C
 - ``save``      seconds of a raw ``write`` + ``fsync`` of the same bytes ÷ a save with sync, hashes and manifest;
                 aim >= 0.85
 - ``plain``     seconds of plain ``torch.distributed.checkpoint`` (no hash, its own fsync) ÷ ours
-- ``load``      seconds of a plain DCP load ÷ a load that verifies every hash; aim >= 0.8
+- ``load``      seconds of a plain DCP load ÷ a load that verifies every hash; aim >= 0.75
 - ``blocked``   seconds for which a save in the background holds training up ÷ a save that training waits for;
-                aim <= 0.25; the first one, which also makes the memory, is not counted
-- ``beside``    steps per second of a small training loop while a save is being written ÷ without; aim >= 0.9
+                aim <= 0.1; the first one, which also makes the memory, is not counted
+- ``beside``    steps per second of a small training loop while a save is being written ÷ while a thread writes and
+                syncs the same bytes; aim >= 0.9
 
 Within a repeat the sides follow each other, in the other order than in the repeat before.
 """
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import checkpoint as dcp
 
-from lit_fsdp.checkpoint.background import BackgroundSaver
-from lit_fsdp.checkpoint.store import load_tensors, save_checkpoint
+from lit_fsdp.checkpoint.store import BackgroundSaver, load_tensors, save_checkpoint
 
 MIB = 2**20
-AIMS = {"save": ">= 0.85", "plain": "", "load": ">= 0.8", "blocked": "<= 0.25", "beside": ">= 0.9"}
+AIMS = {"save": ">= 0.85", "plain": "", "load": ">= 0.75", "blocked": "<= 0.1", "beside": ">= 0.9"}
 WHAT = {
     "save": ("raw write + fsync ÷ save with sync, hashes and manifest", "raw write", "ours"),
     "plain": ("plain DCP save ÷ save with sync, hashes and manifest", "plain DCP", "ours"),
     "load": ("plain DCP load ÷ verified load", "plain DCP", "ours"),
     "blocked": ("training held up by a save in the background ÷ by one it waits for", "background", "waits"),
-    "beside": ("training step alone ÷ while a save is written", "alone", "while saving"),
+    "beside": ("training step beside a plain write ÷ beside a save", "plain write", "while saving"),
 }
 
 
@@ -116,7 +117,7 @@ class Bench:
     def plain_load(self) -> float:
         """DCP as it comes."""
         with timed() as seconds:
-            dcp.load(dict(self.into), checkpoint_id=self.folder / "loaded" / "tensors")
+            dcp.load(dict(self.into), checkpoint_id=self.folder / "plain")
         return seconds()
 
     def own_load(self) -> float:
@@ -133,23 +134,28 @@ class Bench:
             self._weight.sub_(self._weight.grad, alpha=1e-9)
         self._weight.grad = None
 
-    def alone(self, steps: int = 40) -> float:
-        """Seconds per step with nothing beside it."""
-        with timed() as seconds:
-            for _ in range(steps):
-                self.step()
-        return seconds() / steps
+    def beside_a_write(self) -> float:
+        """Seconds per step while a thread writes and syncs the same bytes."""
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(self.raw_write)
+            return self.steps_until(writing.done)
 
     def while_saving(self) -> float:
         """Seconds per step while a save is being written."""
         place = self.fresh()
         self.saver.save(place, tensors=self.tensors, **_REST)
+        found = self.steps_until(lambda: self.saver.stands)
+        self.saver.wait()
+        shutil.rmtree(place)
+        return found
+
+    def steps_until(self, is_done: Callable[[], bool]) -> float:
+        """Seconds per step of a training that ends with what is written beside it."""
         steps = 0
         with timed() as seconds:
-            while not self.saver.poll():
+            while not is_done():
                 self.step()
                 steps += 1
-        shutil.rmtree(place)
         return seconds() / max(1, steps)
 
 
@@ -198,12 +204,13 @@ def main() -> int:
 def measure(bench: Bench, only: tuple[str, ...], repeats: int) -> list[dict[str, Any]]:
     """Every measure as pairs of seconds; one of each side is thrown away before."""
     save_checkpoint(bench.folder / "loaded", bench.tensors, **_REST)
+    dcp.save(dict(bench.tensors), checkpoint_id=bench.folder / "plain")
     sides: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         "save": (bench.raw_write, bench.own_save),
         "plain": (bench.plain_save, bench.own_save),
         "load": (bench.plain_load, bench.own_load),
         "blocked": (bench.blocked, bench.own_save),
-        "beside": (bench.alone, bench.while_saving),
+        "beside": (bench.beside_a_write, bench.while_saving),
     }
     results = []
     for name in only:

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
-from lit_fsdp.checkpoint import disk, staging
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
 from tests.dist.foreign import ForeignNet, StepLosses, foreign_rows
@@ -36,7 +37,6 @@ class Watch(Callback):
         self.visible: dict[int, list[int]] = {}
         self.pending: dict[int, bool] = {}
         self.last: dict[int, str] = {}
-        self.buffers: set[int] = set()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Raise, or ask for the end, while the save of step 3 is being written."""
@@ -54,8 +54,6 @@ class Watch(Callback):
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
         self.pending[step] = background is not None and background.pending is not None
         self.last[step] = Path(trainer.checkpoint_callback.last_model_path).name  # type: ignore[union-attr]
-        if background is not None and background.buffers.num_bytes:
-            self.buffers.add(background.buffers._blocks[0].data_ptr())
         (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()  # the writer waits for it
 
 
@@ -95,14 +93,13 @@ def train_async(
         "visible": watch.visible,
         "pending": watch.pending,
         "last": watch.last,
-        "num_buffers": len(watch.buffers),
         "last_model_path": Path(saving.last_model_path).name,
         "best_model_path": Path(saving.best_model_path).name,
     }
 
 
 def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) -> list[float]:
-    """Losses of somebody else's module, saved by our callback at each second step."""
+    """Losses of somebody else's module in two fits of one Trainer, saved by our callback at each second step."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(11)
     losses = StepLosses()
@@ -110,28 +107,26 @@ def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) ->
     trainer = trainer_for(strategy, [losses, saving], max_steps=6, default_root_dir=run)
     size = 8 // ranks
     batches = [tuple(part[rank * size : (rank + 1) * size] for part in foreign_rows(step)) for step in range(6)]
-    trainer.fit(ForeignNet(), DataLoader(batches, batch_size=None))
+    module = ForeignNet()
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit_loop.epoch_loop.max_steps = 8  # a second fit of the same Trainer goes on
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     return losses.values
 
 
 def tensors_of(run: str) -> dict[str, dict[str, str]]:
     """Hashes of every tensor and state file of every checkpoint of a run, read on one rank."""
-    from lit_fsdp.checkpoint import dcp_files
     from lit_fsdp.checkpoint.manifest import read_manifest
-    from lit_fsdp.checkpoint.safetensors_file import read_tensors
+    from lit_fsdp.checkpoint.pieces import read_tensor
     from lit_fsdp.checkpoint.store import verify_files
 
     found: dict[str, dict[str, str]] = {}
     for entry in checkpoints(Path(run)):
         verify_files(entry.path)
         manifest = read_manifest(entry.path)
-        if manifest.layout == "sharded":
-            description = dcp_files.read_description(manifest)
-            tensors = {name: dcp_files.read_tensor(manifest, description, name) for name in manifest.tensors}
-        else:
-            tensors = read_tensors(manifest.file("tensors.safetensors"))
+        tensors = {name: read_tensor(manifest, name) for name in manifest.tensors}
         hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
-        small = {n: f.sha256 for n, f in manifest.files.items() if n.startswith(("state.", "rank-", "hf/"))}
+        small = {n: f.xxh3 for n, f in manifest.files.items() if n.startswith(("state.", "hf/"))}
         found[entry.path.name] = {**hashes, **small, "metrics": repr(dict(manifest.metrics))}
     return found
 
@@ -158,7 +153,7 @@ def _hurt(fault: str, rank: int, run: Path) -> Iterator[None]:
         publish(place, folder)
 
     def failing(self: disk.HashedFile, data: Any) -> int:
-        if rank == 1 and self.path.name == "__1_0.distcp" and "00000006" in str(self.path):
+        if rank == 1 and self.path.name == "rank-00001.safetensors" and "00000006" in str(self.path):
             time.sleep(0.2)
             raise CheckpointError(f"{self.path}: No space left on device")
         return write(self, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint import disk_space, run_folder
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.dist.jobs import trainer_for
 
@@ -50,24 +51,30 @@ def fit_with_room(
     broken: str | None = None,
     ckpt_path: str | None = None,
     validate: bool = False,
+    unseen: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
 
-    With ``validate`` after each step.
+    With ``validate`` after each step. Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
+    cache.
     """
     torch.manual_seed(3)
-    callback = Checkpoint(**options)
+    callback: Any = Checkpoint(**options)
+    real_free, remove = disk_space.free_bytes, run_folder.remove
     if free is not None:
-        callback._space.free = lambda folder: free.pop(0) if len(free) > 1 else free[0]
-    remove = retention.remove
+        disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
+
+    survey = run_folder.survey
+    if unseen and os.environ["RANK"] == "1":
+        run_folder.survey = lambda folder: survey(folder)[:-unseen]
 
     def removal(folder: Path) -> None:
         if folder.name == broken:
             raise CheckpointError(f"{folder}: cannot be deleted")
         remove(folder)
 
-    retention.remove = removal
+    run_folder.remove = removal
     more = {"val_check_interval": 1} if validate else {}
     trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run, **more)
     rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
@@ -77,14 +84,14 @@ def fit_with_room(
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
     finally:
-        retention.remove = remove
+        run_folder.remove, disk_space.free_bytes, run_folder.survey = remove, real_free, survey
         if callback._lock is not None:
             callback._lock.release()
-    budget = callback._space._budget
     return {
         "error": error,
+        "loaded": str(getattr(trainer.strategy, "loaded_checkpoint", None)),
         "taken": trainer.global_step,
-        "estimate": budget.checkpoint_bytes if budget else None,
+        "estimate": callback._checkpoint_bytes,
         "there": [entry.step for entry in checkpoints(Path(run))],
         "best": callback.best_model_path,
     }

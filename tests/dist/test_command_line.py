@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]

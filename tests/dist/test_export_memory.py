@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 
 _MIB = 2**20

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, moved_aside
-from lit_fsdp.checkpoint.verify import find_differences
+from lit_fsdp.checkpoint.run_folder import checkpoints, moved_aside
+from lit_fsdp.checkpoint.verify import verify
 from tests.dist.workers import Workers
 
 RECIPE = """
@@ -63,7 +63,7 @@ def flip(path: Path) -> None:
 
 def harm(checkpoint: Path, how: str) -> str:
     """Damage a checkpoint; returns the file."""
-    path = checkpoint / ("manifest.json" if how == "manifest" else "tensors/__1_0.distcp")
+    path = checkpoint / ("manifest.json" if how == "manifest" else "tensors/rank-00001.safetensors")
     if how == "flip":
         flip(path)
     elif how == "cut":
@@ -98,7 +98,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
     for rank in refused:
         assert rank["code"] == 1
-        assert f"{newest} is damaged:\n  {file}: sha256 differs from the manifest\n" in rank["err"]
+        assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in rank["err"]
         assert "--resume.fallback true" in rank["err"]
     assert content(run / "checkpoints") == before
 
@@ -106,7 +106,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     done = runs(run, engine, *flags)
     assert [rank["code"] for rank in done] == [0, 0], done
     older = run / "checkpoints" / "step-00000002"
-    assert f"{newest} is damaged:\n  {file}: sha256 differs from the manifest\n" in done[0]["err"]
+    assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0]["err"]
     assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0]["err"]
     assert "damaged" not in done[1]["err"]  # said once
     (aside,) = moved_aside(run / "checkpoints")
@@ -122,9 +122,9 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert aside.name.startswith(f"superseded-{NEWEST}-")
     for folder in (run, by_path):
         assert [entry.step for entry in checkpoints(folder)] == [1, 2, 3, 4, 5]
-        assert [find_differences(entry.path) for entry in checkpoints(folder)] == [[]] * 5
+        assert [verify(entry.path) for entry in checkpoints(folder)] == [[]] * 5
     hashes = [json.loads((r / "checkpoints/step-00000005/manifest.json").read_text())["files"] for r in (run, by_path)]
-    shards = [{name: f["sha256"] for name, f in files.items() if name.endswith(".distcp")} for files in hashes]
+    shards = [{name: f["xxh3"] for name, f in files.items() if name.startswith("tensors/")} for files in hashes]
     assert shards[0] == shards[1]
     assert len(shards[0]) == 2
 
@@ -149,14 +149,14 @@ def test_visible_damage(runs: Callable[..., Any], three_steps: Callable[..., Pat
 def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
     run = three_steps("fsdp2", tmp_path / "run")
     flip(run / "checkpoints/step-00000001/state.json")
-    flip(run / "checkpoints/step-00000002/tensors/__0_0.distcp")
+    flip(run / "checkpoints/step-00000002/tensors/rank-00000.safetensors")
     flip(run / f"checkpoints/{NEWEST}/hf/config.json")
     before = content(run / "checkpoints")
     for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
         assert rank["code"] == 1
         assert "none of 3 checkpoints is sound:\n" in rank["err"]
-        for file in ("state.json", "tensors/__0_0.distcp", "hf/config.json"):
-            assert f"  {file}: sha256 differs from the manifest" in rank["err"]
+        for file in ("state.json", "tensors/rank-00000.safetensors", "hf/config.json"):
+            assert f"  {file}: xxh3 differs from the manifest" in rank["err"]
     assert content(run / "checkpoints") == before
 
 
@@ -165,9 +165,9 @@ def test_a_path_is_never_replaced_and_hashes_can_be_left_out(
 ) -> None:
     run = three_steps("fsdp2", tmp_path / "run")
     newest = run / "checkpoints" / NEWEST
-    flip(newest / "tensors/__1_0.distcp")
+    flip(newest / "tensors/rank-00001.safetensors")
     for rank in runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.fallback", "true", verb="validate"):
         assert rank["code"] == 1
-        assert "__1_0.distcp: sha256 differs" in rank["err"]
+        assert "rank-00001.safetensors: xxh3 differs" in rank["err"]
     done = runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.verify", "false", verb="validate")
     assert [rank["code"] for rank in done] == [0, 0], done

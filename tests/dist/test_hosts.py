@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
 

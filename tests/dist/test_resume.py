@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, resolve_ckpt_path
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.run_folder import checkpoints, choose
 from lit_fsdp.config.model import OptimConfig, schedule_factor
 from tests.dist.workers import RankError, Workers
 
@@ -66,7 +66,7 @@ def test_from_the_best_validation(
     assert next(entry.step for entry in found if "val_loss" in entry.metrics) == first_step
     losses = [entry.metrics["val_loss"] for entry in found if "val_loss" in entry.metrics]
     assert losses == sorted(losses, reverse=True)  # only what was better is saved
-    top = resolve_ckpt_path("best", tmp_path / "whole", "val_loss", "min")
+    top = choose("best", tmp_path / "whole", "val_loss", "min").path
     assert read_manifest(top).metrics["val_loss"] == losses[-1]
     first = found[0].path
     (after, _) = workers.run("train_with_checkpoints", 2, run=str(tmp_path / "cut"), ckpt_path=str(first), **job)

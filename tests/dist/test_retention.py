@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from tests.dist.workers import ROOT, Workers
 
 ENGINES = [{"engine": "fsdp2", "precision": "fp32"}, {"engine": "fsdp1", "precision": "fp32"}]
@@ -58,7 +58,7 @@ def test_no_room_before_the_first_step(workers: Workers, tmp_path: Path, strateg
     size = first["estimate"]
     refused = fit(workers, tmp_path, strategy, 4, free=[size // 2], **resume)
     assert "not enough disk space for checkpoints" in refused["error"]
-    assert "3 at a time (keep_last 2, keep_best 1, and the one being written)" in refused["error"]
+    assert "at most 3 at a time" in refused["error"]
     assert "name another trainer.default_root_dir" in refused["error"]
     assert (refused["taken"], refused["there"]) == (2, [1, 2])
     limited = fit(workers, tmp_path, strategy, 4, max_total_gib=2.5 * size / 2**30, **resume)
@@ -72,9 +72,22 @@ def test_a_disk_that_fills_up_on_the_way(workers: Workers, tmp_path: Path) -> No
     """Room at the start, none at the third save: an error on both ranks, and the second one stands."""
     found = fit(workers, tmp_path, ENGINES[0], 5, free=[PLENTY, PLENTY, PLENTY, 1000], every_steps=1, keep_last=1)
     assert "not enough disk space" in found["error"]
-    assert "for the next checkpoint" in found["error"]
+    assert "at most 1 at a time" in found["error"]
     assert (found["taken"], found["there"]) == (3, [2])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_what_one_rank_does_not_see_yet(workers: Workers, tmp_path: Path) -> None:
+    """On a network file system rank 1 may look at an older state of the folder: what rank 0 sees counts for both."""
+    first = fit(workers, tmp_path, ENGINES[0], 2, every_steps=1, keep_last=2)
+    assert first["there"] == [1, 2]
+    used = fit(workers, tmp_path, ENGINES[0], 4, unseen=2)
+    assert "already holds 2 checkpoint(s), the newest of step 2" in used["error"]
+    nothing = fit(workers, tmp_path, ENGINES[0], 4, unseen=2, ckpt_path="last")
+    assert "some ranks see a checkpoint there and some do not yet" in nothing["error"]
+    older = fit(workers, tmp_path, ENGINES[0], 4, unseen=1, ckpt_path="last", every_steps=1, keep_last=2)
+    assert (older["error"], older["taken"]) == (None, 4)
+    assert older["loaded"].endswith("step-00000002")
 
 
 def test_every_nth_and_the_newest(workers: Workers, tmp_path: Path) -> None:
@@ -87,8 +100,7 @@ def test_where_all_are_kept_every_best_one_counts(workers: Workers, tmp_path: Pa
     job: dict[str, Any] = {"every_steps": 3, "keep_last": -1, "validate": True}
     size = fit(workers, tmp_path / "one", ENGINES[0], 1, **job)["estimate"] / 2**30
     refused = fit(workers, tmp_path / "few", ENGINES[0], 4, max_total_gib=3.5 * size, **job)
-    assert "for 4 at a time (keep_last -1, keep_best 1" in refused["error"]
-    assert "lower checkpoint.keep_last, or lower checkpoint.keep_best" in refused["error"]
+    assert "keep fewer (keep_last -1, keep_best 1" in refused["error"]
     assert (refused["taken"], refused["there"]) == (0, [])
     done = fit(workers, tmp_path / "all", ENGINES[0], 4, max_total_gib=4.1 * size, **job)
     assert (done["error"], done["there"]) == (None, [1, 2, 3, 4])

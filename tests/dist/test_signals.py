@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.workers import Workers
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.data.generated import generated_rows
 from tests.dist.workers import Workers
 

@@ -11,7 +11,7 @@ CRASHES = {
     "step": "lit_fsdp.module.CausalLMModule.training_step",
     "after the step": "lit_fsdp.module.CausalLMModule.on_before_optimizer_step",
     "save": "lit_fsdp.callbacks.checkpoint.Checkpoint.save",
-    "disk": "lit_fsdp.checkpoint.disk.write_bytes",
+    "disk": "lit_fsdp.checkpoint.files.write_bytes",
     "collective": "lit_fsdp.checkpoint.ranks.Ranks.run",
 }
 """Where a run can be made to break down, and what raises there."""

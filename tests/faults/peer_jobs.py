@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.jobs import digest
 from tests.faults.peer_subjects import (
     FRESH_FOLDERS,

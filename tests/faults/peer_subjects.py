@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import IterableDataset
 
 from lit_fsdp import Checkpoint, fsdp_strategy
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 
 ROWS, WIDTH = 8, 96
 SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, one folder", "DCP, fresh folders")

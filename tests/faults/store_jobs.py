@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lit_fsdp.checkpoint import retention, store
-from lit_fsdp.checkpoint.find import step_folder
-from lit_fsdp.checkpoint.verify import find_differences
+from lit_fsdp.checkpoint import run_folder, store
+from lit_fsdp.checkpoint.run_folder import step_folder
+from lit_fsdp.checkpoint.verify import verify
 from lit_fsdp.errors import CheckpointError
 from tests.faults.tracing import Event, Tracer, hurt
 
@@ -107,7 +107,7 @@ def fail_at_every_change(folder: str, layout: str) -> list[dict[str, Any]]:
             assert save(run, 3, layout) == ""
         changes = everyone([(event, disk.seen[: number + 1].count(event)) for number, event in enumerate(disk.seen)])
         if rank == 0:
-            retention.remove(step_folder(run, 3))
+            run_folder.remove(step_folder(run, 3))
             before = content(run / "checkpoints")
         for bad_rank, targets in enumerate(changes):
             for target in targets:
@@ -155,8 +155,8 @@ def fill_the_disk(disk: str, temporary: str, layout: str) -> list[dict[str, Any]
 def _take_back(run: Path, step: int) -> None:
     """Remove the checkpoint of ``step`` if it stands, and then it must be a whole one."""
     if step_folder(run, step).exists():
-        assert find_differences(step_folder(run, step)) == []
-        retention.remove(step_folder(run, step))
+        assert verify(step_folder(run, step)) == []
+        run_folder.remove(step_folder(run, step))
 
 
 def save_once(folder: str, step: int, layout: str) -> str:

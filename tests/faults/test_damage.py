@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, step_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.sound import sound_checkpoint
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.run_folder import checkpoints, step_folder
 from lit_fsdp.checkpoint.store import verify_files
+from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
 from tests.faults.conftest import Counts
 from tests.faults.ledger import Ledger
@@ -59,11 +60,8 @@ def remove(folder: Path, other: Path, rng: random.Random) -> str:
 
 
 def swap_shards(folder: Path, other: Path, rng: random.Random) -> str:
-    """Shards of two ranks, or the states of two ranks."""
-    kind = rng.choice(["tensors/__{}_0.distcp", "rank-0000{}.safetensors", "rank-0000{}.json"])
-    first, second = folder / kind.format(0), folder / kind.format(1)
-    if first.read_bytes() == second.read_bytes():  # nothing would change
-        return swap_shards(folder, other, rng)
+    """Shards of two ranks."""
+    first, second = (folder / f"tensors/rank-0000{rank}.safetensors" for rank in (0, 1))
     between = folder / "between"
     first.rename(between)
     second.rename(first)
@@ -103,9 +101,9 @@ def test_all_damage_is_noticed(saved: Path, tmp_path: Path, counts: Counts, ledg
             with pytest.raises(CheckpointError) as caught:
                 verify_files(victim)
             assert name == "mixed" or name in str(caught.value)
-            found = sound_checkpoint(victim, [step_folder(saved, 2), step_folder(saved, 1)])
-            assert found.path == step_folder(saved, 2)
-            assert list(found.damaged) == [victim]
+            path, passed = sound_checkpoint(victim, [step_folder(saved, 2), step_folder(saved, 1)], Ranks())
+            assert path == step_folder(saved, 2)
+            assert list(passed) == [victim]
             kinds[kind.__name__] += 1
         shutil.rmtree(victim)
     ledger.note(DAMAGE, ", ".join(f"{name} {count}" for name, count in kinds.items()))

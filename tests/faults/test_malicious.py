@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -18,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import dcp_files, disk, retention, staging, store
-from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint import dcp_files, run_folder, store
+from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.hf_export import export
 from lit_fsdp.checkpoint.importing import safe_files
-from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from lit_fsdp.checkpoint.manifest import MANIFEST, Chunk, Manifest, read_manifest
+from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.errors import CheckpointError
 from tests.faults.ledger import Ledger
 
+SHARD = "tensors/rank-00000.safetensors"
 ROW = "malicious .metadata, .pt, safetensors header, ../ in names, links"
 
 
@@ -78,46 +79,34 @@ def blank(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in tensors.items()}
 
 
-def test_a_pickle_as_description(victim: Path, marker: Path, tmp_path: Path, ledger: Ledger) -> None:
-    metadata = victim / dcp_files.METADATA
-    sound = metadata.read_bytes()
-    into = blank(victim)
+def test_a_pickle_as_description(victim: Path, marker: Path, ledger: Ledger) -> None:
+    """In a checkpoint nothing reads it; in another tool's folder nothing of it runs."""
+    metadata = victim / "tensors" / ".metadata"
     for payload in payloads(marker):
-        hidden_inside = pickle.loads(sound)
-        hidden_inside.planner_data = payload
-        for content in (payload, [payload], hidden_inside):
+        for content in (payload, [payload], {"planner_data": payload}):
             with ledger.trial(ROW):
                 metadata.write_bytes(pickle.dumps(content))
-                seal(victim)
-                store.verify_files(victim)  # the manifest fits
-                with pytest.raises(CheckpointError, match="refused"):
-                    store.load_tensors(victim, into)
-                with pytest.raises(CheckpointError, match="refused"):
-                    export(victim, tmp_path / "out")
+                store.load_tensors(victim, blank(victim))
                 with pytest.raises(CheckpointError, match="refused"):
                     dcp_files.unpickle_description(metadata)
                 assert not marker.exists()
-                assert not (tmp_path / "out").exists()
 
 
-def test_a_pickle_in_the_place_of_a_tensor(victim: Path, marker: Path, ledger: Ledger) -> None:
-    metadata, shard = victim / dcp_files.METADATA, victim / "tensors" / "__0_0.distcp"
-    description = pickle.loads(metadata.read_bytes())
+def test_a_pickle_in_the_place_of_tensors_or_state(victim: Path, marker: Path, ledger: Ledger) -> None:
+    sound = {name: (victim / name).read_bytes() for name in (SHARD, "state.json")}
     for payload in payloads(marker):
         for save in (torch.save, pickle.dump):
-            with ledger.trial(ROW):
-                content = io.BytesIO()
-                save(payload, content)
-                shard.write_bytes(content.getvalue() + bytes(1 << 20))
-                for index, place in description.storage_data.items():
-                    at = dataclasses.replace(place, offset=0, length=len(content.getvalue()))
-                    description.storage_data[index] = at
-                metadata.write_bytes(pickle.dumps(description))
-                seal(victim)
-                into = blank(victim)
-                with pytest.raises(CheckpointError):
-                    store.load_tensors(victim, into)
-                assert not marker.exists()
+            for name in sound:
+                with ledger.trial(ROW):
+                    content = io.BytesIO()
+                    save(payload, content)
+                    (victim / name).write_bytes(content.getvalue() + bytes(1 << 20))
+                    seal(victim)
+                    store.verify_files(victim)  # the manifest fits
+                    with pytest.raises(CheckpointError):
+                        store.load_tensors(victim, blank(victim)) if name == SHARD else store.load_state(victim)
+                    assert not marker.exists()
+                    (victim / name).write_bytes(sound[name])
 
 
 def test_torch_files_of_others(marker: Path, tmp_path: Path, ledger: Ledger) -> None:
@@ -152,31 +141,28 @@ def _header(header: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_safetensors_headers(victim: Path, ledger: Ledger, name: str) -> None:
-    path = victim / "rank-00000.safetensors"
+    path = victim / SHARD
     with ledger.trial(ROW):
         path.write_bytes(HEADERS[name](path.read_bytes()))
         seal(victim)
         store.verify_files(victim)
         with pytest.raises(CheckpointError):
-            store.load_rank_state(victim, 0)
+            store.load_tensors(victim, blank(victim))
         with pytest.raises(CheckpointError):
             safe_files.safetensors_tensors(path)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""])
 def test_names_that_lead_outside(victim: Path, tmp_path: Path, ledger: Ledger, name: str) -> None:
-    """In the manifest, in the description of the tensors, among the files to be saved, in an index of shards."""
+    """In the manifest, as file or as a place of tensors, among the files to be saved, in an index of shards."""
     (victim.parent / "outside").write_text("not ours")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
     with ledger.trial(ROW):
         old = read_manifest(victim)
-        description = pickle.loads((victim / dcp_files.METADATA).read_bytes())
-        for index, place in description.storage_data.items():
-            description.storage_data[index] = dataclasses.replace(place, relative_path=name)
-        (victim / dcp_files.METADATA).write_bytes(pickle.dumps(description))
-        seal(victim)
+        into = blank(victim)
+        seal(victim, chunks={key: (Chunk(name, (0,), (1,)),) for key in old.chunks})
         with pytest.raises(CheckpointError):
-            store.load_tensors(victim, blank(victim))
+            store.load_tensors(victim, into)
         listed = Manifest(**{**vars(old), "files": {**old.files, name: disk.FileEntry(8, "0" * 64)}})
         (victim / MANIFEST).write_bytes(listed.dumps())
         for door in (read_manifest, store.verify_files, store.load_state, lambda f: export(f, tmp_path / "out")):
@@ -198,7 +184,7 @@ def test_links_out_of_the_folder(victim: Path, tmp_path: Path, ledger: Ledger) -
     """Never read through, and never followed by what deletes."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    for name in (dcp_files.METADATA, "tensors/__0_0.distcp", "state.json", "rank-00000.safetensors", MANIFEST):
+    for name in (SHARD, "state.json", MANIFEST):
         with ledger.trial(ROW):
             path, there = victim / name, outside / os.path.basename(name)
             path.rename(there)
@@ -212,13 +198,13 @@ def test_links_out_of_the_folder(victim: Path, tmp_path: Path, ledger: Ledger) -
     kept.write_text("not ours")
     with ledger.trial(ROW):
         (victim / "more").symlink_to(outside)
-        retention.remove(victim)
+        run_folder.remove(victim)
         assert kept.exists()
     with ledger.trial(ROW):
         (victim.parent / "step-00000009").symlink_to(outside)
-        retention.remove(victim.parent / "step-00000009")
+        run_folder.remove(victim.parent / "step-00000009")
         (victim.parent / ".step-00000009.tmp-0123456789abcdef").symlink_to(outside)
-        staging.sweep(victim.parent)
+        run_folder.sweep(victim.parent.parent)
         assert kept.exists()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.checkpoint import disk
+from lit_fsdp.checkpoint import files as disk
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _HIDDEN = re.compile(r"\.(step-\d+)\.(tmp|removed)-[0-9a-f]{16}")

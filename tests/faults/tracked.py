@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import ForkServer, Job
 

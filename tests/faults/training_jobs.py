@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp.cli  # noqa: F401  what every rank would import by itself is imported once here
 from lit_fsdp import Checkpoint
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.jobs import TinyData, digest, module_for, trainer_for
 from tests.faults.crashes import CRASHES
 from tests.faults.tracing import Event, StageFile, Tracer, hurt

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
-from lit_fsdp.checkpoint.background import BackgroundSaver
+from lit_fsdp.checkpoint.store import BackgroundSaver
 from tests.dist.async_jobs import tensors_of
 from tests.dist.jobs import Losses, TinyData
 from tests.dist.reference import LEARNING_RATE
@@ -36,7 +36,7 @@ def train(folder: Path, accelerator: str, run: Path, engine: Any, async_save: bo
     )
     trainer.fit(CausalLMModule(name=str(folder), optim={"lr": LEARNING_RATE, "schedule": "constant"}), TinyData())
     torch.distributed.destroy_process_group()
-    return {"losses": losses.values, "saver": trainer.strategy.background}  # type: ignore[attr-defined]
+    return {"losses": losses.values, "saver": saving._background}
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
@@ -54,15 +54,13 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
     assert saved == expected
 
 
-def test_copies_are_queued_behind_the_work_before_them(tmp_path: Path, device: str) -> None:
-    """The host goes on at once; later work on the device cannot change what is saved."""
+def test_what_the_device_computes_later_is_not_saved(tmp_path: Path, device: str) -> None:
     saver = BackgroundSaver(torch.device(device, 0) if device == "cuda" else torch.device("cpu"), 30.0)
     tensor = torch.zeros(1 << 22, device=device)
     for step in range(1, 4):
         tensor.add_(1)
         parts: dict[str, Any] = {"state": {}, "manifest": {"global_step": step}, "layout": "sharded"}
         saver.save(tmp_path / f"step-{step:08d}", tensors={"model/w": tensor}, **parts)
-        assert saver.buffers._blocks[0].is_pinned() == (device == "cuda")
         tensor.add_(100).sub_(100)
     saver.close()
     for step, hashes in enumerate(tensors_of_folder(tmp_path), start=1):

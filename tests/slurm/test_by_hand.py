@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.slurm.conftest import Cluster, losses
 
 pytestmark = pytest.mark.timeout(600)

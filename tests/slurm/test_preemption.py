@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.slurm.conftest import ROOT, Cluster, losses
 

@@ -9,7 +9,7 @@ import pytest
 
 import lit_fsdp
 from lit_fsdp import __main__, commands
-from lit_fsdp.checkpoint.find import Resume, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lit_fsdp.checkpoint import disk
+from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.importing.foreign_dcp import METADATA, ForeignDCP
 from lit_fsdp.checkpoint.importing.lightning_source import numbered_or_named
 from lit_fsdp.checkpoint.importing.safe_files import (

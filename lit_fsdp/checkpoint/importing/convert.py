@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +17,7 @@ from lit_fsdp.checkpoint.importing.names import Matched, Target, match
 from lit_fsdp.checkpoint.importing.safe_files import read_torch
 from lit_fsdp.checkpoint.importing.source import Source, SourceTensor
 from lit_fsdp.checkpoint.manifest import MANIFEST, TensorSpec
-from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.checkpoint.snapshot import Part, Snapshot, take
-from lit_fsdp.checkpoint.write import write_part
+from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError
 
 Kind = Literal["auto", "lightning", "accelerate"]
@@ -150,10 +147,9 @@ def import_checkpoint(path: Path, out: Path, target: Target, choices: Choices) -
         "model": {**target.entry, "prefix": _PREFIX, "tied": dict(target.ties)},
         "imported": {"from": source.kind, "optimizer": len(names)},
     }
-    empty = Snapshot(tensors={}, state=state, manifest=manifest, layout="full", files=target.files)
-    part = take(empty, 0)
-    specs = {name: tensor.spec for name, tensor in tensors.items()}
-    write_part(out, Part(**{**vars(part), "tensors": _Lazy(tensors), "specs": specs}), Ranks())
+    save_checkpoint(
+        out, {name: tensor.read() for name, tensor in tensors.items()}, state, manifest, "full", target.files
+    )
     return ImportReport(
         folder=out,
         kind=source.kind,
@@ -238,22 +234,6 @@ def _cast(tensor: SourceTensor, dtype: str) -> SourceTensor:
     if tensor.spec.dtype == dtype:
         return tensor
     return SourceTensor(TensorSpec(dtype, tensor.spec.shape), lambda: tensor.read().to(getattr(torch, dtype)))
-
-
-class _Lazy(Mapping[str, torch.Tensor]):
-    """Tensors that are read when they are written."""
-
-    def __init__(self, tensors: Mapping[str, SourceTensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def _written(settings: list[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from lit_fsdp.checkpoint import dcp_files, disk
+from lit_fsdp.checkpoint import dcp_files
+from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.importing.source import Moments, SourceTensor
 from lit_fsdp.checkpoint.manifest import TensorSpec
 from lit_fsdp.errors import CheckpointError
@@ -32,7 +33,7 @@ class ForeignDCP:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._description = dcp_files.unpickle_description(disk.inside(folder, METADATA), of_others=True)
+        self._description = dcp_files.unpickle_description(disk.inside(folder, METADATA))
         planner_data = self._description.planner_data
         self._keys: dict[tuple[Any, ...], str] = {}
         for key in self._description.state_dict_metadata:

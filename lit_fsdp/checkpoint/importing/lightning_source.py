@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.checkpoint import disk
+from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.importing.foreign_dcp import ForeignDCP
 from lit_fsdp.checkpoint.importing.safe_files import plain_state, read_torch
 from lit_fsdp.checkpoint.importing.source import Moments, Source, SourceTensor, from_memory

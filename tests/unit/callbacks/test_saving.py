@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
-from lit_fsdp.checkpoint.find import checkpoints
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.disk import FileEntry
-from lit_fsdp.checkpoint.find import step_folder
+from lit_fsdp.checkpoint.files import FileEntry
 from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 
 TENSORS = {

@@ -1,8 +1,7 @@
-"""The thread that writes checkpoints, alone in its process: order, errors, memory."""
+"""The thread that writes checkpoints, alone in its process: order, errors, what training changes meanwhile."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import background, host_buffers, store
-from lit_fsdp.checkpoint.background import BackgroundSaver
-from lit_fsdp.checkpoint.find import step_folder
-from lit_fsdp.checkpoint.host_buffers import HostBuffers, plan_blocks, planned_bytes
-from lit_fsdp.checkpoint.manifest import TensorSpec, read_manifest
+from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.run_folder import step_folder
+from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.errors import CheckpointError
 
 
@@ -30,17 +28,18 @@ class Gate:
     """Holds every write back until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-        self.open, self.order = threading.Event(), []  # type: ignore[var-annotated]
-        write: Callable[..., None] = background.write_part
+        self.open, self.order, self.memory = threading.Event(), [], []  # type: ignore[var-annotated]
+        write: Callable[..., None] = store._write
 
-        def held(folder: Path, *rest: Any) -> None:
+        def held(snapshot: Any, ranks: Any) -> None:
             assert self.open.wait(100)
-            self.order.append(folder.name)
+            self.order.append(snapshot.folder.name)
+            self.memory.append({name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()})
             if error is not None:
                 raise error
-            write(folder, *rest)
+            write(snapshot, ranks)
 
-        monkeypatch.setattr(background, "write_part", held)
+        monkeypatch.setattr(store, "_write", held)
 
 
 def parts(value: float) -> dict[str, Any]:
@@ -60,8 +59,7 @@ def test_what_changes_after_the_call_is_not_saved(
     folder, given, file = step_folder(tmp_path, 1), parts(1.0), tmp_path / "recipe.yaml"
     file.write_text("first")
     saver.save(folder, layout=layout, files={"recipe.yaml": file}, **given)
-    assert saver.pending == folder
-    assert not saver.poll()
+    assert (saver.pending, saver.stands) == (folder, False)
     assert not folder.exists()
     for tensor in given["tensors"].values():
         tensor.fill_(9)
@@ -70,9 +68,10 @@ def test_what_changes_after_the_call_is_not_saved(
     given["manifest"]["global_step"] = 9
     file.write_text("second")
     gate.open.set()
-    assert saver.wait()
+    saver._pending[1].result(100)  # type: ignore[index]
+    assert saver.stands
+    saver.wait()
     assert saver.pending is None
-    assert saver.poll()
     into = parts(5.0)["tensors"]
     store.load_tensors(folder, into)
     assert all(torch.equal(into[name], tensor) for name, tensor in parts(1.0)["tensors"].items())
@@ -85,19 +84,19 @@ def test_what_changes_after_the_call_is_not_saved(
 def test_one_after_the_other_in_the_same_memory(
     saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    gate = Gate(monkeypatch)
+    gate, live = Gate(monkeypatch), parts(0.0)["tensors"]
     timer = threading.Timer(0.2, gate.open.set)
     timer.start()
-    pointers = set()
     for step in (1, 2, 3):
-        saver.save(step_folder(tmp_path, step), layout="sharded", **parts(float(step)))
+        for tensor in live.values():
+            tensor.fill_(step)
+        saver.save(step_folder(tmp_path, step), layout="sharded", **{**parts(float(step)), "tensors": live})
         assert gate.order[: step - 1] == [f"step-{before:08d}" for before in range(1, step)]
-        pointers.add(saver.buffers._blocks[0].data_ptr())
-        assert saver.buffers.num_bytes == 128  # 60 and 14 bytes, each aligned
     saver.wait()
     timer.join()
     assert gate.order == [f"step-{step:08d}" for step in (1, 2, 3)]
-    assert len(pointers) == 1
+    assert gate.memory[0] == gate.memory[1] == gate.memory[2]
+    assert gate.memory[0] != {name: tensor.data_ptr() for name, tensor in live.items()}
     for step in (1, 2, 3):
         into = parts(0.0)["tensors"]
         store.load_tensors(step_folder(tmp_path, step), into)
@@ -115,23 +114,11 @@ def test_a_failure_is_told_once_and_the_next_save_works(
         again = {"folder": step_folder(tmp_path, 2), "layout": "sharded", **parts(2.0)}
         with pytest.raises(CheckpointError, match="No space left"):
             saver.wait() if hear == "wait" else saver.save(**again)
-    assert saver.wait()
-    assert saver.pending is None
+    saver.wait()
+    assert (saver.pending, saver.stands) == (None, False)
     saver.save(step_folder(tmp_path, 2), layout="sharded", **parts(2.0))
     saver.wait()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
-
-
-def test_a_failure_is_found_by_the_next_question(
-    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    gate = Gate(monkeypatch, CheckpointError("gone"))
-    saver.save(step_folder(tmp_path, 1), layout="sharded", **parts(1.0))
-    assert not saver.poll()
-    gate.open.set()
-    saver._pending[1].exception(100)  # type: ignore[index]
-    with pytest.raises(CheckpointError, match="gone"):
-        saver.poll()
 
 
 def test_what_cannot_be_saved_is_refused_at_once(saver: BackgroundSaver, tmp_path: Path):
@@ -149,41 +136,4 @@ def test_an_error_nobody_asked_for_is_logged_at_the_end(
     saver.save(step_folder(tmp_path, 1), layout="sharded", **parts(1.0))
     saver.close()
     assert [record.message for record in caplog.records] == ["not saved: gone"]
-    assert saver.buffers.num_bytes == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-save")]
-
-
-def test_other_shapes_replace_the_memory_and_never_add_to_it():
-    buffers = HostBuffers(pinned=False)
-    small = buffers.fit({"a": (torch.float32, (4, 4)), "empty": (torch.float32, (0, 3)), "number": (torch.int64, ())})
-    assert {name: (t.shape, t.dtype) for name, t in small.items()} == {
-        "a": ((4, 4), torch.float32), "empty": ((0, 3), torch.float32), "number": ((), torch.int64),
-    }  # fmt: skip
-    assert small["a"].untyped_storage().nbytes() == 64  # exactly its own, or DCP would copy it again
-    assert buffers.num_bytes == 128
-    buffers.fit({"a": (torch.float32, (5, 4))})
-    assert buffers.num_bytes == 128
-    buffers.clear()
-    assert buffers.num_bytes == 0
-
-
-def test_tensors_never_overlap(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_buffers, "_BLOCK_BYTES", 256)
-    sizes = {f"t{index}": size for index, size in enumerate((1, 64, 65, 100, 200, 300, 0, 7, 256))}
-    blocks = plan_blocks(sizes)
-    assert sorted(name for offsets, _ in blocks for name in offsets) == sorted(n for n, size in sizes.items() if size)
-    for offsets, size in blocks:
-        ends = sorted((offset, offset + sizes[name]) for name, offset in offsets.items())
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
-        assert ends[-1][1] <= size
-        assert all(start % 64 == 0 for start, _ in ends)
-        assert len(offsets) == 1 or size <= 320
-    assert sum(size for _, size in blocks) < sum(sizes.values()) + 64 * len(sizes)
-
-
-def test_memory_is_known_from_shapes():
-    tensors = {"model/w": TensorSpec("float32", (5, 16)), "model/b": TensorSpec("float32", (16,))}
-    tensors["optim/w/step"] = TensorSpec("float32", ())
-    assert planned_bytes(tensors, {"model/w"}, 2, pinned=False) == 3 * 64 + 64 + 64  # three of five rows
-    assert planned_bytes(tensors, {"model/w"}, 2, pinned=True) == 512
-    assert planned_bytes({}, (), 1, pinned=True) == 0

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.aside import move_newer_aside
-from lit_fsdp.checkpoint.find import checkpoints, choose, damaged, moved_aside, survey
+from lit_fsdp.checkpoint.run_folder import checkpoints, choose, damaged, move_newer_aside, moved_aside, survey
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Config
 
 from lit_fsdp.checkpoint.export_verify import find_export_differences
-from lit_fsdp.checkpoint.find import step_folder
 from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from lit_fsdp.checkpoint.find import checkpoints, damaged, resolve_ckpt_path, step_folder
-from lit_fsdp.checkpoint.retention import remove
+from lit_fsdp.checkpoint.run_folder import checkpoints, choose, damaged, remove, step_folder
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
 
@@ -18,7 +17,7 @@ def steps(found) -> list[int]:
 
 
 def test_the_command_line_finds_checkpoints_without_torch():
-    code = "import sys, lit_fsdp.checkpoint.find; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
+    code = "import sys, lit_fsdp.checkpoint.run_folder; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -37,7 +36,7 @@ def test_only_complete_ones_are_found_in_order_of_their_steps(tmp_path):
     found = checkpoints(tmp_path)
     assert steps(found) == [3, 20, 50, 100]
     assert (found[0].path, found[0].metrics, found[0].num_bytes) == (step_folder(tmp_path, 3), {"val_loss": 1.0}, 4)
-    reasons = {entry.path.name: entry.reason for entry in damaged(tmp_path)}
+    reasons = {entry.path.name: entry.damage for entry in damaged(tmp_path)}
     assert sorted(reasons) == ["step-00000007", "step-00000008", "step-00000009"]
     assert "No such file" in reasons["step-00000007"]
     assert "3 bytes, 4 in the manifest" in reasons["step-00000008"]
@@ -47,7 +46,7 @@ def test_only_complete_ones_are_found_in_order_of_their_steps(tmp_path):
 def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     make(tmp_path, 1)
-    path = resolve_ckpt_path("~/checkpoints/step-00000001", "elsewhere", "val_loss", "min")
+    path = choose("~/checkpoints/step-00000001", "elsewhere", "val_loss", "min").path
     assert path == step_folder(tmp_path, 1)
 
 
@@ -58,7 +57,7 @@ def test_last_best_and_a_path(tmp_path):
     make(tmp_path, 4)
 
     def resolve(word, monitor="val_loss", mode="min"):
-        return resolve_ckpt_path(word, tmp_path, monitor, mode).name
+        return choose(word, tmp_path, monitor, mode).path.name
 
     assert resolve("last") == "step-00000004"
     assert resolve("best") == "step-00000003"
@@ -75,24 +74,24 @@ def test_a_damaged_newest_one_is_not_passed_over(tmp_path):
     good, newest = make(tmp_path, 1, val_loss=1.0), make(tmp_path, 2)
     (newest / "data").unlink()
     with pytest.raises(CheckpointError) as error:
-        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+        choose("last", tmp_path, "val_loss", "min")
     assert f"{newest} is damaged: " in str(error.value)
     assert f"the newest complete one is {good}" in str(error.value)
-    assert resolve_ckpt_path("best", tmp_path, "val_loss", "min") == good
+    assert choose("best", tmp_path, "val_loss", "min").path == good
     (good / "data").unlink()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*; damaged:\n  step-00000001: "):
-        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+        choose("last", tmp_path, "val_loss", "min")
 
 
 def test_an_empty_place_says_what_is_there(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run folder"):
-        resolve_ckpt_path("last", tmp_path / "gone", "val_loss", "min")
+        choose("last", tmp_path / "gone", "val_loss", "min")
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*/checkpoints; in .*: recipe\.yaml"):
-        resolve_ckpt_path("last", tmp_path, "val_loss", "min")
+        choose("last", tmp_path, "val_loss", "min")
     folder = make(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match="is a checkpoint, not a run folder"):
-        resolve_ckpt_path("last", folder, "val_loss", "min")
+        choose("last", folder, "val_loss", "min")
 
 
 def test_removing_hides_first(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lit_fsdp.checkpoint import hf_export, pieces
-from lit_fsdp.checkpoint.find import step_folder
 from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -179,10 +179,10 @@ def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out")
     monkeypatch.undo()
-    shard = folder / "tensors" / "__0_0.distcp"
+    shard = folder / "tensors" / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(CheckpointError, match="sha256 differs"):
+    with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]

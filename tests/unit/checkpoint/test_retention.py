@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint import retention
-from lit_fsdp.checkpoint.find import Found, checkpoints, step_folder
+from lit_fsdp.checkpoint import run_folder
+from lit_fsdp.checkpoint.run_folder import Found, checkpoints, step_folder
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import ConfigError
@@ -20,14 +20,13 @@ from tests.unit.checkpoint.conftest import make
 
 def found(losses: dict[int, float | None]) -> list[Found]:
     return [
-        Found(step, Path(f"step-{step}"), {} if loss is None else {"val_loss": loss}, "", 0)
-        for step, loss in losses.items()
+        Found(step, Path(f"step-{step}"), {} if loss is None else {"val_loss": loss}) for step, loss in losses.items()
     ]
 
 
 def left(losses: dict[int, float | None], current: int | None = None, **options: Any) -> list[int]:
     there = found(losses)
-    gone = retention.to_remove(there, CheckpointConfig(**options), current)
+    gone = run_folder.to_remove(there, CheckpointConfig(**options), current)
     assert gone == [entry for entry in sorted(there, key=lambda e: e.step) if entry in gone]
     return [entry.step for entry in there if entry not in gone]
 
@@ -73,10 +72,9 @@ def test_the_newest_the_best_and_every_nth_stay(losses, options, expected):
 )
 def test_of_those_saved_on_a_signal_only_the_newest_counts(signalled, options, expected):
     there = [
-        Found(step, Path(f"step-{step}"), {"val_loss": step}, "", 0, on_signal=step in signalled)
-        for step in (5, 10, 11, 17)
+        Found(step, Path(f"step-{step}"), {"val_loss": step}, on_signal=step in signalled) for step in (5, 10, 11, 17)
     ]
-    gone = retention.to_remove(there, CheckpointConfig(**options))
+    gone = run_folder.to_remove(there, CheckpointConfig(**options))
     assert [entry.step for entry in there if entry not in gone] == expected
 
 
@@ -104,11 +102,11 @@ def test_what_cannot_be_kept_is_refused(values, field):
 def test_retention_removes_and_names_the_best(tmp_path):
     for step, loss in {1: 0.4, 2: 0.3, 3: 0.5}.items():
         make(tmp_path, step, val_loss=loss)
-    assert retention.retain(tmp_path, CheckpointConfig(keep_last=1)) == step_folder(tmp_path, 2)
+    assert run_folder.retain(tmp_path, CheckpointConfig(keep_last=1)) == step_folder(tmp_path, 2)
     assert [entry.step for entry in checkpoints(tmp_path)] == [2, 3]
-    assert retention.retain(tmp_path, CheckpointConfig(keep_last=1, keep_best=0)) == step_folder(tmp_path, 3)
+    assert run_folder.retain(tmp_path, CheckpointConfig(keep_last=1, keep_best=0)) == step_folder(tmp_path, 3)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003"]
-    assert retention.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
+    assert run_folder.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
 
 
 def test_a_removal_that_fails_is_a_warning_that_names_the_folder(tmp_path, monkeypatch, caplog):
@@ -119,7 +117,7 @@ def test_a_removal_that_fails_is_a_warning_that_names_the_folder(tmp_path, monke
         raise PermissionError(13, "Permission denied", str(path / "data"))
 
     monkeypatch.setattr("shutil.rmtree", refused)
-    retention.retain(tmp_path, CheckpointConfig(keep_last=1))
+    run_folder.retain(tmp_path, CheckpointConfig(keep_last=1))
     monkeypatch.undo()
     assert [entry.step for entry in checkpoints(tmp_path)] == [2]
     (hidden,) = [path for path in folder.parent.iterdir() if path.name.startswith(".")]
@@ -134,12 +132,12 @@ def test_what_a_killed_removal_left_is_swept_and_named(tmp_path, caplog, monkeyp
     other = folder.with_name(".notes")
     other.mkdir()
     with caplog.at_level(logging.INFO):
-        retention.sweep(folder.parent)
+        run_folder.sweep(tmp_path)
     assert list(folder.parent.iterdir()) == [other]
-    assert caplog.messages == [f"{hidden}: removed; a killed save or removal had left it"]
+    assert caplog.messages == [f"{hidden}: cleared away after a killed save or removal"]
     hidden.mkdir()
     caplog.clear()
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
-    retention.sweep(folder.parent)
+    run_folder.sweep(tmp_path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "cannot be deleted" in caplog.text

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint import run_lock
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.errors import CheckpointError
 
@@ -103,20 +102,6 @@ def test_one_process_may_hold_it_twice_and_the_last_release_counts(tmp_path, sta
     assert start(folder).wait() == 1
     second.release()
     assert start(folder).stdout.readline() == "held\n"
-
-
-def test_a_removed_lock_file_is_not_the_lock(tmp_path, monkeypatch):
-    lock = run_lock.fcntl.flock
-
-    def removed_meanwhile(handle: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", lock)
-        lock(handle, operation)
-        (tmp_path / "run.lock").unlink()
-
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    held = RunLock(tmp_path)
-    assert (tmp_path / "run.lock").is_file()
-    held.release()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -8,16 +8,17 @@ import os
 import signal
 import sys
 import time
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import disk, staging, store
-from lit_fsdp.checkpoint.find import checkpoints, damaged, step_folder
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import store
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.sound import sound_checkpoint
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.run_folder import step_folder
+from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import STATE, TENSORS
 
@@ -44,7 +45,7 @@ def test_everything_comes_back(save, blanks, layout):
     assert state == {key: value for key, value in STATE.items() if key != "best"}
     assert store.load_rank_state(folder, 0)["rng"].tolist() == [0, 1, 2, 3]
     assert store.load_rank_state(folder, 1) is None
-    assert store.tensor_names(folder) == set(TENSORS)
+    assert set(read_manifest(folder).tensors) == set(TENSORS)
     store.verify_files(folder)
     assert (folder / "hf" / "config.json").read_bytes() == b'{"model_type": "toy"}'
 
@@ -66,12 +67,10 @@ def test_the_full_file_is_plain_safetensors(save):
     assert all(same(tensors[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_the_sharded_files_are_plain_dcp(save, blanks):
+def test_the_sharded_files_are_read_by_torch_alone(save, blanks):
     from torch.distributed import checkpoint as dcp
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(blanks, checkpoint_id=str(save() / "tensors"))
+    dcp.load(blanks, storage_reader=dcp.HuggingFaceStorageReader(str(save() / "tensors")))
     assert all(same(blanks[name], TENSORS[name]) for name in TENSORS)
 
 
@@ -118,9 +117,9 @@ def test_weights_of_a_module_that_is_built_late(save):
     module = store.load_weights(BuiltLate(), folder)
     assert same(module.first.weight.detach(), weight)
     assert module.again is module.first
-    with next((folder / "tensors").glob("*.distcp")).open("r+b") as file:
+    with next((folder / "tensors").iterdir()).open("r+b") as file:
         file.write(b"x")
-    with pytest.raises(CheckpointError, match="sha256 differs"):
+    with pytest.raises(CheckpointError, match="xxh3 differs"):
         store.load_weights(BuiltLate(), folder)
 
 
@@ -131,12 +130,9 @@ def test_names_can_be_skipped(save, blanks, layout):
     assert all(same(wanted[name], TENSORS[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatch, swaps):
-    """Killed before each change of the file system in turn, also where two names cannot be swapped at once."""
-    if not swaps:
-        monkeypatch.setattr(staging, "_swapped", lambda one, other: False)
+def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save):
+    """Killed before each change of the file system in turn."""
     folder = save(layout="full")
     found = set()
     for moment in range(1000):
@@ -145,7 +141,7 @@ def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatc
             changes = itertools.count()
 
             def kill(name: str, args: object, changes: Any = changes, moment: int = moment) -> None:
-                changing = name in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "ctypes.dlopen")
+                changing = name in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
                 if (changing or (name == "open" and args[2] & os.O_WRONLY)) and next(changes) == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -153,11 +149,11 @@ def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatc
             save(layout="full", state=moment)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        assert sound_checkpoint(folder).path == folder
+        assert sound_checkpoint(folder, [], Ranks())[0] == folder
         found.add(store.load_state(folder) == moment)
         if status == 0:
             break
-    assert (moment > 15, found) == (True, {True, False})
+    assert (moment > 10, found) == (True, {True, False})
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
@@ -171,7 +167,7 @@ def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save, monkeypatc
         ({"rank_state": {"rng": object()}}, "rng: cannot save"),
         ({"tensors": {"a": 3}}, "a: int, but only tensors"),
         ({"tensors": {"a": torch.empty(1, device="meta")}}, "a: on the meta device"),
-        ({"manifest": {}}, "global_step is None"),
+        ({"manifest": {}}, "None is not a whole number"),
         ({"layout": "both"}, "layout: got 'both', allowed: sharded, full"),
         ({"files": {"../evil": b""}}, "not a file name inside a checkpoint"),
         ({"files": {"manifest.json": b""}}, "a name of the checkpoint's own"),
@@ -188,7 +184,7 @@ def test_what_cannot_be_saved_leaves_nothing(save, tmp_path, changes, match):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_failure_at_any_file_leaves_nothing(save, monkeypatch, layout, stop):
     old = save(1, layout=layout)
     before = content(old)
@@ -219,23 +215,6 @@ def test_a_failure_at_any_file_leaves_nothing(save, monkeypatch, layout, stop):
     store.load_tensors(save(2, layout=layout), {name: torch.ones_like(t) for name, t in TENSORS.items()})
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
-def test_a_failing_system_call_leaves_nothing(save, monkeypatch, call):
-    old = save(1)
-    before = content(old)
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            save(2)
-    assert content(old) == before
-    assert [entry.step for entry in checkpoints(old.parents[1])] == [1]
-    assert damaged(old.parents[1]) == []
-
-
 @LAYOUTS
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "zero"])
 def test_damage_to_any_file_is_found(save, blanks, layout, harm):
@@ -264,15 +243,15 @@ def test_files_of_two_steps_are_not_mixed(save, blanks):
     two = save(
         2, tensors={name: tensor + 1 if tensor.dtype != torch.bool else tensor for name, tensor in TENSORS.items()}
     )
-    shard = "tensors/__0_0.distcp"
+    shard = "tensors/rank-00000.safetensors"
     assert (one / shard).stat().st_size == (two / shard).stat().st_size
     (two / shard).write_bytes((one / shard).read_bytes())
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: sha256 differs"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: xxh3 differs"):
         store.load_tensors(two, blanks)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path, blanks):
-    for load in (store.load_state, store.tensor_names, store.verify_files):
+    for load in (store.load_state, store.verify_files):
         with pytest.raises(CheckpointError, match="no such checkpoint folder"):
             load(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="no such checkpoint folder"):

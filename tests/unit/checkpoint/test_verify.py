@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint import verify
+from lit_fsdp.checkpoint import verify as verifying
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.sound import sound_checkpoint
-from lit_fsdp.checkpoint.verify import Difference, describe, file_differences, find_differences
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.verify import Difference, describe, sha256_of, sound_checkpoint, verify
 from lit_fsdp.errors import CheckpointError
 
 
@@ -29,27 +29,23 @@ def test_no_torch_is_needed():
 
 def test_every_file_that_differs_is_named(save: Callable[..., Path], tmp_path: Path):
     folder = save()
-    assert find_differences(folder) == []
+    assert verify(folder) == []
     flip(folder / "hf/config.json")
     (folder / "state.json").write_bytes(b"")
-    (folder / "state.safetensors").unlink()
     (folder / "notes.txt").write_text("mine")
-    (folder / "tensors/.metadata").rename(tmp_path / "metadata")
-    (folder / "tensors/.metadata").symlink_to(tmp_path / "metadata")
+    (folder / "tensors/rank-00000.safetensors").rename(tmp_path / "shard")
+    (folder / "tensors/rank-00000.safetensors").symlink_to(tmp_path / "shard")
     (folder / "elsewhere").symlink_to(tmp_path)
     size = read_manifest(folder).files["state.json"].num_bytes
-    assert [str(found) for found in find_differences(folder)] == [
+    assert [str(found) for found in verify(folder)] == [
         "elsewhere: not in the manifest",
-        "hf/config.json: sha256 differs from the manifest",
+        "hf/config.json: xxh3 differs from the manifest",
         "notes.txt: not in the manifest",
         f"state.json: 0 bytes, {size} in the manifest",
-        "state.safetensors: No such file or directory",
-        f"tensors/.metadata: leads out of the checkpoint, to {tmp_path / 'metadata'}",
+        f"tensors/rank-00000.safetensors: leads out of the checkpoint, to {tmp_path / 'shard'}",
     ]
-    manifest = read_manifest(folder)
-    assert [d.file for d in file_differences(manifest, ["hf/config.json", "state.json"], hashes=False)] == [
-        "state.json"
-    ]
+    by_size = [found.file for found in verify(folder, hashes=False)]
+    assert by_size == ["elsewhere", "notes.txt", "state.json", "tensors/rank-00000.safetensors"]
 
 
 @pytest.mark.parametrize("harm", ["edit", "cut", "remove"])
@@ -60,7 +56,7 @@ def test_an_unreadable_manifest_is_the_only_difference(save: Callable[..., Path]
         path.unlink()
     else:
         path.write_text(text[:-20] if harm == "cut" else text.replace('"global_step": 1', '"global_step": 7'))
-    (found,) = find_differences(path.parent)
+    (found,) = verify(path.parent)
     assert found.file == "manifest.json"
     expected = {"edit": "it was changed after it was written", "cut": "damaged or not ours", "remove": "manifest.json"}
     assert expected[harm] in found.problem
@@ -69,9 +65,9 @@ def test_an_unreadable_manifest_is_the_only_difference(save: Callable[..., Path]
 def test_a_manifest_in_the_making_is_not_a_difference(save: Callable[..., Path]):
     folder = save()
     (folder / f".manifest.json.tmp-{'0' * 16}").write_text("{")
-    assert find_differences(folder) == []
+    assert verify(folder) == []
     (folder / ".manifest.json.tmp-mine").write_text("{")
-    assert [found.file for found in find_differences(folder)] == [".manifest.json.tmp-mine"]
+    assert [found.file for found in verify(folder)] == [".manifest.json.tmp-mine"]
 
 
 def test_many_differences_are_counted():
@@ -82,42 +78,52 @@ def test_many_differences_are_counted():
 
 def test_the_first_sound_one_is_taken(save: Callable[..., Path]):
     one, two, three = save(1), save(2), save(3)
-    assert sound_checkpoint(three, [two, one]).path == three
-    flip(three / "tensors/__0_0.distcp")
+    assert sound_checkpoint(three, [two, one], Ranks()) == (three, {})
+    flip(three / "tensors/rank-00000.safetensors")
     (two / "state.json").write_bytes(b"{}")
-    found = sound_checkpoint(three, [two, one])
-    assert found.path == one
-    assert list(found.damaged) == [three, two]
-    assert found.damaged[three] == (
-        f"{three} is damaged:\n  tensors/__0_0.distcp: sha256 differs from the manifest"
+    path, damaged = sound_checkpoint(three, [two, one], Ranks())
+    assert path == one
+    assert list(damaged) == [three, two]
+    assert damaged[three] == (
+        f"{three} is damaged:\n  tensors/rank-00000.safetensors: xxh3 differs from the manifest"
     )  # fmt: skip
-    assert "state.json: 2 bytes" in found.damaged[two]
-    assert sound_checkpoint(three, [], verify=False).path == three
-    assert sound_checkpoint(two, [one], verify=False).path == one
+    assert "state.json: 2 bytes" in damaged[two]
+    assert sound_checkpoint(three, [], Ranks(), hashes=False)[0] == three
+    assert sound_checkpoint(two, [one], Ranks(), hashes=False)[0] == one
 
 
 def test_a_path_has_no_substitute(save: Callable[..., Path], tmp_path: Path):
     folder = save()
-    flip(folder / "rank-00000.json")
+    flip(folder / "state.json")
     with pytest.raises(CheckpointError) as error:
-        sound_checkpoint(folder)
-    assert f"{folder} is damaged:\n  rank-00000.json: sha256 differs from the manifest\n" in str(error.value)
+        sound_checkpoint(folder, [], Ranks())
+    assert f"{folder} is damaged:\n  state.json: xxh3 differs from the manifest\n" in str(error.value)
     assert "--resume.fallback true" in str(error.value)
     with pytest.raises(CheckpointError, match="no such checkpoint folder"):
-        sound_checkpoint(tmp_path / "gone")
+        sound_checkpoint(tmp_path / "gone", [], Ranks())
 
 
 def test_none_is_sound(save: Callable[..., Path]):
     folders = [save(2), save(1)]
     for folder in folders:
-        flip(folder / "state.safetensors")
+        flip(folder / "state.json")
     with pytest.raises(CheckpointError) as error:
-        sound_checkpoint(folders[0], folders[1:])
+        sound_checkpoint(folders[0], folders[1:], Ranks())
     assert str(error.value).startswith("none of 2 checkpoints is sound:\n")
-    assert str(error.value).count("state.safetensors: sha256 differs") == 2
+    assert str(error.value).count("state.json: xxh3 differs") == 2
 
 
 def test_files_are_hashed_by_size_and_once(save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
     folder, hashed = save(), []
-    monkeypatch.setattr(verify, "hash_file", lambda path: hashed.append(path.name) or "")
-    assert len(find_differences(folder)) == len(read_manifest(folder).files) == len(hashed) == len(set(hashed))
+    monkeypatch.setattr(verifying, "hash_file", lambda path: hashed.append(path.name) or "")
+    assert len(verify(folder)) == len(read_manifest(folder).files) == len(hashed) == len(set(hashed))
+
+
+def test_one_sha256_as_coreutils_compute_it(save: Callable[..., Path]):
+    folder = save()
+    before = sha256_of(read_manifest(folder))
+    command = "find . -type f ! -name manifest.json -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == before
+    flip(folder / "state.json")
+    assert sha256_of(read_manifest(folder)) != before

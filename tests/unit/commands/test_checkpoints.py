@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lit_fsdp import commands
 from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.commands.parsing import size_words
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -29,7 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     def write(step: int, recipe: str = "", **metrics: float) -> Path:
         folder = Path("run/checkpoints") / f"step-{step:08d}"
         files: dict[str, Any] = {"recipe.yaml": recipe.encode()} if recipe else {}
-        save_checkpoint(folder, {}, {"step": step}, {"global_step": step, "metrics": metrics}, "full", files)
+        save_checkpoint(
+            folder, {"w": torch.ones(2)}, {"step": step}, {"global_step": step, "metrics": metrics}, "full", files
+        )
         return folder
 
     return write
@@ -78,7 +82,7 @@ def test_damage_is_in_the_table(run: Callable[..., Path], capsys: Out):
     record = listed(capsys, "run", "--verify", code=1)
     first, second, third = record["checkpoints"]
     assert (first["verified"], first["differences"], first["path"]) == (True, {}, str(good))
-    assert second["differences"] == {"state.json": "sha256 differs from the manifest"}
+    assert second["differences"] == {"state.json": "xxh3 differs from the manifest"}
     assert (second["complete"], second["metrics"], second["bytes"]) == (True, {"val_loss": 0.1}, _size(bad))
     assert (third["complete"], third["verified"], third["created"]) == (False, False, None)
 
@@ -110,7 +114,7 @@ def test_what_else_lies_there(run: Callable[..., Path], capsys: Out):
         folder.mkdir()
     assert commands.run(["ckpt", "ls", "run"]) == 0
     err = capsys.readouterr().err
-    assert f"{dead.name}: a save that did not end; the next save clears it away\n" in err
+    assert f"{dead.name}: a save that did not end; a run that goes on there clears it away\n" in err
     assert f"{gone.name}: a removal that did not end" in err
     assert "damaged-step-00000003-20260101T000000000000: moved aside" in err
     kinds = [(entry["kind"], entry["live"]) for entry in listed(capsys, "run")["unfinished"]]
@@ -119,13 +123,11 @@ def test_what_else_lies_there(run: Callable[..., Path], capsys: Out):
 
 
 def test_a_save_that_is_going_on(run: Callable[..., Path], capsys: Out):
-    import contextlib
-
     parent = run(1).parent
-    with contextlib.ExitStack() as held:
-        place = staging.stage(parent / "step-00000002", held)
-        assert commands.run(["ckpt", "ls", "run"]) == 0
-        assert capsys.readouterr().err == f"{place.name}: a save going on\n"
+    place, lock = staging.stage(parent / "step-00000002"), RunLock(parent.parent)
+    assert commands.run(["ckpt", "ls", "run"]) == 0
+    lock.release()
+    assert capsys.readouterr().err == f"{place.name}: a save going on\n"
 
 
 def test_an_empty_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out):
@@ -162,12 +164,22 @@ def test_verify_names_every_file(run: Callable[..., Path], capsys: Out):
     assert commands.run(["ckpt", "verify", "run/checkpoints"]) == 1
     out = capsys.readouterr().out
     assert out.endswith(words)
-    assert f"{good}: 3 files, " in out
+    assert f"{good}: 2 files, " in out
     assert commands.run(["ckpt", "verify", "run", "--json"]) == 1
     first, second = json.loads(capsys.readouterr().out)
     assert first == {"path": str(good), "verified": True, "differences": {}}
     assert second["differences"] == {"extra": "not in the manifest", "state.json": "No such file or directory"}
     assert commands.run(["ckpt", "verify", str(good)]) == 0
+
+
+def test_a_sha256_to_be_kept_elsewhere(run: Callable[..., Path], capsys: Out):
+    folder, bad = run(1), run(2)
+    (bad / "state.json").unlink()
+    assert commands.run(["ckpt", "verify", "--sha256", str(folder)]) == 0
+    sha256, path = capsys.readouterr().out.splitlines()[-1].split()
+    assert (len(sha256), path) == (64, str(folder))
+    assert commands.run(["ckpt", "verify", "--sha256", "--json", "run"]) == 1
+    assert [record["sha256"] for record in json.loads(capsys.readouterr().out)] == [sha256, None]
 
 
 def test_a_checkpoint_without_its_manifest(run: Callable[..., Path], capsys: Out):

@@ -10,16 +10,15 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
+
+import xxhash
 
 from lit_fsdp.errors import CheckpointError
 
-_SMALL_BYTES = 1 << 18
-_WRITEBACK_BYTES = 1 << 24
+_BUFFER_BYTES = 1 << 18
 _READ_BYTES = 1 << 22
 
 
@@ -29,18 +28,15 @@ class FileEntry:
 
     num_bytes: int
     """Size in bytes."""
-    sha256: str
-    """Hash of the content, in hex."""
+    xxh3: str
+    """XXH3-128 of the content, in hex: it finds damage, not forgery."""
 
 
 class HashedFile:
     """A new binary file that is hashed while it is written and synced when it is closed.
 
-    Hashing and writing of large pieces run side by side, and the kernel is asked to write back every 16 MiB, so
-    that the sync at the end finds little left to do.
-
     Args:
-        path: Must not exist yet.
+        path: Must not exist yet; parents are made.
 
     Raises:
         CheckpointError: The file cannot be created, written or synced; names it.
@@ -49,13 +45,11 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entry: FileEntry | None = None
-        self._failure: CheckpointError | None = None
-        self._hash = hashlib.sha256()
-        self._num_bytes = self._since_writeback = 0
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
-        self._writeback: Future[None] | None = None
+        self._hash = xxhash.xxh3_128()
+        self._num_bytes = 0
         with naming(path):
-            self._file = open(path, "xb", buffering=_SMALL_BYTES)  # noqa: SIM115
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "xb", buffering=_BUFFER_BYTES)  # noqa: SIM115
 
     def write(self, data: Any) -> int:
         """Append ``data`` (any contiguous buffer); returns its bytes."""
@@ -63,78 +57,32 @@ class HashedFile:
         if view.nbytes == 0:  # an empty view cannot be cast
             return 0
         view = view.cast("B")
-        if view.nbytes < _SMALL_BYTES:
-            self._hash.update(view)
-            self._append(view)
-        else:
-            hashing = self._pool.submit(self._hash.update, view)
-            try:
-                self._append(view)
-            finally:
-                hashing.result()
+        self._hash.update(view)
+        with naming(self.path):
+            self._file.write(view)
+        self._num_bytes += view.nbytes
         return view.nbytes
 
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._num_bytes
-
-    def flush(self) -> None:
-        """Hand buffered bytes to the kernel."""
-        with naming(self.path):
-            self._file.flush()
-
-    def fileno(self) -> int:
-        """The file descriptor."""
-        return self._file.fileno()
-
     def close(self) -> None:
-        """Flush, sync and close; ``entry`` is set afterwards. Further calls do nothing."""
-        if self._file.closed:
-            return
-        try:
-            with naming(self.path), self._file:
-                self._file.flush()
-                if self._writeback is not None:
-                    self._writeback.result()
-                os.fsync(self._file.fileno())
-        finally:
-            self._pool.shutdown()
+        """Flush, sync and close; ``entry`` is set afterwards."""
+        with naming(self.path), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.entry = FileEntry(self._num_bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close without syncing, after a failure."""
-        self._pool.shutdown()
         with contextlib.suppress(OSError):  # the failure that led here is the one to report
             self._file.close()
 
     def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
-            return
-        self.abandon()
-        if self._failure is not None and error is not self._failure:  # torch's zip writer raises one of its own
-            raise self._failure from error
-
-    def _append(self, view: memoryview) -> None:
-        try:
-            self._append_now(view)
-        except CheckpointError as error:
-            self._failure = self._failure or error
-            raise
-
-    def _append_now(self, view: memoryview) -> None:
-        with naming(self.path):
-            self._file.write(view)
-            self._num_bytes += view.nbytes
-            self._since_writeback += view.nbytes
-            if self._since_writeback >= _WRITEBACK_BYTES and (self._writeback is None or self._writeback.done()):
-                if self._writeback is not None:
-                    self._writeback.result()
-                self._since_writeback = 0
-                self._writeback = self._pool.submit(os.fdatasync, self._file.fileno())
+        else:
+            self.abandon()
 
 
 @contextlib.contextmanager
@@ -148,8 +96,6 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> FileEntry:
     """Write one new file, synced; parents are made."""
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(path) as file:
         file.write(data)
     assert file.entry is not None
@@ -158,8 +104,6 @@ def write_bytes(path: Path, data: bytes) -> FileEntry:
 
 def copy_file(source: Path, target: Path) -> FileEntry:
     """Copy one file, synced; parents are made."""
-    with naming(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
     with naming(source), source.open("rb") as reader, HashedFile(target) as file:
         while piece := reader.read(_READ_BYTES):
             file.write(piece)
@@ -180,10 +124,15 @@ def replace_bytes(path: Path, data: bytes) -> None:
         raise
 
 
-def hash_file(path: Path) -> str:
-    """sha256 of a file in hex."""
+def hash_of(data: bytes) -> str:
+    """XXH3-128 of ``data`` in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path, kind: Any = xxhash.xxh3_128) -> str:
+    """XXH3-128 of a file in hex, or another hash, e.g. ``hashlib.sha256``."""
     with naming(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, kind).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,377 @@
+"""The checkpoints of a run: which there are, which one a word such as ``last`` means, which stay and which go.
+
+Torch is not imported: the command line asks before. Whoever changes something holds the run lock, so what is hidden
+there belongs to the dead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint.files import naming, sync_folder
+from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, not_a_checkpoint, read_manifest
+from lit_fsdp.config.run import CheckpointConfig, RunConfig
+from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
+
+FOLDER = "checkpoints"
+STEP_NAME = re.compile(r"step-(\d+)")
+Mode = Literal["min", "max"]
+_ASIDE_NAME = re.compile(r"(damaged|superseded)-.+")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of a run, as far as its manifest and the sizes of its files tell."""
+
+    step: int
+    """Optimizer steps done, by its manifest or else by its name; -1 if neither says."""
+    path: Path
+    """Its folder."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Logged values from its manifest."""
+    created: str = ""
+    """Time of writing, ISO 8601 in UTC."""
+    num_bytes: int = 0
+    """Bytes of its files, the manifest aside."""
+    on_signal: bool = False
+    """Whether it was saved between others, for no other reason than a signal."""
+    damage: str | None = None
+    """What is wrong with it; None for a complete one."""
+    is_readable: bool = True
+    """Whether its manifest can be read."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a word or a path means, as far as manifests and sizes of files tell."""
+
+    path: Path
+    """Its folder."""
+    others: tuple[Path, ...] = ()
+    """What the word means next, should this one turn out to be damaged; nothing for a path."""
+    damaged: tuple[Found, ...] = ()
+    """What would have come first, or may have, but is visibly damaged."""
+
+
+def step_folder(run_folder: Path | str, step: int) -> Path:
+    """Where a run has the checkpoint of ``step``."""
+    return Path(run_folder) / FOLDER / f"step-{step:08d}"
+
+
+def survey(folder: Path) -> list[Found]:
+    """The checkpoints in ``folder``, complete or not, oldest step first; what was set aside is left out."""
+    if not folder.is_dir():
+        return []
+    entries = [_entry(path) for path in sorted(folder.iterdir()) if looks_like_one(path)]
+    return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
+
+
+def checkpoints(run_folder: Path | str) -> list[Found]:
+    """The complete checkpoints of a run, oldest step first."""
+    return [entry for entry in survey(Path(run_folder) / FOLDER) if entry.damage is None]
+
+
+def damaged(run_folder: Path | str) -> list[Found]:
+    """Folders in the place of a checkpoint that are not a complete one, oldest step first."""
+    return [entry for entry in survey(Path(run_folder) / FOLDER) if entry.damage is not None]
+
+
+def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
+    """The checkpoints with a finite value of ``monitor``, the best first; the newer one first of equals."""
+    scored = [entry for entry in found if math.isfinite(entry.metrics.get(monitor, math.nan))]
+    sign = -1 if mode == "min" else 1
+    return sorted(scored, key=lambda entry: (sign * entry.metrics[monitor], entry.step), reverse=True)
+
+
+def best(found: Sequence[Found], monitor: str, mode: Mode) -> Found | None:
+    """The checkpoint with the best finite value of ``monitor``; the newest of equals; None if none has one."""
+    return next(iter(ranked(found, monitor, mode)), None)
+
+
+def choose(
+    word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
+) -> Choice:
+    """The checkpoint folder meant by ``last``, ``best`` or a path, and what may take its place.
+
+    Args:
+        word_or_path: ``last`` is the newest complete step, ``best`` has the best value of ``monitor``.
+        run_folder: Whose checkpoints the words speak of.
+        monitor: Metric that decides what is best.
+        mode: Whether a smaller (min) or a larger (max) value is better.
+        fallback: Whether a word may pass over what is visibly damaged; a path never is.
+
+    Raises:
+        CheckpointError: There is none (what is there is listed), the path is no checkpoint, or without ``fallback``
+            a damaged one would come first, or may: that is never passed over in silence.
+    """
+    word = str(word_or_path)
+    if word not in ("last", "best"):
+        path = Path(word_or_path).expanduser()
+        read_manifest(path)
+        return Choice(path)
+    found, broken = checkpoints(run_folder), damaged(run_folder)
+    if not found:
+        raise CheckpointError(_nothing_there(Path(run_folder), word, broken))
+    order = found[::-1] if word == "last" else ranked(found, monitor, mode)
+    if not order:
+        there = sorted({name for entry in found for name in entry.metrics})
+        raise CheckpointError(
+            f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
+            f"{monitor}; metrics there: {', '.join(there) or 'none'}; give last or a path"
+        )
+    passed = [entry for entry in broken if _comes_first(entry, order[0], monitor if word == "best" else None, mode)]
+    choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
+    if passed and not fallback:
+        which = "the newest complete one" if word == "last" else "the best complete one"
+        lines = "\n".join(f"  {entry.path} is damaged: {entry.damage}" for entry in choice.damaged)
+        raise CheckpointError(
+            f"ckpt_path {word}: a damaged checkpoint would come first{' or may' if word == 'best' else ''}\n{lines}\n"
+            f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
+        )
+    return choice
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from, if any."""
+
+    path: str | None
+    """The checkpoint, or a word or file that Lightning knows."""
+    others: Sequence[Path] = ()
+    """With ``resume.fallback``: what may take its place, should its hashes show that it is damaged."""
+    manifest: Manifest | None = None
+
+    def check(self, run: RunConfig) -> None:
+        """Raise ConfigError where a recipe cannot go on from the checkpoint, though its tensors would fit."""
+        if self.manifest is None:
+            return
+        if run.model.lora is not None:
+            run.model.lora.check_checkpoint(self.manifest)
+        limit, step = run.trainer["max_steps"], self.manifest.global_step
+        given, allowed = f"{limit} with {self.path}", f"at least {step}, from which the run goes on"
+        fix = f"set trainer.max_steps: {2 * step}, or give an earlier checkpoint"
+        require(run.verb != "fit" or not 0 < limit < step, "trainer.max_steps", given, allowed, fix)
+
+
+def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
+    """The checkpoint that ``ckpt_path`` stands for, before any ranks meet; what rank 0 finds counts when they load.
+
+    Args:
+        verb: ``fit`` refuses a run folder that holds checkpoints when ``word`` is None.
+        word: ``last``, ``best`` or a path; a requeued job without any checkpoint starts afresh.
+        run_folder: Of the run.
+        config: ``monitor`` and ``mode`` decide what is best.
+        fallback: Whether an older checkpoint may take the place of a damaged one.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ConfigError: The run folder is in use.
+    """
+    there = survey(run_folder / FOLDER)
+    if not word:
+        given = (
+            f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step if there else 0}"
+        )
+        fix = "add --ckpt_path last, or name another --trainer.default_root_dir"
+        mine = verb != "fit" or not there or is_launched_by_lightning()  # then the first process has looked already
+        require(mine, "trainer.default_root_dir", given, "a new run folder, or a resume", fix)
+        return Resume(None)
+    if word == "last" and is_requeued() and not there:
+        return Resume(None)
+    choice = choose(word, run_folder, config.monitor, config.mode, fallback)
+    if is_first_process() and choice.damaged:
+        lines = [f"{entry.path} is damaged: {entry.damage}" for entry in choice.damaged]
+        print("\n".join([*lines, f"going on from {choice.path} as {word} (resume.fallback)"]), file=sys.stderr)
+    return Resume(str(choice.path), choice.others if fallback else (), read_manifest(choice.path))
+
+
+def folder_of_checkpoints(path: Path) -> Path:
+    """Where a run folder has its checkpoints; ``path`` itself if it is that folder."""
+    inner = path / FOLDER
+    return inner if inner.is_dir() or not path.is_dir() or not survey(path) else path
+
+
+def looks_like_one(path: Path) -> bool:
+    """Whether the folder ``path`` is in the place of a checkpoint, complete or not, and not hidden or moved aside."""
+    if path.name.startswith(".") or _ASIDE_NAME.fullmatch(path.name):
+        return False
+    return os.path.lexists(path / MANIFEST) or STEP_NAME.fullmatch(path.name) is not None
+
+
+def moved_aside(folder: Path) -> list[Path]:
+    """What resumed runs have moved out of the way there; see :func:`move_newer_aside`."""
+    return [path for path in sorted(folder.iterdir()) if _ASIDE_NAME.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
+    """Rename the run's checkpoints of later steps than ``step``; call on one rank.
+
+    Left in its place, a newer one would stand in the way of the save of the same step, and ``last`` would mean a step
+    that the run, as it goes on, has not reached. ``step-00000010`` becomes
+    ``damaged-step-00000010-20260101T120000123456``, or ``superseded-…`` if nothing is known to be wrong with it. No
+    word means them any more and nothing removes them.
+
+    Args:
+        run_folder: Whose checkpoints.
+        step: From where the run goes on.
+        damaged: Folders whose damage their sizes do not show.
+
+    Returns:
+        The new place of each folder by its old one, the oldest step first.
+
+    Raises:
+        CheckpointError: A folder cannot be renamed.
+    """
+    parent = Path(run_folder) / FOLDER
+    known = {Path(folder).resolve() for folder in damaged}
+    moved = {}
+    for entry in survey(parent):
+        if entry.step > step:
+            word = "damaged" if entry.damage or entry.path.resolve() in known else "superseded"
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S%f")
+            target = parent / f"{word}-{entry.path.name}-{now}"
+            with naming(entry.path):
+                os.rename(entry.path, target)
+            moved[entry.path] = target
+    if moved:
+        sync_folder(parent)
+    return moved
+
+
+def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None = None) -> list[Found]:
+    """The checkpoints that nothing keeps, oldest first.
+
+    Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, and every step that
+    ``keep_every`` divides. Of those saved on a signal, between the others, only the newest counts: a run that is
+    preempted a hundred times has one more checkpoint than one that never was, and as many whole intervals behind it.
+
+    Args:
+        found: The complete checkpoints of a run.
+        config: The ``checkpoint`` section.
+        current: The step just saved; it stays even where a run that was resumed from an older checkpoint finds newer
+            ones beside it.
+    """
+    ordered = sorted(found, key=lambda entry: entry.step)
+    passed = [entry for entry in ordered if entry.on_signal][:-1]
+    counted = [entry for entry in ordered if entry not in passed]
+    newest = counted if config.keep_last == -1 else counted[-config.keep_last :]
+    top = ranked(ordered, config.monitor, config.mode)[: config.keep_best]
+    every = config.keep_every
+    kept = {entry.path for entry in (*newest, *top)}
+    kept |= {entry.path for entry in ordered if entry.step == current or (every and entry.step % every == 0)}
+    return [entry for entry in ordered if entry.path not in kept]
+
+
+def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> Path | None:
+    """Remove the checkpoints of a run that nothing keeps, on one rank, once the new one stands.
+
+    One that cannot go is a warning, since training does not need its end.
+
+    Args:
+        run_folder: Its ``checkpoints`` are looked at.
+        config: The ``checkpoint`` section.
+        current: See :func:`to_remove`.
+
+    Returns:
+        The best checkpoint that is there, if any has a value of the metric.
+    """
+    found = checkpoints(run_folder)
+    gone = to_remove(found, config, current)
+    for old in gone:
+        try:
+            remove(old.path)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s", error)
+    top = best([entry for entry in found if entry not in gone], config.monitor, config.mode)
+    return None if top is None else top.path
+
+
+def remove(folder: Path) -> None:
+    """Delete one checkpoint; it is hidden by a rename first, so a kill in between leaves nothing half visible.
+
+    Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
+
+    Raises:
+        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
+    """
+    folder = Path(folder)
+    with naming(folder):
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+            return
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(f"not removed: {not_a_checkpoint(folder)}")
+        hidden = staging.hidden_name(folder, "removed")
+        os.rename(folder, hidden)
+    sync_folder(folder.parent)
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        where = error.filename or hidden
+        raise CheckpointError(f"{folder}: the old checkpoint cannot be deleted: {where}: {error.strerror}") from error
+
+
+def sweep(run_folder: Path) -> None:
+    """Delete what killed saves and removals have left in a run, whose lock the caller holds; says what it found.
+
+    A leftover that cannot be deleted is named in a warning: it takes space, but is no checkpoint.
+    """
+    parent = run_folder / FOLDER
+    for path, name, kind in staging.hidden_folders(parent):
+        if kind == "replaced":
+            staging.restore(parent / name)
+        staging.discard(path)
+        if os.path.lexists(path):
+            _log.warning("%s: left by a killed save or removal, and cannot be deleted; delete it by hand", path)
+        else:
+            _log.info("%s: cleared away after a killed save or removal", path)
+
+
+def _entry(path: Path) -> Found:
+    manifest: Manifest | None = None
+    damage = None
+    try:
+        manifest = read_manifest(path)
+        for name in manifest.files:
+            manifest.file(name)
+    except (CheckpointError, OSError) as error:  # OSError: removed by another process meanwhile
+        damage = str(error)
+    if manifest is None:
+        match = STEP_NAME.fullmatch(path.name)
+        return Found(int(match[1]) if match else -1, path, damage=damage, is_readable=False)
+    on_signal = manifest.extra.get("on_signal") is True
+    metrics = dict(manifest.metrics)
+    return Found(manifest.global_step, path, metrics, manifest.created, manifest.num_bytes, on_signal, damage)
+
+
+def _comes_first(entry: Found, chosen: Found, monitor: str | None, mode: Mode) -> bool:
+    """Whether a damaged one is newer than ``chosen``, or better by ``monitor``; unreadable metrics may be better."""
+    if monitor is None:
+        return entry.step > chosen.step
+    return not entry.is_readable or best([chosen, entry], monitor, mode) is entry
+
+
+def _nothing_there(run_folder: Path, word: str, broken: Sequence[Found]) -> str:
+    if broken:
+        lines = "\n".join(f"  {entry.path.name}: {entry.damage}" for entry in broken)
+        return f"ckpt_path {word}: no complete checkpoint in {run_folder / FOLDER}; damaged:\n{lines}"
+    if not run_folder.is_dir():
+        return f"ckpt_path {word}: there is no run folder {run_folder}"
+    if (run_folder / MANIFEST).is_file():
+        return f"ckpt_path {word}: {run_folder} is a checkpoint, not a run folder; give its path as --ckpt_path"
+    names = sorted(path.name for path in run_folder.iterdir())
+    there = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"ckpt_path {word}: no checkpoint in {run_folder / FOLDER}; in {run_folder}: {there or 'nothing'}"
