@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lit_fsdp.errors import require
 
@@ -38,7 +38,7 @@ class SourceConfig:
 
 COLUMNS = (
     *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
-    *("input_ids", "labels", "supervised", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
+    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask"),
 )
 """Our columns, of all row formats: what ``columns`` may map."""
 
@@ -110,6 +110,8 @@ class DataConfig:
     """Our column: the source's column, e.g. {messages: chat}."""
     chat_template: str | None = None
     """chatml, llama3, mistral, gemma, zephyr, plain, or a file with a Jinja template; default: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template, e.g. {enable_thinking: false}; a row's own column goes before."""
     supervise: Literal["all", "last", "flagged"] = "all"
     """Loss on all assistant turns, on the last, or on those whose message says train: true; train: false never is."""
     train_on_prompt: bool = False

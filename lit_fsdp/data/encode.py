@@ -1,27 +1,25 @@
-"""Rows of any format as samples: tokens with a mask, cut to length, or the reason why nothing is left."""
+"""Rows of any row format as samples: tokens with a mask, cut to length, or the reason why nothing is left."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
-from lit_fsdp.data.cells import text_of
-from lit_fsdp.data.formats import Conversation, check_columns, sides_of, to_conversation
-from lit_fsdp.data.masks import Encoded, SpanEncoder
-from lit_fsdp.data.named import find_template, no_template
-from lit_fsdp.data.plain import read_text
-from lit_fsdp.data.templates import ChatTemplate
-from lit_fsdp.data.text import TextEncoder, added_tokens, split
-from lit_fsdp.errors import DataError
+from lit_fsdp.data.chat_template import TODAY, ChatTemplate, find_template, no_template
+from lit_fsdp.data.formats import Conversation, is_plain, read_prompt, read_text, read_tokens, to_conversation
+from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
+from lit_fsdp.data.turns import AssistantTurns, supervised_turns
+from lit_fsdp.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
-_VERSION = 1
+_VERSION = 2
 """Raised with changes here or below that give the same rows other tokens or masks."""
 NO_TURN, CUT = "without an assistant turn", "cut before the assistant's turn"
 TOO_LONG, EMPTY, NOTHING_LEFT = "longer than max_seq_length", "empty", "without a token to learn"
@@ -42,9 +40,11 @@ class EncodedRow:
 class RowEncoder:
     """Rows to samples, with one tokenizer, template and data section; can be sent to another process.
 
+    The ids of a conversation are those of ``apply_chat_template``; a text has BOS as the tokenizer puts it, and EOS.
+
     Args:
         tokenizer: A fast tokenizer of transformers.
-        config: What is learnt and how long a sample may be.
+        config: What is supervised and how long a sample may be.
         template: Jinja text in place of what ``data.chat_template`` names.
         spans: The same tokenizer as one that marks spans, which takes a while to make and can be shared.
 
@@ -61,16 +61,22 @@ class RowEncoder:
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._spans = spans or SpanEncoder(tokenizer)
-        self._texts = TextEncoder(tokenizer, self._spans)
-        found = template or find_template(config.chat_template, tokenizer)
-        options = (config.supervise, config.train_on_prompt, self._spans)
-        self._chat = ChatTemplate(tokenizer, found, *options) if found else None
-        self.chat_template = self._chat.source if self._chat else None
+        if template:
+            variables = {**tokenizer.special_tokens_map, **(config.chat_template_kwargs or {})}
+            self._template: ChatTemplate | None = ChatTemplate(template, variables)
+        else:
+            self._template = find_template(config.chat_template, tokenizer, config.chat_template_kwargs)
+        self._turns = AssistantTurns(self._template, tokenizer) if self._template else None
+        self.chat_template = self._template.source if self._template else None
+        self._special = set(tokenizer.added_tokens_encoder.values())
+        self._prefix, suffix = added_tokens(tokenizer)
+        self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._suffix = suffix if self._eos in suffix else [*suffix, self._eos]
         settings = {
             "version": _VERSION,
             "tokenizer": self._spans.text,
-            "template": self._chat.text if self._chat else None,
-            "added": added_tokens(tokenizer),
+            "template": self._template.text if self._template else None,
+            "added": (self._prefix, suffix),
             "special": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
             "supervise": config.supervise,
             "train_on_prompt": config.train_on_prompt,
@@ -78,89 +84,187 @@ class RowEncoder:
             "max_seq_length": config.max_seq_length,
         }
         self.text = json.dumps(settings, sort_keys=True)
-        self._said = False
+        self._warned: set[str] = set()
+        if self._template and "strftime_now" in self._template.text:
+            self._warn(
+                "the chat template writes today's date, which is taken to be %s in every run", f"{TODAY:%d %B %Y}"
+            )
 
-    def encode(self, rows: Sequence[Mapping[str, Any]], form: RowFormat, places: Sequence[str]) -> list[EncodedRow]:
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
+    ) -> list[EncodedRow]:
         """Samples of some rows, in their order.
 
         Args:
             rows: Column values under our names.
-            form: Not ``auto``.
-            places: Where each row stands, for errors.
+            row_format: Not ``auto``.
+            locations: Where each row stands, for errors.
 
         Raises:
             DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
             ConfigError: Conversations, and no chat template.
         """
-        if form == "text":
-            texts = [read_text(row, place) for row, place in zip(rows, places, strict=True)]
-            found = self._texts.encode(texts, [0] * len(texts), places)
+        pairs = list(zip(rows, locations, strict=True))
+        if row_format == "text":
+            texts = [read_text(row, location) for row, location in pairs]
+            found = self._documents(texts, [0] * len(texts), locations)
             return [self._split(row, text) for row, text in zip(found, texts, strict=True)]
-        if form == "tokens":
-            found = [self._texts.tokens(row, place) for row, place in zip(rows, places, strict=True)]
-            return [self._cut(row, place, NOTHING_LEFT) for row, place in zip(found, places, strict=True)]
-        if self._chat is None:
-            return self._bare(rows, form, places)
+        if row_format == "tokens":
+            return [self._cut(self._tokens(row, location), location, NOTHING_LEFT) for row, location in pairs]
+        if row_format == "prompt_completion":
+            plain = [is_plain(row) for row in rows]
+            if all(plain):
+                return self._prompts(pairs)
+            if any(plain):
+                return [self.encode([row], row_format, [location])[0] for row, location in pairs]
         whole = self._config.train_on_prompt
-        talks = [to_conversation(r, form, place, learns_prompt=whole) for r, place in zip(rows, places, strict=True)]
-        found = self._chat.encode(talks, places)
-        return [self._cut(row, place, _nothing_in(talk)) for row, talk, place in zip(found, talks, places, strict=True)]
+        talks = [to_conversation(row, row_format, location, learns_prompt=whole) for row, location in pairs]
+        found = self._conversations(talks, row_format, locations)
+        reasons = [_nothing_in(talk) for talk in talks]
+        return [self._cut(*each) for each in zip(found, locations, reasons, strict=True)]
 
-    def _bare(self, rows: Sequence[Mapping[str, Any]], form: RowFormat, places: Sequence[str]) -> list[EncodedRow]:
-        """Prompts and completions as they stand, which is what they mean to a base model."""
-        if form != "prompt_completion":
-            raise no_template(f"{form} rows", self._tokenizer)
-        for row, place in zip(rows, places, strict=True):
-            check_columns(row, form, place)
-        strange = [place for row, place in zip(rows, places, strict=True) if not _is_bare(row)]
-        if strange:
-            raise no_template(f"messages, a system prompt or tools ({strange[0]})", self._tokenizer)
-        if not self._said:
-            self._said = True
-            _log.info(
-                "%s: no chat template, so that prompt, completion and EOS are put together as they stand", places[0]
+    def _conversations(
+        self, talks: Sequence[Conversation], row_format: RowFormat, locations: Sequence[str]
+    ) -> list[Encoded]:
+        marked = [self._marked(talk, row_format, location) for talk, location in zip(talks, locations, strict=True)]
+        found = self._spans.encode([text for text, _ in marked], [spans for _, spans in marked], locations)
+        return [self._checked(row, location) for row, location in zip(found, locations, strict=True)]
+
+    def _marked(self, talk: Conversation, row_format: RowFormat, location: str) -> tuple[str, list[Span]]:
+        """The text of a conversation and the spans that are supervised; with train_on_prompt those that are not."""
+        if self._turns is None:
+            raise no_template(f"{row_format} rows ({location})", self._tokenizer)
+        if self._config.train_on_prompt:
+            unlearned = [i for i, message in enumerate(talk.messages) if message.get("train") is False]
+            wanted = [i for i in unlearned if talk.messages[i]["role"] == "assistant"]
+            if wanted != unlearned:
+                self._warn(
+                    "%s: a message of another role than the assistant's says train: false, and is supervised all the "
+                    "same, as data.train_on_prompt is true",
+                    location,
+                )
+        else:
+            wanted = supervised_turns(talk.messages, self._config.supervise, location)
+        clean = [{key: value for key, value in m.items() if key != "train"} for m in talk.messages]
+        text, spans = self._turns.find(replace(talk, messages=clean), wanted, location)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # in what formats does not look at, such as the arguments of a call
+            half = f"half a character (\\u{ord(text[error.start]):04x})"
+            raise DataError(f"{location}: {half}, which is no text") from None
+        return text, spans
+
+    def _checked(self, row: Marked, location: str) -> Encoded:
+        """The row with the mask that is asked for, and a warning where inference would not do as training does."""
+        ids, mask = row
+        if self._prefix and self._prefix[0] not in ids:
+            self._warn(
+                "%s: the chat template writes no BOS, which the tokenizer puts before every other text", location
             )
-        sides = [
-            [text_of(row[side], f"{place}: {side}") for side in ("prompt", "completion")]
-            for row, place in zip(rows, places, strict=True)
-        ]
+        if self._config.train_on_prompt:
+            mask = ~mask
+        elif mask.any() and ids[int(mask.nonzero()[0][-1])] not in self._special:
+            self._warn(
+                "%s: behind an assistant turn the chat template has no special token that could end it, so the model "
+                "does not learn to stop there",
+                location,
+            )
+        return sample(ids, mask)
+
+    def _prompts(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
+        """Prompts and completions in plain text as they stand, which is what they mean to a base model."""
+        sides = [read_prompt(row, location) for row, location in pairs]
         heads = [0 if self._config.train_on_prompt else len(prompt) for prompt, _ in sides]
-        found = self._texts.encode(["".join(both) for both in sides], heads, places)
-        return [self._cut(row, place, NOTHING_LEFT) for row, place in zip(found, places, strict=True)]
+        locations = [location for _, location in pairs]
+        found = self._documents([prompt + completion for prompt, completion in sides], heads, locations)
+        return [self._cut(row, location, NOTHING_LEFT) for row, location in zip(found, locations, strict=True)]
+
+    def _documents(self, texts: Sequence[str], heads: Sequence[int], locations: Sequence[str]) -> list[Encoded]:
+        """Texts with BOS and EOS, of which the first ``heads`` characters are not supervised."""
+        if self._eos is None:
+            raise ConfigError(
+                "model.tokenizer",
+                "a tokenizer without an EOS token",
+                "one with eos_token, which ends every document",
+                "add eos_token to its tokenizer_config.json",
+            )
+        spans: list[list[Span]] = [[(start, len(text))] for text, start in zip(texts, heads, strict=True)]
+        return [self._closed(row) for row in self._spans.encode(texts, spans, locations)]
+
+    def _closed(self, row: Marked) -> Encoded:
+        """With BOS and EOS, once."""
+        ids, mask = row
+        before, after = self._prefix, self._suffix
+        if before and ids[: len(before)] == before:
+            mask[: len(before)] = False
+            before = []
+        if ids[-1:] == [self._eos]:
+            after = []
+        learned = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
+        return sample([*before, *ids, *after], learned)
+
+    def _tokens(self, row: Mapping[str, Any], location: str) -> Encoded:
+        """A row of token ids with its mask; without one all but the first are supervised."""
+        ids, mask = read_tokens(row, location)
+        most = len(self._tokenizer) - 1
+        if len(ids) and ids.max() > most:
+            raise DataError(
+                f"{location}: token id {ids.max()}\n  allowed: 0 to {most}, which the tokenizer has\n"
+                "  fix:     name the tokenizer that the rows were made with"
+            )
+        return sample(ids, np.ones(len(ids), dtype=bool) if mask is None else mask)
 
     def _split(self, row: Encoded, text: str) -> EncodedRow:
+        """A document in pieces of at most ``max_seq_length`` without overlap; the first token of each is no target.
+
+        A last piece of one token, which could not be supervised, takes one over from the piece before it.
+        """
         if not text:
             return EncodedRow([], False, EMPTY)
-        pieces = split(row, self._config.max_seq_length)
+        total, longest = len(row.input_ids), self._config.max_seq_length
+        borders = [*range(0, total, longest), total]
+        if len(borders) > 2 and borders[-1] - borders[-2] == 1 and longest > 2:
+            borders[-2] -= 1
+        pieces = [row.part(start, end) for start, end in pairwise(borders)]
         samples = [piece for piece in pieces if piece.supervised.any()]
         return EncodedRow(samples, len(samples) < len(pieces), None if samples else NOTHING_LEFT)
 
-    def _cut(self, row: Encoded, place: str, nothing: str) -> EncodedRow:
+    def _cut(self, row: Encoded, location: str, nothing: str) -> EncodedRow:
         """The row within ``max_seq_length``; of a longer one that part that ``data.truncation`` leaves."""
         if not row.supervised.any():
             return EncodedRow([], False, nothing)
-        # What follows the last token that is learnt, such as the line break after the last turn, changes no loss.
+        # What follows the last supervised token, such as the line break after the last turn, changes no loss.
         row = row.part(0, int(np.flatnonzero(row.supervised)[-1]) + 1)
         length, limit, policy = len(row.input_ids), self._config.max_seq_length, self._config.truncation
         if length <= limit:
             return EncodedRow([row], False, None)
         if policy == "error":
             raise DataError(
-                f"{place}: {length} tokens\n  allowed: data.max_seq_length {limit}, as data.truncation is error\n"
+                f"{location}: {length} tokens\n  allowed: data.max_seq_length {limit}, as data.truncation is error\n"
                 f"  fix:     set data.max_seq_length: {length}, or data.truncation: drop"
             )
         if policy == "drop":
             return EncodedRow([], False, TOO_LONG)
-        kept = row.part(0, limit) if policy == "end" else self._texts.end_of(row, limit)
+        kept = row.part(0, limit) if policy == "end" else self._end_of(row, limit)
         return EncodedRow([kept], True, None) if kept.supervised.any() else EncodedRow([], True, CUT)
+
+    def _end_of(self, row: Encoded, limit: int) -> Encoded:
+        """The last tokens of a row, behind the BOS that it began with."""
+        ids = row.input_ids.tolist()
+        kept = self._prefix if ids[: len(self._prefix)] == self._prefix else []
+        if ids[0] == self._bos and ids.count(self._bos) == 1:  # the template's, and no mark of a turn
+            kept = [self._bos]
+        kept = kept if len(kept) < limit else []
+        start = len(ids) - limit + len(kept)
+        return sample([*kept, *ids[start:]], np.concatenate([np.zeros(len(kept), bool), row.supervised[start:]]))
+
+    def _warn(self, text: str, *values: str) -> None:
+        """Once, whatever the row."""
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(text, *values)
 
 
 def _nothing_in(talk: Conversation) -> str:
-    """Why nothing of a conversation is learnt."""
+    """Why nothing of a conversation is supervised."""
     return NOTHING_LEFT if any(message["role"] == "assistant" for message in talk.messages) else NO_TURN
-
-
-def _is_bare(row: Mapping[str, Any]) -> bool:
-    return not any(isinstance(side, (list, tuple)) for side in sides_of(row)) and not (
-        row.get("system") or row.get("tools")
-    )

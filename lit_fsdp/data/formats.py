@@ -1,38 +1,22 @@
-"""Rows of the usual shapes: which one they are of, and rows of turns as conversations."""
+"""Rows of the usual row formats: which one they are of, and what they hold, as conversation, text or token ids."""
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lit_fsdp.config.data import RowFormat
-from lit_fsdp.data.calls import read_calls, read_tools
-from lit_fsdp.data.cells import from_json, shown, text_of
 from lit_fsdp.errors import DataError
 
 Message = dict[str, Any]
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "function_call": "assistant",
-}
-"""In whatever case, with ``-`` for ``_``."""
-_SIGNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first format whose columns are all there
+_COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row format whose columns are all there
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "instruction": ("instruction", "output"),
@@ -40,6 +24,21 @@ _SIGNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first format 
     "tokens": ("input_ids",),
     "text": ("text",),
 }
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation"), "tool"),
+    "human": "user",
+}
+"""In whatever case, with ``-`` for ``_``."""
+_FOREIGN_FLAGS = ("training", "train_detail", "loss")
+"""What other programs call ``train``."""
+_FOREIGN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
+"""What other programs call ``completion_mask``."""
+_IGNORED = -100
+_LARGEST_ID = 2**31 - 1
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -47,180 +46,335 @@ class Conversation:
     """What a chat template renders."""
 
     messages: list[Message]
+    """Each with ``role`` and a text as ``content``; ``train`` says whether a turn is supervised."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as ``enable_thinking``."""
 
 
 def find_format(columns: set[str], name: str) -> RowFormat:
-    """The row format that these columns are the sign of.
+    """Name the row format that these columns are the sign of.
 
     Raises:
-        DataError: No format has these columns.
+        DataError: No row format has these columns.
     """
-    for form, needed in _SIGNS.items():
+    for row_format, needed in _COLUMNS.items():
         if columns.issuperset(needed):
-            return form
-    shapes = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in _SIGNS.items())
+            return row_format
+    known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in _COLUMNS.items())
     raise DataError(
         f"{name}: columns {', '.join(sorted(map(str, columns))) or '(none)'} are of no known row format\n"
-        f"  allowed: {shapes}\n  fix:     say which column is which, such as data.columns: {{messages: chat}}"
+        f"  allowed: {known}\n  fix:     say which column is which, such as data.columns: {{messages: chat}}"
     )
 
 
+def check_columns(row: Mapping[str, Any], row_format: RowFormat, location: str) -> None:
+    """Raise DataError unless a row has every column of its row format."""
+    needed = _COLUMNS[row_format]
+    for column in needed:
+        if column not in row:
+            raise DataError(f"{location}: no {column!r}; a row of format {row_format} has {', '.join(needed)}")
+
+
+def is_plain(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a prompt and a completion in plain text, without messages."""
+    return not any(isinstance(row.get(side), (list, tuple)) for side in ("prompt", "completion"))
+
+
+def read_text(row: Mapping[str, Any], location: str) -> str:
+    """The document of a row of format ``text``.
+
+    Raises:
+        DataError: There is no column ``text``, or it holds no text.
+    """
+    check_columns(row, "text", location)
+    return text_of(row["text"], f"{location}: text")
+
+
+def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str]:
+    """Prompt and completion of a row of plain texts.
+
+    Raises:
+        DataError: A column is missing or holds no text, or there are columns that only a conversation can show.
+    """
+    check_columns(row, "prompt_completion", location)
+    for column in ("system", "tools"):
+        if row.get(column):
+            raise DataError(
+                f"{location}: {column} beside a prompt and a completion in plain text, which stand as they are\n"
+                "  fix:     write them as lists of messages, which the chat template renders"
+            )
+    return text_of(row["prompt"], f"{location}: prompt"), text_of(row["completion"], f"{location}: completion")
+
+
 def to_conversation(
-    row: Mapping[str, Any], form: RowFormat, place: str, *, learns_prompt: bool = False
+    row: Mapping[str, Any], row_format: RowFormat, location: str, *, learns_prompt: bool = False
 ) -> Conversation:
-    """The conversation of one row, with its ``system`` and ``tools`` columns where there are such.
+    """The conversation of one row, with its ``system``, ``tools`` and ``chat_template_kwargs`` where there are such.
 
     Args:
         row: Column values.
-        form: Not ``auto``, ``text`` or ``tokens``, which are no conversations.
-        place: Where the row stands, for errors.
-        learns_prompt: Otherwise assistant's turns of a ``prompt`` are not learnt, unless they say so themselves.
+        row_format: Not ``auto``, ``text`` or ``tokens``, which are no conversations.
+        location: Where the row stands, for errors.
+        learns_prompt: Otherwise assistant's turns of a ``prompt`` are not supervised, unless they say so themselves.
 
     Raises:
         DataError: A column is missing, a role is unknown, a content is no text, two system prompts differ, or
             ``tools`` are no schemas.
     """
-    assert form not in ("auto", "text", "tokens")
-    check_columns(row, form, place)
-    messages = _messages(row, form, place, learns_prompt)
+    assert row_format not in ("auto", "text", "tokens")
+    check_columns(row, row_format, location)
+    if row_format == "instruction":
+        prompt = text_of(row["instruction"], f"{location}: instruction")
+        if row.get("input"):
+            prompt = f"{prompt}\n\n{text_of(row['input'], f'{location}: input')}"
+        messages = [{"role": "user", "content": prompt}, _message("assistant", row["output"], location)]
+    elif row_format == "prompt_completion":
+        messages = _messages(row["prompt"], f"{location}: prompt")
+        if not learns_prompt:
+            messages = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in messages]
+        messages += _messages(row["completion"], f"{location}: completion")
+    else:
+        messages = _messages(row["messages" if row_format == "messages" else "conversations"], location)
     if row.get("system"):
-        messages = _with_system(messages, _message("system", row["system"], place), place)
-    return Conversation(messages, read_tools(row.get("tools"), place))
+        messages = _with_system(messages, _message("system", row["system"], location), location)
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise DataError(f"{location}: chat_template_kwargs are names with values, not {_shown(kwargs)}")
+    given = {key: value for key, value in kwargs.items() if value is not None}  # a column of Parquet has every name
+    return Conversation(messages, _tools(row.get("tools"), location), given)
 
 
-def check_columns(row: Mapping[str, Any], form: RowFormat, place: str) -> None:
-    """Whether a row has every column of its format.
-
-    Raises:
-        DataError: One is missing.
-    """
-    for column in _SIGNS[form]:
-        if column not in row:
-            raise DataError(f"{place}: no {column!r}; a row of format {form} has {', '.join(_SIGNS[form])}")
-
-
-def _with_system(messages: list[Message], system: Message, place: str) -> list[Message]:
+def _with_system(messages: list[Message], system: Message, location: str) -> list[Message]:
     if messages[0]["role"] not in ("system", "developer"):
         return [system, *messages]
     if messages[0]["content"].strip() != system["content"].strip():
         raise DataError(
-            f"{place}: a system column and a system message that differ\n"
+            f"{location}: a system column and a system message that differ\n"
             "  fix:     keep one of them; data.columns: {system: NAME} reads the system prompt from another column"
         )
     return messages
 
 
-def _messages(row: Mapping[str, Any], form: RowFormat, place: str, learns_prompt: bool) -> list[Message]:
-    if form == "messages":
-        return [_turn(turn, f"{place}: message {i}") for i, turn in _turns(row["messages"], place)]
-    if form == "instruction":
-        asked = text_of(row["instruction"], f"{place}: instruction")
-        more = row.get("input")
-        prompt = f"{asked}\n\n{text_of(more, f'{place}: input')}" if more else asked
-        return [_message("user", prompt, place), _message("assistant", row["output"], place)]
-    if form == "prompt_completion":
-        prompt, completion = sides_of(row)
-        given = _side(prompt, "user", place)
-        if not learns_prompt:
-            given = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in given]
-        return [*given, *_side(completion, "assistant", place)]
-    return [_turn(turn, f"{place}: turn {i}") for i, turn in _turns(row["conversations"], place)]
-
-
-def sides_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Prompt and completion as they are meant: lists of messages that a CSV file can hold only as JSON text.
-
-    Both have to be such lists; a text to learn may well be JSON.
-    """
-    given = row.get("prompt"), row.get("completion")
-    read = [_listed(side) for side in given]
-    return (read[0], read[1]) if all(read) else given
-
-
-def _listed(value: Any) -> list[Any]:
-    """The messages of JSON text; none if it is another text, or none."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return []
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return []
-    return found if isinstance(found, list) and all(_is_turn(turn) for turn in found) else []
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and (turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"})
-
-
-def _side(value: Any, role: str, place: str) -> list[Message]:
-    if isinstance(value, str):
-        return [_message(role, value, place)]
-    return [_turn(turn, f"{place}: message {i}") for i, turn in _turns(value, place)]
-
-
-def _turns(value: Any, place: str) -> list[tuple[int, Any]]:
-    if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV file
-        value = from_json(value, f"{place}: messages")
+def _messages(value: Any, location: str) -> list[Message]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{place}: a conversation is a list of at least one message, not {shown(value)}")
-    return list(enumerate(value))
+        raise DataError(f"{location}: a conversation is a list of at least one message, not {_shown(value)}")
+    return [_turn(turn, f"{location}: message {i}") for i, turn in enumerate(value)]
 
 
-def _turn(turn: Any, place: str) -> Message:
+def _turn(turn: Any, location: str) -> Message:
     """A message, in either way of writing one."""
-    if isinstance(turn, Mapping) and "from" in turn and "role" not in turn:
-        return _sharegpt_turn(turn, place)
-    if not isinstance(turn, Mapping) or "role" not in turn:
-        raise DataError(f"{place}: a message has role and content, or from and value, not {shown(turn)}")
+    if not isinstance(turn, Mapping) or not ("role" in turn or turn.keys() >= {"from", "value"}):
+        raise DataError(f"{location}: a message has role and content, or from and value, not {_shown(turn)}")
+    for key in (*_FOREIGN_FLAGS, "tool_responses"):
+        if turn.get(key) is not None:
+            fix = "train: true or false" if key in _FOREIGN_FLAGS else "each as a message of the role tool"
+            raise DataError(f"{location}: {key} of a message is not known here\n  fix:     write {fix}")
+    if "role" not in turn:
+        return _sharegpt_turn(turn, location)
     role = "tool" if turn["role"] == "function" else turn["role"]
     if role not in _ROLES:
-        raise DataError(f"{place}: role {reprlib.repr(role)}\n  allowed: {', '.join(_ROLES)}")
+        raise DataError(f"{location}: role {reprlib.repr(role)}\n  allowed: {', '.join(_ROLES)}")
     own = ("role", "content", "tool_calls", "function_call", "train", "weight")
     more = {key: value for key, value in turn.items() if key not in own and value is not None}
-    calls = read_calls(turn.get("tool_calls") or turn.get("function_call"), place)
-    more |= {"tool_calls": calls} if calls else {}
-    content = turn.get("content")
-    message = _message(role, "" if content is None and calls else _joined(content), place)
-    return {**message, **more, **_flag(turn, place)}
+    calls = _calls(turn.get("tool_calls") or turn.get("function_call"), location)
+    content = "" if turn.get("content") is None and calls else _joined(turn.get("content"), location)
+    made = {**_message(role, content, location), **more, **_flag(turn, location)}
+    return {**made, "tool_calls": calls} if calls else made
 
 
-def _sharegpt_turn(turn: Mapping[str, Any], place: str) -> Message:
-    if "value" not in turn:
-        raise DataError(f"{place}: a turn has from and value, not {shown(turn)}")
+def _sharegpt_turn(turn: Mapping[str, Any], location: str) -> Message:
     who = turn["from"].lower().replace("-", "_") if isinstance(turn["from"], str) else ""
     if who not in _SHAREGPT_ROLES:
-        raise DataError(f"{place}: from {reprlib.repr(turn['from'])}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
+        raise DataError(f"{location}: from {reprlib.repr(turn['from'])}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
     if who == "function_call":
-        calls = read_calls(text_of(turn["value"], place), place)
-        return {"role": "assistant", "content": "", "tool_calls": calls, **_flag(turn, place)}
-    return {**_message(_SHAREGPT_ROLES[who], turn["value"], place), **_flag(turn, place)}
+        calls = _calls(text_of(turn["value"], location), location)
+        return {"role": "assistant", "content": "", "tool_calls": calls, **_flag(turn, location)}
+    return {**_message(_SHAREGPT_ROLES[who], turn["value"], location), **_flag(turn, location)}
 
 
-def _flag(turn: Mapping[str, Any], place: str) -> dict[str, bool]:
+def _flag(turn: Mapping[str, Any], location: str) -> dict[str, bool]:
     """``train`` of a message, which ``weight`` 0 or 1 says too; nothing if neither is there."""
     given = {name: turn[name] for name in ("train", "weight") if turn.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            allowed = "true or false" if name == "train" else "0 (not learnt) or 1"
-            raise DataError(f"{place}: {name} {shown(value)}\n  allowed: {allowed}")
+            allowed = "true or false" if name == "train" else "0 (not supervised) or 1"
+            raise DataError(f"{location}: {name} {_shown(value)}\n  allowed: {allowed}")
     found = {bool(value) for value in given.values()}
     if len(found) > 1:
-        raise DataError(f"{place}: train {given['train']} and weight {given['weight']}\n  fix:     keep one of them")
+        raise DataError(f"{location}: train {given['train']} and weight {given['weight']}\n  fix:     keep one of them")
     return {"train": found.pop()} if found else {}
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: Any, location: str) -> Any:
     """The text of a content in parts ``[{type: text, text: …}]``; anything else as it is."""
-    if isinstance(content, (list, tuple)) and content and all(_is_text_part(part) for part in content):
-        return "".join(part["text"] for part in content)
-    return content
+    if not isinstance(content, (list, tuple)) or not content:
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            return content
+        if any(part.get(key) is not None for key in ("train", "weight", *_FOREIGN_FLAGS)):
+            raise DataError(
+                f"{location}: a part of a content that says whether it is supervised\n"
+                "  allowed: train: true or false on whole messages\n  fix:     write the part as a message of its own"
+            )
+    return "".join(part["text"] for part in content)
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+def _message(role: str, content: Any, location: str) -> Message:
+    return {"role": role, "content": text_of(content, f"{location}: {role}")}
 
 
-def _message(role: str, content: Any, place: str) -> Message:
-    return {"role": role, "content": text_of(content, f"{place}: {role}")}
+def _tools(value: Any, location: str) -> list[dict[str, Any]] | None:
+    """A list of schemas, or JSON text of one, as Parquet files often have it."""
+    if isinstance(value, str):
+        value = _from_json(value.strip() or "null", f"{location}: tools")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{location}: tools are a list of JSON schemas, not {_shown(value)}")
+    return value
+
+
+def _calls(value: Any, location: str) -> list[dict[str, Any]]:
+    """A list of calls, one call, JSON text of either, or nothing."""
+    if isinstance(value, str):
+        value = _from_json(value.strip() or "null", f"{location}: tool_calls")
+    calls = [value] if isinstance(value, Mapping) else value or []
+    if not isinstance(calls, (list, tuple)):
+        raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(value)}")
+    return [_call(call, location) for call in calls]
+
+
+def _call(call: Any, location: str) -> dict[str, Any]:
+    """One call, ``{function: {name, arguments}}`` or ``{name, arguments}``.
+
+    Arguments that are JSON text, as OpenAI's interface gives them, become the object that templates expect.
+    """
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(call)}")
+    what, arguments = f"{location}: arguments of {function['name'][:40]!r}", function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments.strip() or "{}", what)
+    if isinstance(arguments, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in arguments):
+        arguments = dict(arguments)  # a map of a Parquet or Arrow file
+    if not isinstance(arguments, (Mapping, type(None))):
+        raise DataError(f"{what} are an object, not {_shown(arguments)}")
+    made = {**function, "arguments": dict(arguments or {})}
+    return {**call, "function": made} if "function" in call else made
+
+
+def read_tokens(row: Mapping[str, Any], location: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Token ids and mask of a row of format ``tokens``.
+
+    The mask comes from ``labels`` (-100: not supervised; never shifted) or from ``completion_mask`` (0 and 1). Tokens
+    that ``attention_mask`` has as padding at either end are left out.
+
+    Returns:
+        int32 ids and bool mask, both of shape (T,); ``None`` for the mask if no column has one. The ids are not
+        compared with a vocabulary here.
+
+    Raises:
+        DataError: Ids are no integers from 0 on, a mask is no mask or of another length, or two masks disagree.
+    """
+    check_columns(row, "tokens", location)
+    ids = _integers(row["input_ids"], f"{location}: input_ids")
+    bad = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
+    if len(bad):
+        raise DataError(
+            f"{location}: input_ids[{bad[0]}] is {ids[bad[0]]}, which is no token id\n"
+            "  fix:     token ids begin at 0; put -100 into labels, not here"
+        )
+    for name in _FOREIGN_MASKS:
+        if row.get(name) is not None:
+            fix = f"set data.columns: {{completion_mask: {name}}}"
+            raise DataError(f"{location}: the mask {name} is not known here\n  fix:     {fix}")
+    masks = [
+        read(row[name], ids, name, location)
+        for name, read in (("completion_mask", _mask), ("labels", _mask_of_labels))
+        if row.get(name) is not None
+    ]
+    if len(masks) == 2 and not np.array_equal(masks[0], masks[1]):
+        said = "completion_mask and labels differ in what is supervised"
+        raise DataError(f"{location}: {said}\n  fix:     keep one of them")
+    kept = _without_padding(row, ids, location)
+    return ids[kept].astype(np.int32), masks[0][kept] if masks else None
+
+
+def _mask_of_labels(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
+    labels = _integers(value, f"{location}: {name}", len(ids))
+    wrong = np.flatnonzero((labels != ids) & (labels != _IGNORED))
+    if len(wrong):
+        i = wrong[0]
+        raise DataError(
+            f"{location}: labels[{i}] is {labels[i]}, but input_ids[{i}] is {ids[i]}\n  fix:     labels are not "
+            "shifted: each is the token id at the same position, or -100 where nothing is supervised"
+        )
+    return labels != _IGNORED
+
+
+def _mask(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
+    found = _integers(value, f"{location}: {name}", len(ids))
+    if not np.isin(found, (0, 1)).all():
+        raise DataError(f"{location}: {name}: a list of 0 and 1 expected, not {_shown(value)}")
+    return found.astype(bool)
+
+
+def _without_padding(row: Mapping[str, Any], ids: np.ndarray, location: str) -> slice:
+    if row.get("attention_mask") is None:
+        return slice(None)
+    seen = np.flatnonzero(_mask(row["attention_mask"], ids, "attention_mask", location))
+    if not len(seen):
+        return slice(0, 0)
+    if seen[-1] - seen[0] + 1 != len(seen):
+        raise DataError(
+            f"{location}: attention_mask leaves out tokens in the middle of input_ids\n"
+            "  fix:     only padding at either end can be left out"
+        )
+    return slice(int(seen[0]), int(seen[-1]) + 1)
+
+
+def _integers(value: Any, what: str, length: int | None = None) -> np.ndarray:
+    """A column of integers, shape (T,), as long as ``input_ids``."""
+    try:
+        found = np.asarray(value if isinstance(value, (list, tuple, np.ndarray)) else None)
+    except (ValueError, OverflowError):
+        found = np.asarray(None)
+    allowed = "iu" if length is None else "biu"  # masks may be true and false
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in allowed):
+        raise DataError(f"{what}: a list of integers expected, not {_shown(value)}")
+    if length not in (None, len(found)):
+        raise DataError(f"{what}: {len(found)} values for {length} input_ids\n  fix:     write one per token")
+    return found if found.dtype.kind == "u" else found.astype(np.int64)
+
+
+def text_of(value: Any, what: str) -> str:
+    """The value, if it is text that can be encoded.
+
+    Raises:
+        DataError: It is none; ``what`` names it.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{what}: text expected, not {_shown(value)}")
+    lone = None if value.isascii() else _LONE_SURROGATE.search(value)
+    if lone:
+        raise DataError(
+            f"{what}: half a character at {lone.start()} (\\u{ord(lone[0]):04x}), which is no text\n"
+            "  fix:     write both halves of the pair, or remove it"
+        )
+    return value
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} are not JSON ({error}): {_shown(text)}") from None
+
+
+def _shown(value: Any) -> str:
+    """Type and first characters of a value, for errors."""
+    text = value if isinstance(value, str) else reprlib.repr(value)  # which stops where it gets deep
+    return f"{type(value).__name__} {text[:40]!r}"

@@ -41,7 +41,7 @@ def sample(ids: Sequence[int] | np.ndarray, supervised: np.ndarray) -> Encoded:
 
 
 class SpanEncoder:
-    """Tokenises texts as they are, without adding BOS or EOS, and marks the tokens of given spans.
+    """Tokenize texts as they are, without adding BOS or EOS, and marks the tokens of given spans.
 
     It works on a copy of the tokenizer: what others set on theirs (truncation, padding) changes nothing here, and
     there is no post-processor, which could only add tokens or trim blanks off the offsets.
@@ -68,22 +68,22 @@ class SpanEncoder:
         added = self._backend.get_added_tokens_decoder()
         self._take_blanks = {i: t.content for i, t in added.items() if (t.lstrip or t.rstrip) and t.content.strip()}
 
-    def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], places: Sequence[str]) -> list[Marked]:
+    def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], locations: Sequence[str]) -> list[Marked]:
         """Tokens and masks of many texts; the first token is marked like any other.
 
         Args:
-            texts: What is tokenised.
+            texts: What is tokenized.
             spans: Per text the half-open character ranges that are supervised, in order and apart.
-            places: Names of the texts in errors.
+            locations: Names of the texts in errors.
 
         Raises:
             DataError: A token lies across the border of a span and cannot be split there.
         """
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        parts = zip(texts, encodings, spans, places, strict=True)
-        return [self._mask(text, encoding, wanted, place) for text, encoding, wanted, place in parts]
+        parts = zip(texts, encodings, spans, locations, strict=True)
+        return [self._mask(text, encoding, wanted, location) for text, encoding, wanted, location in parts]
 
-    def _mask(self, text: str, encoding: Any, spans: Sequence[Span], place: str) -> Marked:
+    def _mask(self, text: str, encoding: Any, spans: Sequence[Span], location: str) -> Marked:
         ids, offsets = encoding.ids, encoding.offsets
         if len(spans) == 1 and spans[0] == (0, len(text)):  # a document, without a border to look for
             return ids, np.ones(len(ids), dtype=bool)
@@ -101,13 +101,17 @@ class SpanEncoder:
                     supervised[index] |= start <= a and b <= end
                     in_blanks |= {border for border in (start, end) if offsets[index][0] < border < offsets[index][1]}
         if across:
-            split = self._split(text, ids, spans, in_blanks, place)
+            split = self._split(text, ids, spans, in_blanks, location)
             if split is not None:
                 return split
             for index, (start, end) in across:
                 # only the blank that belongs to the word after it
                 if text[offsets[index][0] : start] != " " or offsets[index][1] > end:
-                    raise _refusal(place, encoding.tokens[index])
+                    raise DataError(
+                        f"{location}: token {encoding.tokens[index]!r} lies across the border of an assistant turn, so "
+                        "that the mask would not be exact\n"
+                        "  fix:     give data.chat_template with a line break or special token between the turns"
+                    )
                 supervised[index] = True
         return ids, supervised
 
@@ -118,9 +122,9 @@ class SpanEncoder:
         return (start, start + len(word)) if word and start >= 0 else offsets
 
     def _split(
-        self, text: str, ids: list[int], spans: Sequence[Span], in_blanks: Collection[int], place: str
+        self, text: str, ids: list[int], spans: Sequence[Span], in_blanks: Collection[int], location: str
     ) -> Marked | None:
-        """Each side of a border tokenised alone, as prompt and answer are when the model generates.
+        """Each side of a border tokenized alone, as prompt and answer are when the model generates.
 
         Not at the borders ``in_blanks`` of a special token, where it would be another text. ``None`` if it is another
         one all the same, as with tokenizers that put a blank before every text.
@@ -135,7 +139,9 @@ class SpanEncoder:
         same = self._backend.decode(joined, skip_special_tokens=False)
         if same != self._backend.decode(ids, skip_special_tokens=False):
             return None
-        parts = [self._mask(piece, found, inner, place) for (piece, inner), found in zip(pieces, encoded, strict=True)]
+        parts = [
+            self._mask(piece, found, inner, location) for (piece, inner), found in zip(pieces, encoded, strict=True)
+        ]
         return [token for part, _ in parts for token in part], np.concatenate([mask for _, mask in parts])
 
 
@@ -173,8 +179,10 @@ def _plain_copy(state: str) -> tuple[Any, str]:
     return backend, hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
 
-def _refusal(place: str, token: str) -> DataError:
-    return DataError(
-        f"{place}: token {token!r} lies across the border of an assistant turn, so that the mask would not be exact\n"
-        "  fix:     give data.chat_template with a line break or special token between the turns"
-    )
+def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids that the tokenizer by itself puts before and after a text, such as BOS."""
+    backend = tokenizer.backend_tokenizer
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    first = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    return full[:first], full[first + len(bare) :]

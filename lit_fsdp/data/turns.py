@@ -1,200 +1,429 @@
-"""Where in the text of a conversation its assistant turns are: by the template's marks, or derived by rendering.
+"""Which characters of a rendered conversation the assistant says: exactly, or the row is refused.
 
-A template with ``{% generation %}`` marks says itself what the assistant says. For others it is derived: a turn begins
-where the generation prompt of the conversation before it ends, as there the model takes over. It ends where the text
-agrees again with the same conversation rendered with a placeholder as this turn, whatever the template does to other
-turns; the special token that follows belongs to it, as the model has to emit it to stop. Every step is checked against
-the full text; a template that does something else is refused, never unmasked in silence.
+A second rendering has tags around what each assistant turn says (text, thoughts, names of called tools) and in what
+tools return. Without its tags it must be the same text, or the template does something else with this conversation and
+the row is refused; with them it says where everything stands. What the assistant says then goes
 
-Deriving renders three times per turn. It is done once per shape of a conversation (roles, empty contents, tools), with
-placeholders as all contents. A row of that shape is then rendered once, and if its text is that of the shape with its
-own contents in place of the placeholders, so are its turns; any other row is derived by itself.
+- from where the model takes over, which is behind the generation prompt,
+- to the special token behind what it says, which the model has to emit to stop, whether that ends this turn or, as in
+  GLM-4, begins the next. A token that begins the assistant's own header is none.
+- What a tool returned is cut out where a template shows it inside of the turn, as Gemma 4 does.
+
+With ``{% generation %}`` marks the template says itself what is supervised, in one piece per turn or in several; the
+tags then say which turn a mark belongs to, and whether the marks hold all that the turn says. Marks around the content
+alone are extended to the special token behind them.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
+import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 from typing import Any
 
+from lit_fsdp.data.chat_template import ChatTemplate
 from lit_fsdp.data.formats import Conversation, Message
-from lit_fsdp.data.marks import MarkedTurns
 from lit_fsdp.data.masks import Span
-from lit_fsdp.data.render import Renderer
-from lit_fsdp.data.turn_texts import MARK_IT, end_of_turn, make_room, placeholder, shows, with_word
 from lit_fsdp.errors import DataError
 
-_PLACE = re.compile(r"qzx(\d+)xzq")
+_log = logging.getLogger(__name__)
+_TAG = re.compile("(\\s?)\ue000(\\d+)([a-z]\\d*)\ue001")
+_FIRST, _SAID, _EMPTY, _NAME, _RESULT = "s", "z", "e", "c", "t"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_HEADER_SIZE = 100
+"""Characters before a turn among which the last special token of its header is."""
+_MAX_OPENINGS = 4096
 
 
-class TurnFinder:
+@dataclass(frozen=True)
+class _Tag:
+    """Where something that a message says begins or ends in the text."""
+
+    position: int
+    message: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """One conversation as text, and what stands where in it."""
+
+    talk: Conversation
+    text: str
+    trims: bool
+    """Whether the template cuts the blanks off around what is said."""
+    tags: list[_Tag]
+    location: str
+
+
+class AssistantTurns:
     """Finds assistant turns in what one template renders.
 
     Args:
-        renderer: The template.
-        special: Text of the tokenizer's special tokens.
+        template: The template.
+        tokenizer: Whose special tokens can end a turn.
     """
 
-    def __init__(self, renderer: Renderer, special: Collection[str]) -> None:
-        self._renderer, self._special = renderer, tuple(special)
-        self._shapes: dict[Any, _Shape | None] = {}
-        self._marked = MarkedTurns(renderer, special)
+    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
+        self._template = template
+        self._tokens = {token for token in tokenizer.added_tokens_encoder if token}
+        self._sizes = sorted({len(token) for token in self._tokens}, reverse=True)
+        self._first = re.compile("|".join(sorted({re.escape(token[0]) for token in self._tokens})) or "(?!)")
+        self._final = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | {tokenizer.eos_token}
+        self._bos, self._eos = tokenizer.bos_token, tokenizer.eos_token
+        self._openings: dict[Any, tuple[str, str, bool]] = {}
+        self._warned = False
 
-    def find(self, talk: Conversation, wanted: Sequence[int], place: str) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the characters of the wanted turns, ends of turn included.
+    def find(self, talk: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the characters of the wanted turns, ends of turn included.
 
         Args:
             talk: Messages without keys of ours.
             wanted: Indices of assistant messages, ascending.
-            place: Where the row stands, for errors.
+            location: Where the row stands, for errors.
+
+        Returns:
+            The text, and half-open ranges of it, in order and apart.
 
         Raises:
             DataError: The template refuses the row, or its turns cannot be told exactly.
         """
-        text, spans = self._renderer.render(talk.messages, talk.tools, place)
-        if self._renderer.has_marks:
-            return text, self._marked.find(talk, wanted, (text, spans), place)
+        text, marks = self._template.render(talk, location)
         if not wanted:
             return text, []
-        return text, self._by_shape(talk, wanted, text) or [self._span(talk, i, text, place) for i in wanted]
+        rendered = self._tagged(talk, text, location)
+        found = []
+        for index in wanted:
+            spans = self._derived(rendered, index) if marks is None else self._marked(rendered, index, marks)
+            if not spans or not _shows_arguments("".join(text[a:b] for a, b in spans), talk.messages[index]):
+                raise _refusal(location, index)
+            found += spans
+        return text, _joined(found)
 
-    def _by_shape(self, talk: Conversation, wanted: Sequence[int], text: str) -> list[Span] | None:
-        """Spans from the shape of the conversation; ``None`` if its text is not that of the shape."""
-        if any(len(message) != 2 for message in talk.messages):
-            return None
-        contents = [message["content"] for message in talk.messages]
-        roles = tuple(message["role"] if message["content"] else (message["role"],) for message in talk.messages)
-        key = (roles, tuple(wanted), repr(talk.tools) if talk.tools else None)
-        if key not in self._shapes:
-            make_room(self._shapes)
-            self._shapes[key] = self._shape(talk, wanted)
-        shape = self._shapes[key]
-        if shape is None:
-            return None
-        return shape.spans(contents, text) or shape.spans([content.strip() for content in contents], text)
-
-    def _shape(self, talk: Conversation, wanted: Sequence[int]) -> _Shape | None:
-        contents = [placeholder(i) if message["content"] else "" for i, message in enumerate(talk.messages)]
-        blank = Conversation(
-            [{"role": m["role"], "content": c} for m, c in zip(talk.messages, contents, strict=True)], talk.tools
-        )
-        try:
-            text, _ = self._renderer.render(blank.messages, blank.tools, "a conversation of this shape")
-            spans = [self._span(blank, index, text, "a conversation of this shape") for index in wanted]
-        except DataError:
-            return None
-        shape = _Shape.of(text, spans)
-        return shape if all(index < len(contents) for index in shape.filled) else None
-
-    def _span(self, talk: Conversation, index: int, text: str, place: str) -> Span:
-        """Characters of one assistant turn, from where the model takes over to its end of turn."""
-        word = next(w for w in (placeholder(n) for n in itertools.count()) if w not in text)
-        turns = [{"role": "assistant", "content": word}, with_word(talk.messages[index], word)]
-        for turn in turns[: 2 if turns[1].get("tool_calls") else 1]:
-            span = self._span_by(talk, index, turn, word, text)
-            if span is not None and shows(text[slice(*span)], talk.messages[index]):
-                return span
+    def _tagged(self, talk: Conversation, text: str, location: str) -> _Rendered:
+        """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
+        for trims in (False, True):
+            tagged = self._template.text_of(talk, _with_tags(talk.messages, trims))
+            for takes_blank in (False, True):
+                clean, tags = _read_tags(tagged or "", takes_blank)
+                if clean == text:
+                    return _Rendered(talk, text, trims, tags, location)
         raise DataError(
-            f"{place}: the chat template does not show assistant turn {index} whole and in one piece, so that it "
-            f"cannot be marked\n  fix:     {MARK_IT}"
+            f"{location}: the chat template does something else with this conversation once its texts are tagged, so "
+            "that assistant turns cannot be told from the rest\n"
+            "  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around what is supervised"
         )
 
-    def _span_by(self, talk: Conversation, index: int, turn: Message, word: str, text: str) -> Span | None:
-        """The turn from comparing with another in its place; ``None`` if they are not alike."""
-        messages = talk.messages
-        probe = self._text([*messages[:index], turn, *messages[index + 1 :]], talk)
-        alone = self._text([*messages[:index], turn], talk)
-        if probe is None or alone is None or word not in probe:
+    def _derived(self, rendered: _Rendered, index: int) -> list[Span] | None:
+        """Spans of one turn of a template without marks; ``None`` if it does not show all that the turn says."""
+        before, runs = _runs(rendered.tags, index)
+        if not runs or not _is_whole(rendered.talk.messages[index], [tag for run in runs for tag in run]):
             return None
-        before, _, after = probe.partition(word)
-        head, _, rest = alone.partition(word)
-        if turn.get("tool_calls"):
-            said = self._text([*messages[:index], {"role": "assistant", "content": word}], talk)
-            opening = _without(head, (said or "").partition(word)[0])
-            if said is None or opening is None or not before.endswith(opening):
-                return None
-            head, before = head[: len(head) - len(opening)], before[: len(before) - len(opening)]
-        rest = end_of_turn(rest, self._special, is_call=bool(turn.get("tool_calls")))
-        start = self._start(talk, index, before, head, text)
-        end = len(text) - len(after)
-        if start is None or not text.endswith(after) or start > end:
+        first = self._start(rendered, index, before, runs[0][0])
+        if first is None:
             return None
-        return start, end + (len(rest) if after.startswith(rest) else 0)
+        barred, spans = self._header_tokens(rendered, index, before, first), []
+        for number, run in enumerate(runs):
+            end, ended = run[-1].position, False
+            if run[-1].kind[0] == _NAME:
+                called = self._end_of_call(rendered, run[-1], barred)
+                if called is None:
+                    return None
+                end, ended = called
+            start = run[0].position if number else first
+            spans.append((start, end if ended else self._through_token(rendered.text, end, barred)))
+        return spans
 
-    def _start(self, talk: Conversation, index: int, before: str, head: str, text: str) -> int | None:
-        """Where the model takes over; ``None`` if the text is another than expected.
+    def _marked(self, rendered: _Rendered, index: int, marks: Sequence[Span]) -> list[Span] | None:
+        """The marks of one turn, to the special token behind them; ``None`` if they do not hold what the turn says."""
+        before, runs = _runs(rendered.tags, index)
+        tags = [tag for run in runs for tag in run]
+        if not tags or not _is_whole(rendered.talk.messages[index], tags):
+            return None
+        spans = [mark for mark in marks if self._owner(rendered, mark) == index]
+        last = next((span for span in reversed(spans) if span[0] <= tags[-1].position <= span[1]), None)
+        if last is None or not all(any(a <= tag.position <= b for a, b in spans) for tag in tags if _is_said(tag)):
+            return None
+        behind = rendered.text[tags[-1].position : last[1]]
+        is_call = tags[-1].kind[0] == _NAME
+        ended = self._ends_turn(behind) if is_call else bool(self._tokens_in(behind, 0, len(behind)))
+        if not ended:
+            barred = self._header_tokens(rendered, index, before, spans[0][0])
+            end = self._through_token(rendered.text, last[1], barred)
+            if end > last[1] and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: the chat template's {%% generation %%} marks end before %s, which ends the turn, so it is "
+                    "supervised too: the model has to emit it to stop",
+                    rendered.location,
+                    rendered.text[last[1] : end].strip(),
+                )
+            spans.append((last[1], end))
+        return spans
 
-        A template without a generation prompt leaves the header of the turn to whoever asks, so it is not learnt.
+    def _owner(self, rendered: _Rendered, mark: Span) -> int | None:
+        """The turn that a mark belongs to; ``None`` if it holds something of several."""
+        inside = {tag.message for tag in rendered.tags if mark[0] <= tag.position <= mark[1]}
+        if inside:
+            return inside.pop() if len(inside) == 1 else None
+        begun = None
+        for index in dict.fromkeys(tag.message for tag in rendered.tags if tag.kind != _RESULT):
+            before, runs = _runs(rendered.tags, index)
+            start = self._start(rendered, index, before, runs[0][0])
+            if start is not None and start <= mark[0]:
+                begun = index
+        return begun
+
+    def _start(self, rendered: _Rendered, index: int, before: int, first: _Tag) -> int | None:
+        """Where the model takes over; ``None`` if the text does not show it.
 
         Args:
-            talk: The conversation.
+            rendered: The conversation.
             index: Of the turn.
-            before: Text before what the turn says.
-            head: The same of the conversation that ends with this turn, where earlier turns may look another way.
-            text: Of the conversation.
+            before: Where what an earlier message says ends.
+            first: What the turn says first.
         """
-        before = before if text.startswith(before) else before.rstrip()  # a blank that only some turns begin with
-        shown = len(before) if text.startswith(before) else None
-        prompt = self._text(talk.messages[:index], talk, generation_prompt=True) if index else None
-        if prompt is None:
-            return shown
-        if text.startswith(prompt):
-            start, header = len(prompt), text[len(prompt) : shown] if shown is not None else None
-        else:
-            header = head[len(prompt) :] if head.startswith(prompt) else ""
-            if shown is None or not before.endswith(header):
-                return shown
-            start = shown - len(header)
-        if (header is None or header.strip()) and prompt == self._text(talk.messages[:index], talk):
-            return shown
-        return start
+        opening, header, is_prompt = self._opening(rendered.talk, index)
+        text, sought = rendered.text, opening or header
+        # a turn that shows other thoughts than the generation prompt begins behind the header alone
+        cuts = [len(sought), sought.find("<think>"), *(a for a, _ in reversed(self._tokens_in(sought, 1, len(sought))))]
+        for cut in cuts if is_prompt else cuts[:1]:
+            at = text.rfind(sought[:cut], before, first.position) if cut > 0 else -1
+            if at >= 0:
+                return at + cut
+        if opening:
+            return None if is_prompt or first.kind[0] == _NAME else first.position
+        # no prompt and no header: the turn goes on, as after a tool's result
+        asked = self._template.text_of(rendered.talk, rendered.talk.messages[:index], generation_prompt=True) or ""
+        goes_on = text.startswith(asked) and before <= len(asked) <= first.position
+        return len(asked) if goes_on else first.position
 
-    def _text(self, messages: Sequence[Message], talk: Conversation, generation_prompt: bool = False) -> str | None:
-        """``None`` if the template refuses these messages, as some do with a conversation that is cut off."""
-        try:
-            return self._renderer.render(messages, talk.tools, "", generation_prompt)[0]
-        except DataError:
+    def _opening(self, talk: Conversation, index: int) -> tuple[str, str, bool]:
+        """What stands before a turn, the header in it, and whether this is the generation prompt.
+
+        A template without generation prompts leaves the header to whoever asks, so that what the text has before such a
+        turn is taken. All depend on the roles up to there, so that they are rendered once for each.
+        """
+        before, question = talk.messages[:index], [{"role": "user", "content": "a"}]
+        key = (tuple(message["role"] for message in before), bool(talk.tools), repr(talk.template_kwargs))
+        if key not in self._openings:
+            if len(self._openings) >= _MAX_OPENINGS:
+                self._openings.clear()
+            usual = self._prompt(talk, question)
+            if usual:
+                prompt = self._prompt(talk, before)  # which some templates refuse before there is a question
+                self._openings[key] = usual if prompt is None else prompt, prompt or usual, True
+            else:
+                self._openings[key] = *self._header(talk, before or question), False
+        return self._openings[key]
+
+    def _prompt(self, talk: Conversation, before: list[Message]) -> str | None:
+        asked = self._template.text_of(talk, before, generation_prompt=True)
+        plain = self._template.text_of(talk, before)
+        if asked is None or plain is None:
             return None
+        cut = _common(asked, plain)
+        across = [a for a, b in self._tokens_in(asked, max(0, cut - _HEADER_SIZE), len(asked)) if a < cut < b]
+        cut = across[0] if across else cut
+        return asked[cut:].removesuffix(plain[cut:])
 
+    def _header(self, talk: Conversation, before: list[Message]) -> tuple[str, str]:
+        """What stands between the last message and an answer to it, and the part of it that comes with the answer."""
+        mark = "\ue000\ue001"
+        last = {**before[-1], "content": before[-1]["content"] + mark}
+        asked = self._template.text_of(talk, [*before[:-1], last]) or ""
+        answered = self._template.text_of(talk, [*before[:-1], last, {"role": "assistant", "content": mark * 2}]) or ""
+        between, end = answered.partition(mark)[2].partition(mark * 2)[0], asked.partition(mark)[2]
+        header = between[_common(between, end) :]
+        return (between, header) if header.strip() else (between.removesuffix(header), "")
 
-@dataclass(frozen=True)
-class _Shape:
-    """The text of a conversation with placeholders as contents, cut at these."""
+    def _header_tokens(self, rendered: _Rendered, index: int, before: int, start: int) -> set[str]:
+        """Special tokens that begin a turn of the assistant's, and so cannot end one."""
+        header, text = self._opening(rendered.talk, index)[1], rendered.text
+        tokens = [header[a:b] for a, b in self._tokens_in(header, 0, len(header))[:1]]
+        tokens += [text[a:b] for a, b in self._tokens_in(text, max(before, start - _HEADER_SIZE), start)[-1:]]
+        return {*tokens, self._bos} - {self._eos}
 
-    parts: tuple[str, ...]
-    """Texts before, between and after the placeholders."""
-    filled: tuple[int, ...]
-    """Message whose content stands at each placeholder, in the order of the text."""
-    borders: tuple[tuple[int, int, int, int], ...]
-    """Per span: its start without the placeholders before it, their number, its end without those, their number."""
+    def _end_of_call(self, rendered: _Rendered, last: _Tag, barred: set[str]) -> tuple[int, bool] | None:
+        """Where the last call of a turn ends, and whether the turn does, by the same conversation up to there.
 
-    @classmethod
-    def of(cls, text: str, spans: Sequence[Span]) -> _Shape:
-        found = list(_PLACE.finditer(text))
-        cuts = [0, *(position for match in found for position in match.span()), len(text)]
-        parts = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
-        borders = []
-        for span in spans:
-            for position in span:
-                passed = [m for m in found if m.end() <= position]
-                borders += [position - sum(m.end() - m.start() for m in passed), len(passed)]
-        grouped = tuple(zip(*[iter(borders)] * 4, strict=True))
-        return cls(tuple(parts), tuple(int(m[1]) for m in found), grouped)
-
-    def spans(self, contents: Sequence[str], text: str) -> list[Span] | None:
-        """Spans in the text of a conversation with these contents; ``None`` if it is another text."""
-        filling = [contents[index] for index in self.filled]
-        joined = [part for pair in zip(self.parts, filling, strict=False) for part in pair]
-        if "".join([*joined, self.parts[-1]]) != text:
+        ``None`` if the text shows it in another way.
+        """
+        messages = _with_tags(rendered.talk.messages[: last.message + 1], rendered.trims)
+        alone, tags = _read_tags(self._template.text_of(rendered.talk, messages) or "", False)
+        behind = [tag for tag in tags if tag.message == last.message]
+        while behind and behind[0].kind != last.kind:
+            behind = behind[1:]
+        if not behind:
             return None
-        shift = [0, *accumulate(map(len, filling))]
-        return [(start + shift[a], end + shift[b]) for start, a, end, b in self.borders]
+        tail = alone[behind[0].position : behind[1].position if len(behind) > 1 else None]
+        same, end = _common(tail, rendered.text[last.position :]), 0
+        for a, b in self._tokens_in(tail, 0, len(tail)):
+            if b > same or tail[a:b] in barred:
+                break
+            end = b
+        if not end and same >= len(tail.rstrip()):  # without a special token of its own
+            end = len(tail.rstrip())
+        return (last.position + end, len(behind) == 1 and self._ends_turn(tail[:end])) if end else None
+
+    def _ends_turn(self, behind: str) -> bool:
+        """Whether a special token ends this text, and not one that only ends a call within it."""
+        tokens = self._tokens_in(behind, 0, len(behind))[-1:]
+        return any(not behind[b:].strip() and behind[a:b] in self._final for a, b in tokens)
+
+    def _through_token(self, text: str, at: int, barred: set[str]) -> int:
+        """Behind the special token that follows, and EOS behind that; ``at`` itself where no end of turn does."""
+        start = next((i for i in range(at, len(text)) if not text[i].isspace()), at)
+        token = self._token_at(text, start)
+        if not token or token in barred:
+            return at
+        end = start + len(token)
+        return end + len(self._eos) if token != self._eos and self._eos and text.startswith(self._eos, end) else end
+
+    def _token_at(self, text: str, at: int) -> str | None:
+        return next((text[at : at + size] for size in self._sizes if text[at : at + size] in self._tokens), None)
+
+    def _tokens_in(self, text: str, start: int, end: int) -> list[Span]:
+        """Where special tokens stand; a set of slices, as a tokenizer may have thousands of them."""
+        found: list[Span] = []
+        for match in self._first.finditer(text, start, end):
+            token = self._token_at(text, match.start()) if not found or match.start() >= found[-1][1] else None
+            if token:
+                found.append((match.start(), match.start() + len(token)))
+        return found
 
 
-def _without(text: str, beginning: str) -> str | None:
-    """What follows a beginning, which may have a blank more; ``None`` if the text begins in another way."""
-    beginning = beginning if text.startswith(beginning) else beginning.rstrip()
-    return text[len(beginning) :] if text.startswith(beginning) else None
+def supervised_turns(messages: Sequence[Message], supervise: str, location: str) -> list[int]:
+    """Indices of the assistant turns that are supervised, by ``data.supervise`` and the messages' own ``train``.
+
+    Raises:
+        DataError: ``train: true`` on a message of another role.
+    """
+    for index, message in enumerate(messages):
+        if message.get("train") and message["role"] != "assistant":
+            raise DataError(
+                f"{location}: message {index}: train: true on a message of the role {message['role']}\n"
+                "  allowed: on those of the assistant\n"
+                "  fix:     leave train out, or set data.train_on_prompt: true to supervise everything"
+            )
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if supervise == "flagged":
+        return [i for i in turns if messages[i].get("train")]
+    return [i for i in (turns if supervise == "all" else turns[-1:]) if messages[i].get("train") is not False]
+
+
+def _with_tags(messages: Sequence[Message], trims: bool) -> list[Message]:
+    """The messages with tags around what the assistant says and before what tools return, both inside of blanks."""
+    return [
+        _tagged_turn(message, index, trims)
+        if message["role"] == "assistant"
+        else {**message, "content": _in_front(message["content"], f"\ue000{index}{_RESULT}\ue001")}
+        if message["role"] == "tool"
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _tagged_turn(message: Message, index: int, trims: bool) -> Message:
+    def tag(kind: str) -> str:
+        return f"\ue000{index}{kind}\ue001"
+
+    made = dict(message)
+    for key in _REASONING:
+        if isinstance(message.get(key), str):
+            made[key] = _in_front(message[key], tag("r"))
+    calls = message.get("tool_calls") or []
+    if calls:
+        made["tool_calls"] = [_with_name(call, tag(f"{_NAME}{number}")) for number, call in enumerate(calls)]
+    thoughts, mark, said = message["content"].rpartition("</think>")
+    if said.strip():
+        end = len(said.rstrip()) if trims else len(said)
+        said = said[:end] + tag(_SAID) + said[end:]
+        said = _in_front(said, tag(_FIRST)) if trims or mark else tag(_FIRST) + said
+    elif not calls:
+        said = tag(_EMPTY) + said if trims else said + tag(_EMPTY)
+    thoughts = thoughts and (_in_front(thoughts, tag("o")) if trims else tag("o") + thoughts)
+    return {**made, "content": thoughts + mark + said}
+
+
+def _in_front(text: str, tag: str) -> str:
+    """The text with a tag before its first character that is no blank, or without one."""
+    blanks = len(text) - len(text.lstrip())
+    return text[:blanks] + tag + text[blanks:] if text.strip() else text
+
+
+def _with_name(call: dict[str, Any], tag: str) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "name": tag + call["function"]["name"]}}
+    return {**call, "name": tag + call["name"]}
+
+
+def _read_tags(tagged: str, takes_blank: bool) -> tuple[str, list[_Tag]]:
+    """The text without its tags, and where they were; of a name, which results may repeat, the first alone.
+
+    Args:
+        tagged: What was rendered.
+        takes_blank: Whether the blank before an empty turn is one that the template writes before a text only.
+    """
+    parts, tags, size, at = list[str](), list[_Tag](), 0, 0
+    for match in _TAG.finditer(tagged):
+        blank, message, kind = match.groups()
+        parts.append(tagged[at : match.start() if takes_blank and kind == _EMPTY else match.start() + len(blank)])
+        size, at = size + len(parts[-1]), match.end()
+        tag = _Tag(size, int(message), kind)
+        if kind[0] != _NAME or all((t.message, t.kind) != (tag.message, kind) for t in tags):
+            tags.append(tag)
+    return "".join([*parts, tagged[at:]]), tags
+
+
+def _runs(tags: Sequence[_Tag], index: int) -> tuple[int, list[list[_Tag]]]:
+    """Where what stands before a message ends, and the message's tags, apart where another message is between them."""
+    runs = [list(group) for _, group in groupby(tags, lambda tag: tag.message)]
+    own = [run for run in runs if run[0].message == index]
+    before = runs[: runs.index(own[0])] if own else []
+    return before[-1][-1].position if before else 0, own
+
+
+def _is_said(tag: _Tag) -> bool:
+    return tag.kind[0] in (_FIRST, _SAID, _EMPTY, _NAME)
+
+
+def _is_whole(message: Message, tags: Sequence[_Tag]) -> bool:
+    """Whether a turn shows its text, once, and the names of its calls; thoughts may be left out."""
+    calls, kinds = message.get("tool_calls") or [], [tag.kind for tag in tags]
+    said = _SAID if message["content"].rpartition("</think>")[2].strip() else None if calls else _EMPTY
+    return (said is None or kinds.count(said) == 1) and all(f"{_NAME}{i}" in kinds for i in range(len(calls)))
+
+
+def _shows_arguments(text: str, message: Message) -> bool:
+    """Whether the names of the arguments of calls are there; their values may be written in many ways."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+    names = [str(name) for function in functions for name in function.get("arguments") or ()]
+    return all(name in text or json.dumps(name)[1:-1] in text for name in names)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Spans in order, those that touch as one."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif start < end:
+            found.append((start, end))
+    return found
+
+
+def _refusal(location: str, index: int) -> DataError:
+    return DataError(
+        f"{location}: the chat template does not show assistant turn {index} whole, so that it cannot be marked\n"
+        "  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around all that it says and "
+        "its end of turn, outside any macro, set block or filter"
+    )

@@ -1,11 +1,15 @@
-"""Random conversations, and tokenizers that every named template fits, for tests of properties."""
+"""Random conversations, their tokens, and what of them is supervised."""
 
 from __future__ import annotations
 
 import random
+from itertools import groupby
 from typing import Any
 
-from lit_fsdp.data.named import NAMES
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.chat_template import NAMES
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.masks import Encoded, SpanEncoder
 
 _WORDS = (
     "a",
@@ -66,3 +70,35 @@ def with_tools(draw: random.Random) -> dict[str, Any]:
         {"role": "assistant", "content": f"It is {text(draw)}."},
     ]
     return {"messages": messages, "tools": [{"type": "function", "function": {"name": name, "parameters": {}}}]}
+
+
+_SPANS: dict[int, tuple[Any, SpanEncoder]] = {}  # made once per tokenizer, as it takes a while
+
+
+def say(*turns: str) -> list[dict[str, Any]]:
+    """``u:Hi`` → a user's message."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def encode(tokenizer: Any, template: str | None, messages: Any, *, row: Any = None, **options: Any) -> Encoded:
+    """The sample of one conversation, which is row 7 of a file."""
+    if id(tokenizer) not in _SPANS:
+        _SPANS[id(tokenizer)] = tokenizer, SpanEncoder(tokenizer)
+    encoder = RowEncoder(tokenizer, DataConfig(**options), template, _SPANS[id(tokenizer)][1])
+    (found,) = encoder.encode([{"messages": messages, **(row or {})}], "messages", ["rows.jsonl:7"])
+    assert found.dropped is None
+    return found.samples[0]
+
+
+def shown(tokenizer: Any, sample: Encoded) -> str:
+    """The text of a sample, with what is supervised in ⟦brackets⟧."""
+    pairs = zip(sample.supervised.tolist(), sample.input_ids.tolist(), strict=True)
+    parts = [(mark, tokenizer.decode([token for _, token in part])) for mark, part in groupby(pairs, lambda p: p[0])]
+    return "".join(f"⟦{text}⟧" if mark else text for mark, text in parts)
+
+
+def supervised(tokenizer: Any, template: str | None, messages: Any, **options: Any) -> list[str]:
+    """The texts that are supervised, in one conversation."""
+    text = shown(tokenizer, encode(tokenizer, template, messages, **options))
+    return [part.partition("⟧")[0] for part in text.split("⟦")[1:]]

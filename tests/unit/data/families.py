@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.data.named import find_template
+from lit_fsdp.data.chat_template import find_template
 
 _SMOLLM2_TURN = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
 _SMOLLM2_MARKED = (
@@ -29,9 +29,9 @@ def with_and_without_marks(family: str, tokenizer: Any) -> tuple[str, str]:
     found = find_template(FAMILIES[family], tokenizer)
     assert found is not None
     if FAMILIES[family] is None:
-        assert _SMOLLM2_TURN in found.default
-        return found.default.replace(_SMOLLM2_TURN, _SMOLLM2_MARKED), found.default
-    return found.default, unmarked(found.default)
+        assert _SMOLLM2_TURN in found.source
+        return found.source.replace(_SMOLLM2_TURN, _SMOLLM2_MARKED), found.source
+    return found.source, unmarked(found.source)
 
 
 def unmarked(template: str) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lit_fsdp.data.formats import Conversation, find_format, to_conversation
+from lit_fsdp.data.formats import Conversation, find_format, read_text, read_tokens, to_conversation
 from lit_fsdp.errors import DataError
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 SYSTEM = {"role": "system", "content": "S"}
+PART = {"type": "text", "text": "Yo"}
 DEVELOPER = {"role": "developer", "content": "S"}
 
 
@@ -32,15 +34,8 @@ def _calling(arguments: Any) -> dict[str, Any]:
         ("sharegpt", {"conversations": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yo"}]}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": "", "output": "Yo"}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": None, "output": "Yo", "system": "S"}, [SYSTEM, HI, YO]),
-        ("prompt_completion", {"prompt": "Hi", "completion": "Yo"}, [HI, YO]),
         ("prompt_completion", {"prompt": [SYSTEM, HI], "completion": [YO]}, [SYSTEM, HI, YO]),
-        ("prompt_completion", {"prompt": "Hi", "completion": "Yo", "system": "S"}, [SYSTEM, HI, YO]),
-        ("prompt_completion", {"prompt": json.dumps([SYSTEM, HI]), "completion": json.dumps([YO])}, [SYSTEM, HI, YO]),
-        (  # a text to learn, which happens to be JSON
-            "prompt_completion",
-            {"prompt": "Hi", "completion": json.dumps([YO])},
-            [HI, {"role": "assistant", "content": json.dumps([YO])}],
-        ),
+        ("prompt_completion", {"prompt": [HI], "completion": [YO], "system": "S"}, [SYSTEM, HI, YO]),
     ],
 )
 def test_formats(form: Any, row: dict[str, Any], wanted: list[dict[str, str]]):
@@ -56,7 +51,7 @@ def test_two_system_prompts_are_refused(form: str):
         to_conversation(row, kind, "x")
 
 
-def test_turns_of_a_prompt_are_learnt_only_if_they_say_so():
+def test_turns_of_a_prompt_are_supervised_only_if_they_say_so():
     """What the assistant said before is given, as everything else in a prompt."""
     row = {"prompt": [HI, YO, HI, {**YO, "train": True}, HI], "completion": [YO]}
     flags = [turn.get("train") for turn in to_conversation(row, "prompt_completion", "x").messages]
@@ -187,7 +182,11 @@ def test_no_tools():
         ("messages", {"messages": [{"role": "user", "content": "a\ud83d"}]}, r"half a character at 1 .\\ud83d"),
         ("messages", {"messages": [HI], "tools": "[{"}, "tools are not JSON"),
         ("messages", {"messages": [{**YO, "train": "yes"}]}, "message 0: train str 'yes'\n  allowed: true or false"),
-        ("messages", {"messages": [{**YO, "weight": 0.5}]}, "message 0: weight float '0.5'\n  allowed: 0 .not learnt"),
+        (
+            "messages",
+            {"messages": [{**YO, "weight": 0.5}]},
+            "message 0: weight float '0.5'\n  allowed: 0 .not supervised",
+        ),
         (
             "messages",
             {"messages": [{**YO, "train": True, "weight": 0}]},
@@ -198,12 +197,34 @@ def test_no_tools():
         ("messages", {"messages": [_calling("{")]}, "message 0: arguments of 'f' are not JSON"),
         ("messages", {"messages": [_calling("[1]")]}, "message 0: arguments of 'f' are an object, not list"),
         ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
-        ("sharegpt", {"conversations": [{"from": "human"}]}, "turn 0: a turn has from and value"),
-        ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "turn 0: from 'alien'\n  allowed: system"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human"}]},
+            "message 0: a message has role and content, or from and value",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "alien", "value": "x"}]},
+            "message 0: from 'alien'\n  allowed: system",
+        ),
         ("instruction", {"instruction": "a"}, "no 'output'; a row of format instruction has instruction, output"),
         ("instruction", {"instruction": "a", "output": None}, "assistant: text expected"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
-        ("prompt_completion", {"prompt": "a", "completion": 1}, "a list of at least one message, not int"),
+        ("prompt_completion", {"prompt": [HI], "completion": "a"}, "completion: a conversation is a list of .*not str"),
+        ("messages", {"messages": [{**YO, "training": False}]}, "message 0: training of a message .*\n.*write train: "),
+        ("messages", {"messages": [{**YO, "train_detail": []}]}, "message 0: train_detail of a message is not known"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "a", "loss": True}]}, "message 0: loss of a message"),
+        ("messages", {"messages": [{**YO, "tool_responses": []}]}, "tool_responses .*\n.*a message of the role tool"),
+        ("messages", {"messages": [{**YO, "content": [{**PART, "train": False}]}]}, "a part of a content that says"),
+        ("messages", {"messages": [{**YO, "content": [PART, {**PART, "weight": 0}]}]}, "a part of a content that says"),
+        (
+            "messages",
+            {"messages": [HI], "chat_template_kwargs": "x"},
+            "chat_template_kwargs are names with values, not",
+        ),
+        ("sharegpt", {"conversations": [{"from": ["gpt"], "value": "x"}]}, r"message 0: from \['gpt'\]"),
+        ("messages", {"messages": [HI], "tools": "[" * 5000}, "tools are not JSON"),
+        ("messages", {"messages": [{**YO, "tool_calls": ["f"]}]}, "tool_calls are a list of calls with a function"),
     ],
 )
 def test_a_bad_row_is_named(form: Any, row: dict[str, Any], message: str):
@@ -217,3 +238,83 @@ def test_unknown_columns(columns: set[str]):
         find_format(columns, "rows.jsonl:1")
     assert "allowed: messages: messages; sharegpt: conversations; " in str(refused.value)
     assert "data.columns: {messages: chat}" in str(refused.value)
+
+
+def test_formats_by_their_columns():
+    assert find_format({"text", "id"}, "x") == "text"
+    assert find_format({"text", "input_ids"}, "x") == "tokens"
+    assert find_format({"text", "prompt", "completion"}, "x") == "prompt_completion"
+
+
+def test_text():
+    assert read_text({"text": "a\nb"}, "x") == "a\nb"
+    for row, message in [
+        ({}, "no 'text'"),
+        ({"text": None}, "text expected, not NoneType"),
+        ({"text": "\ud83d"}, "half"),
+    ]:
+        with pytest.raises(DataError, match=f"^rows:1: .*{message}"):
+            read_text(row, "rows:1")
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7], dtype=np.uint16)])
+def test_ids_alone(ids: Any):
+    found, mask = read_tokens({"input_ids": ids}, "x")
+    assert found.tolist() == [5, 6, 7]
+    assert found.dtype == np.int32
+    assert mask is None
+
+
+@pytest.mark.parametrize("column", ["completion_mask", "labels"])
+def test_masks(column: str):
+    value: Any = [-100, 6, 7] if column == "labels" else [0, 1, 1]
+    for form in (value, np.array(value)):
+        mask = read_tokens({"input_ids": [5, 6, 7], column: form}, "x")[1]
+        assert mask is not None
+        assert mask.dtype == bool
+        assert mask.tolist() == [False, True, True]
+
+
+def test_padding_is_left_out():
+    row = {"input_ids": [0, 5, 6, 0, 0], "attention_mask": [0, 1, 1, 0, 0], "labels": [-100, -100, 6, -100, -100]}
+    ids, mask = read_tokens(row, "x")
+    assert mask is not None
+    assert (ids.tolist(), mask.tolist()) == ([5, 6], [False, True])
+    assert read_tokens({"input_ids": [0], "attention_mask": [0]}, "x")[0].tolist() == []
+
+
+def test_no_ids():
+    assert read_tokens({"input_ids": []}, "x")[0].tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "no 'input_ids'"),
+        ({"input_ids": [5, -1]}, r"input_ids\[1\] is -1, which is no token id"),
+        ({"input_ids": [2**31]}, r"input_ids\[0\] is 2147483648"),
+        ({"input_ids": [2**63]}, r"input_ids\[0\] is 9223372036854775808"),
+        ({"input_ids": [10**30]}, "a list of integers expected, not list"),
+        ({"input_ids": [1.0]}, "a list of integers expected"),
+        ({"input_ids": [float("nan")]}, "a list of integers expected"),
+        ({"input_ids": [True]}, "a list of integers expected"),
+        ({"input_ids": [[1], [2, 3]]}, "a list of integers expected"),
+        ({"input_ids": [[1]]}, "a list of integers expected"),
+        ({"input_ids": "[1, 2]"}, "a list of integers expected, not str"),
+        ({"input_ids": None}, "a list of integers expected, not NoneType"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 input_ids"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, r"labels\[0\] is 6, but input_ids\[0\] is 5\n.*not shifted"),
+        ({"input_ids": [5, 6], "completion_mask": [0, 2]}, "a list of 0 and 1 expected"),
+        ({"input_ids": [5, 6], "completion_mask": [0]}, "completion_mask: 1 values for 2 input_ids"),
+        ({"input_ids": [5, 6], "completion_mask": [0.5, 1]}, "a list of integers expected"),
+        (
+            {"input_ids": [5, 6], "loss_mask": [0, 1]},
+            "the mask loss_mask is not known here\n.*{completion_mask: loss_mask}",
+        ),
+        ({"input_ids": [5, 6], "completion_mask": [0, 1], "labels": [5, 6]}, "completion_mask and labels differ"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "attention_mask leaves out tokens in the middle"),
+    ],
+)
+def test_a_bad_row_of_tokens_is_named(row: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=rf"^rows\.parquet: row 3: .*{message}"):
+        read_tokens(row, "rows.parquet: row 3")

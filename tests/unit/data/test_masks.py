@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lit_fsdp.data.masks import SpanEncoder, _tokens_of
+from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import ConfigError, DataError
 
 
@@ -34,17 +34,6 @@ def test_a_part_of_a_word_is_refused(span: tuple[int, int]):
         encoder.encode(["c ab c"], [[span]], ["x"])
 
 
-def test_tokens_of_no_or_half_a_character():
-    """Tokens of one character's bytes all have its place; one that stands for nothing belongs to what is before it."""
-    offsets = [(0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (2, 2), (2, 4)]
-    assert _tokens_of(offsets, 0, 1) == (1, 2, [])
-    assert _tokens_of(offsets, 1, 2) == (2, 5, [])
-    assert _tokens_of(offsets, 2, 4) == (6, 7, [])
-    assert _tokens_of(offsets, 0, 3) == (1, 6, [6])
-    assert _tokens_of(offsets, 3, 4) == (7, 7, [6])
-    assert _tokens_of([], 0, 3) == (0, 0, [])
-
-
 def test_random_spans_are_what_comparing_every_token_gives(small: Any):
     draw, encoder = random.Random(1), SpanEncoder(small)
     for _ in range(300):
@@ -52,8 +41,8 @@ def test_random_spans_are_what_comparing_every_token_gives(small: Any):
         borders = sorted(draw.sample(range(len(text) + 1), k=min(len(text) + 1, draw.choice((2, 4)))) if text else ())
         spans = list(zip(borders[::2], borders[1::2], strict=False))
         ((ids, mask),) = encoder.encode([text], [spans], ["x"])
-        learnt = b"".join(text[a:b].encode() for a, b in spans)
-        assert small.decode([t for t, m in zip(ids, mask, strict=True) if m]).encode() == learnt
+        learned = b"".join(text[a:b].encode() for a, b in spans)
+        assert small.decode([t for t, m in zip(ids, mask, strict=True) if m]).encode() == learned
         assert small.decode(ids) == text
 
 

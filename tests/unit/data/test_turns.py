@@ -1,0 +1,433 @@
+"""What is supervised of a conversation, for templates of every temper, in ⟦brackets⟧: with marks and without alike."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from lit_fsdp.errors import DataError
+from tests.unit.data.conftest import byte_level_tokenizer, metaspace_tokenizer
+from tests.unit.data.conversations import encode, say, shown, supervised
+from tests.unit.data.families import unmarked
+
+CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + ASKED
+)
+# no generation prompt; the system text goes into the last user turn; a blank before what the assistant says
+INSTRUCT = (
+    "<s>{% set system = messages[0].content if messages[0].role == 'system' %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]{% if system and loop.revindex0 <= (messages[-1].role == 'assistant') | int %}"
+    "{{ system }}-{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+    "{% generation %} {{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+)
+# thoughts stand in the turns after the last question, also empty ones; no conversation without a question
+THINKING = """
+{%- set state = namespace(last=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set state.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if state.last < 0 %}{{ raise_exception('no question') }}{% endif %}
+{%- for m in messages %}
+    {%- set thought = m.reasoning_content or '' %}
+    {%- set said = m.content %}
+    {%- if '</think>' in said %}
+        {%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+        {%- set said = said.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {{- '<think>\n' ~ thought.strip('\n') ~ '\n</think>\n\n' if loop.index0 > state.last }}
+            {{- said }}
+            {%- for c in m.tool_calls or [] %}{{ '<tool_call>' ~ (c.function or c) | tojson }}{% endfor %}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- said ~ '<|im_end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}
+"""
+# the generation prompt opens a thought that no earlier turn shows
+OPENING = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>' }}{% generation %}{{ m.content.split('</think>')[-1] ~ '</s>' }}{% endgeneration %}
+    {%- else %}
+        {{- '[INST]' ~ m.content ~ '[/INST]' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}
+"""
+# no generation prompt, a header in words, calls of tools, texts trimmed
+HEADERS = """
+{%- for m in messages %}
+    {{- '<s>' ~ m.role ~ ':\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {{- m.content | trim }}
+            {%- for c in m.tool_calls or [] %}{{ '<tool_call>' ~ (c.function or c) | tojson }}{% endfor %}
+            {{- '</s>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content | trim ~ '</s>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+# headers and ends of turn that take in the line breaks beside them
+TAKING = """
+{%- for m in messages %}
+    {{- '<|' ~ m.role ~ '|>\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{{ m.content ~ '<|end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- m.content ~ '<|end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
+"""
+# as Gemma 4: results of tools stand in the model's turn, which goes on behind them
+INSIDE = """
+{%- set state = namespace(open=false) %}
+{%- for m in messages if m.role != 'tool' %}
+    {%- if not (m.role == 'assistant' and state.open) %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{% endif %}
+    {%- set state.open = false %}
+    {%- for c in m.tool_calls or [] %}
+        {{- '<tool_call>call:' ~ c.function.name ~ c.function.arguments | tojson ~ '<|result|>' }}
+        {%- for r in messages if r.role == 'tool' %}
+            {{- 'result:' ~ c.function.name ~ ' ' ~ r.content ~ '<|done|>' }}
+            {%- set state.open = true %}
+        {%- endfor %}
+    {%- endfor %}
+    {{- m.content }}
+    {%- if not m.tool_calls %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+# as gpt-oss: the conversation ends with another token than its turns, and a thought is a message of its own
+CHANNELS = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.thinking %}
+        {{- '<|im_start|>assistant why:' ~ m.thinking ~ '<|im_end|>' }}
+    {%- endif %}
+    {{- '<|im_start|>' ~ m.role ~ ' says:' ~ m.content }}
+    {{- '</s>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}
+"""
+# as GLM 4: nothing ends a turn but the token of the next role
+ROLES = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{ '<|assistant|>\n<think></think>\n' ~ m.content }}
+        {%- for c in m.tool_calls or [] %}{{ '\n<tool_call>' ~ c.function | tojson ~ '\n</tool_call>' }}{% endfor %}
+    {%- else %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+# as Phi 3: the end of the conversation is a mark of its own; another one holds the thoughts
+PIECES = """
+{%- for m in messages %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{{ '<think></think>' }}{% endgeneration %}{{ '\n' }}
+        {%- generation %}{{ m.content ~ '<|im_end|>\n' }}{% endgeneration %}
+    {%- else %}{{ m.content ~ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- elif messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}
+"""
+HEADER, FOUR = "<|im_start|>{{ m.role }}\n", ("u:1", "a:2", "u:3", "a:4")
+THOUGHT = "<think>\nwhy\n</think>\n\n"
+
+
+def _both(tokenizer: Any, template: str, messages: Any, **options: Any) -> list[str]:
+    """What is supervised, which is the same with marks and without them, of the same tokens."""
+    marked, derived = (encode(tokenizer, text, messages, **options) for text in (template, unmarked(template)))
+    assert derived.input_ids.tolist() == marked.input_ids.tolist()
+    assert shown(tokenizer, derived) == shown(tokenizer, marked)
+    return [part.partition("⟧")[0] for part in shown(tokenizer, derived).split("⟦")[1:]]
+
+
+def _calls(text: str = "", **more: Any) -> list[dict[str, Any]]:
+    call = {"role": "assistant", "content": text, "tool_calls": [CALL], **more}
+    return [*say("u:1"), call, {**say("t:cold")[0], "tool_call_id": "c1"}, *say("a:It is.")]
+
+
+def _content_marked(header: str, end: str, last: str = "", inside: str = "") -> str:
+    """Marks around what turns say: what stands before them, behind them, behind the conversation, and in them too."""
+    return (
+        f"{{% for m in messages %}}{header}{{% if m.role == 'assistant' %}}{{% generation %}}{{{{ m.content }}}}"
+        f"{{% for c in m.tool_calls or [] %}}<tool_call>{{{{ c.function | tojson }}}}</tool_call>{{% endfor %}}"
+        f"{inside}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{inside}{{% endif %}}{end}{{% endfor %}}{last}"
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Any:
+    """The small tokenizer with the tokens of these templates; that of a call ends no turn."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<|tool|>", "<|result|>", "<|done|>"], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
+    return tokenizer
+
+
+def test_turns_of_templates_of_every_temper(small: Any):
+    look = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}'
+    empty = "<think>\n\n</think>\n\n"
+    table: list[tuple[str, Any, list[str]]] = [
+        (CHATML, say("u:Hi", "a:Yo"), ["Yo<|im_end|>"]),
+        (CHATML, say("s:S", *FOUR), ["2<|im_end|>", "4<|im_end|>"]),
+        (CHATML, say("u:Hi", "a:"), ["<|im_end|>"]),
+        (CHATML, say("a:Yo", "u:Hi"), ["Yo<|im_end|>"]),
+        (CHATML, say("u:x", "a:x", "a:x"), ["x<|im_end|>", "x<|im_end|>"]),
+        (CHATML, say("u:é", "a:né 日本 \n"), ["né 日本 \n<|im_end|>"]),
+        (CHATML, say("u:\ue000", "a:\ue001 z"), ["\ue001 z<|im_end|>"]),
+        (CHATML, _calls(), [look + "<|im_end|>", "It is.<|im_end|>"]),
+        (CHATML, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
+        (INSTRUCT, say("s:S", *FOUR), [" 2</s>", " 4</s>"]),
+        (THINKING, say("u:1", "a:2"), [empty + "2<|im_end|>"]),
+        (THINKING, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
+        (THINKING, say("u:1", f"a:{THOUGHT}2", "u:3", f"a:{THOUGHT}4"), ["2<|im_end|>", THOUGHT + "4<|im_end|>"]),
+        (THINKING, say("u:1", "a:2", "u:3"), ["2<|im_end|>"]),
+        (THINKING, say("u:1", "a: 2 \n"), [empty + " 2 \n<|im_end|>"]),
+        (THINKING, say("u:1", "a:2", "t:r", "a:"), [empty + "2<|im_end|>", empty + "<|im_end|>"]),
+        (THINKING, say("s:S", "a:0", "u:1", "a:2"), ["0<|im_end|>", empty + "2<|im_end|>"]),
+        (THINKING, _calls(reasoning="why"), [THOUGHT + look + "<|im_end|>", empty + "It is.<|im_end|>"]),
+        (OPENING, say("u:1", "a:2", "u:3", "a:<think>x</think>4"), ["2</s>", "4</s>"]),
+        (HEADERS, say(*FOUR), ["2</s>", "4</s>"]),
+        (HEADERS, say("u: 1\n", "a: 2\n\n", "u:3", "a:\n4 5 "), ["2</s>", "4 5</s>"]),
+        (HEADERS, say("s: ", "u:1", "a: "), ["</s>"]),
+        (HEADERS, say("a:1"), ["1</s>"]),
+        (HEADERS, _calls("Let me."), [f"Let me.{look}</s>", "It is.</s>"]),
+    ]
+    for template, messages, wanted in table:
+        assert _both(small, template, messages) == wanted, (template, messages)
+
+
+def test_what_else_stands_in_a_turn(tokens: Any):
+    """Results of tools are never supervised, also inside of a turn; ends of earlier turns are, whatever they are."""
+    call = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    content = _content_marked(HEADER, "<|im_end|>\n", ASKED)
+    inside = '<tool_call>call:look{"city": "Oslo"}<|result|>'
+    said = "<|im_start|>assistant says:2<|im_end|>"
+    table: list[tuple[str, Any, list[str]]] = [
+        (INSIDE, _calls(), [inside, "It is.<|im_end|>"]),
+        (INSIDE, _calls("Let me."), [inside, "Let me.It is.<|im_end|>"]),
+        (INSIDE, say(*FOUR), ["2<|im_end|>", "4<|im_end|>"]),
+        (CHANNELS, say(*FOUR), [" says:2<|im_end|>", " says:4</s>"]),
+        (CHANNELS, [*say("u:1"), {**say("a:2")[0], "thinking": "why"}, *say("u:3")], [f" why:why<|im_end|>{said}"]),
+        (ROLES, say(*FOUR), ["\n<think></think>\n2<|user|>", "\n<think></think>\n4"]),
+        (ROLES, _calls(), [f"\n<think></think>\n\n{call}<|tool|>", "\n<think></think>\nIt is."]),
+        (PIECES, say(*FOUR), ["<think></think>", "2<|im_end|>\n", "<think></think>", "4<|im_end|>\n</s>"]),
+        (content, _calls(), [call.replace("\n", "") + "<|im_end|>", "It is.<|im_end|>"]),
+    ]
+    for template, messages, wanted in table:
+        assert supervised(tokens, template, messages) == wanted, (template, messages)
+    assert supervised(tokens, PIECES, say(*FOUR), supervise="last") == ["<think></think>", "4<|im_end|>\n</s>"]
+
+
+def test_kwargs_of_the_template(small: Any):
+    """A row's own go before those of the recipe; what a turn shows of thoughts is supervised all the same."""
+    template = "{{ mood }}:" + unmarked(THINKING)
+    row = {"chat_template_kwargs": {"enable_thinking": False, "mood": "b", "other": None}}
+    for messages, wanted in (
+        (say("u:1", "a:2"), "⟦2<|im_end|>⟧"),
+        (say("u:1", f"a:{THOUGHT}2"), f"⟦{THOUGHT}2<|im_end|>⟧"),
+    ):
+        text = shown(small, encode(small, template, messages, row=row, chat_template_kwargs={"mood": "a"}))
+        assert text.startswith("b:<|im_start|>user")
+        assert text.endswith(wanted)
+        plain = shown(small, encode(small, template, messages, chat_template_kwargs={"mood": "a"}))
+        assert plain.startswith("a:<|im_start|>user")
+    with pytest.raises(DataError, match=r"^rows\.jsonl:7: chat_template_kwargs are names with values, not str"):
+        encode(small, template, say("u:1", "a:2"), row={"chat_template_kwargs": "x"})
+
+
+def test_which_turns(small: Any):
+    """By ``supervise`` and by what messages say, which the template does not see; others need no marks."""
+    keys = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.keys() | join('+') }}")
+    for flags, options, wanted in [
+        ({}, {"supervise": "last"}, ["4<|im_end|>"]),
+        ({1: True}, {"supervise": "flagged"}, ["2<|im_end|>"]),
+        ({1: False}, {}, ["4<|im_end|>"]),
+        ({1: False, 3: True}, {"supervise": "flagged"}, ["4<|im_end|>"]),
+        ({0: False}, {}, ["2<|im_end|>", "4<|im_end|>"]),
+    ]:
+        messages = say(*FOUR)
+        for index, flag in flags.items():
+            messages[index]["train"] = flag
+        assert _both(small, CHATML, messages, **options) == wanted
+        assert "train" not in shown(small, encode(small, keys, messages, **options))
+    last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
+    with pytest.raises(DataError, match="does not show assistant turn 1 whole"):
+        encode(small, last, say(*FOUR))
+    messages = say(*FOUR)
+    messages[0]["train"] = True
+    with pytest.raises(DataError, match=r"^rows\.jsonl:7: message 0: train: true on a message of the role user"):
+        encode(small, CHATML, messages)
+
+
+def test_everything_but_what_is_left_out(small: Any, caplog: pytest.LogCaptureFixture):
+    messages = say(*FOUR)
+    messages[0]["train"] = messages[1]["train"] = False
+    for template in (CHATML, _content_marked(HEADER, "<|im_end|>\n", ASKED)):
+        row = encode(small, template, messages, train_on_prompt=True)
+        left_out = [t for t, mark in zip(row.input_ids[1:], row.supervised[1:], strict=True) if not mark]
+        assert small.decode(left_out) == "2<|im_end|>"
+    assert "a message of another role than the assistant's says train: false, and is supervised" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "end", "last", "wanted"),
+    [
+        (HEADER, "<|im_end|>\n", ASKED, "<|im_end|>"),
+        (HEADER, "<|im_end|>\n", "", "<|im_end|>"),
+        (HEADER, "{{ '\n' }}<|im_end|>\n", ASKED, "\n<|im_end|>"),
+        (HEADER, "<|im_end|>\n", ASKED.replace("{% endif %}", "{% else %}</s>{% endif %}"), "<|im_end|>"),
+        (HEADER, "<|im_end|></s>\n", "", "<|im_end|></s>"),
+        ("", "</s>", "", "</s>"),
+        (HEADER, "</s>\n", "<|im_start|>assistant{{ '\n' }}", "</s>"),
+        (
+            "{{ '[INST]' if m.role != 'assistant' }}",
+            "{{ '<|im_end|>' if m.role == 'assistant' else '[/INST]' }}",
+            "",
+            "<|im_end|>",
+        ),
+    ],
+)
+def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any, header: str, end: str, last: str, wanted: str):
+    """In every turn alike, the last one or not, and as it is derived without marks."""
+    template, talk = _content_marked(header, end, last), say("s:S", "u:1", "a:2", "u:3", "a:4 ", "u:5")
+    for length, said in ((3, ["2"]), (4, ["2"]), (5, ["2", "4 "]), (6, ["2", "4 "])):
+        assert _both(small, template, talk[:length]) == [text + wanted for text in said]
+        assert _both(small, template, talk[:length], supervise="last") == [said[-1] + wanted]
+
+
+@pytest.mark.parametrize(
+    ("header", "end", "last"),
+    [
+        (HEADER, "\n", ASKED),
+        (HEADER, "\n", "<|im_start|>assistant{{ '\n' }}"),
+        ("<s>{{ m.role }}\n", "", "<s>assistant{{ '\n' }}"),
+        ("{{ '<s>' if m.role == 'user' }}", "", ""),
+    ],
+)
+def test_what_begins_a_turn_of_the_assistants_is_not_supervised(
+    small: Any, caplog: pytest.LogCaptureFixture, header: str, end: str, last: str
+):
+    template = _content_marked(header, end, last)
+    with caplog.at_level(logging.WARNING, "lit_fsdp"):
+        assert _both(small, template, say(*FOUR)) == ["2", "4"]
+    assert {r.getMessage() for r in caplog.records} == {
+        "rows.jsonl:7: behind an assistant turn the chat template has no special token that could end it, so the model "
+        "does not learn to stop there"
+    }
+
+
+def test_marks_that_hold_the_end_of_turn_stay_as_they_are(small: Any, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "lit_fsdp"):
+        for end in ("\n", "</s>\n", "<s>"):
+            template = _content_marked(HEADER, end, "</s>", inside="<|im_end|>")
+            first, second = supervised(small, template, [*say("u:0", "a:2"), *_calls()[:2]])
+            assert (first, second[-10:]) == ("2<|im_end|>", "<|im_end|>")
+        assert not caplog.records
+        encode(small, _content_marked(HEADER, "<|im_end|>\n", ASKED), say(*FOUR))
+    assert [record.getMessage() for record in caplog.records] == [
+        "rows.jsonl:7: the chat template's {% generation %} marks end before <|im_end|>, which ends the turn, so it is "
+        "supervised too: the model has to emit it to stop"
+    ]
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+@pytest.mark.parametrize("sides", [("rstrip",), ("lstrip",), ("lstrip", "rstrip"), ()])
+def test_special_tokens_that_take_in_blanks(make: Any, sides: tuple[str, ...]):
+    """The blanks go with their token: those after a header are not supervised, those after an end are no border."""
+    tokenizer, given = make(), dict.fromkeys(sides, True)
+    marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **given) for w in ("user", "assistant", "end")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    messages = say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
+    assert [text.strip() for text in _both(tokenizer, TAKING, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
+    assert [text.strip() for text in _both(tokenizer, TAKING, messages, supervise="last")] == ["a b<|end|>"]
+    text = tokenizer.apply_chat_template(messages, chat_template=unmarked(TAKING), tokenize=False)
+    ids = encode(tokenizer, TAKING, messages).input_ids.tolist()
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
+
+
+def test_a_token_across_the_border_is_split(small: Any):
+    """The merge of two line breaks would join the header's with the answer's; at inference they come apart."""
+    merged = small.convert_tokens_to_ids("ĊĊ")
+    row = encode(small, CHATML, say("u:Hi", "a:\nYo"))
+    assert shown(small, row).endswith("<|im_start|>assistant\n⟦\nYo<|im_end|>⟧")
+    assert merged not in row.input_ids
+    inner = encode(small, CHATML, say("u:Hi", "a:Yo\n\nHi"))
+    assert merged in inner.input_ids[inner.supervised]
+
+
+def test_a_border_that_cannot_be_exact_is_refused(sentencepiece: Any):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: token .* lies across the border"):
+        encode(sentencepiece, template, say("u:a", "a:x\u2581", "u:b", "a:b"))
+    row = encode(sentencepiece, INSTRUCT, say("s:b", "u:a", "a:b", "u:a", "a:b"))
+    learned = sentencepiece.convert_ids_to_tokens(row.input_ids[row.supervised].tolist())
+    assert learned == ["▁b", "</s>", "▁b", "</s>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "does not show assistant turn 1"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), "does not show assistant turn 1"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), "does something else with this conversation"),
+        (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), "does something else with this conversation"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses it .roles must alternate"),
+        ("{{ missing.attribute }}", "refuses it"),
+    ],
+)
+def test_a_template_that_does_something_else_is_refused(small: Any, template: str, message: str):
+    for text in (template, unmarked(template)):
+        with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{message}"):
+            encode(small, text, say("u:one", "a:two"))
+
+
+def test_marks_around_something_else_are_refused(small: Any):
+    head = "{% for m in messages %}[{{ m.role }}]"
+    turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
+    for template in (
+        "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+        head.replace("[{{", "{% set x %}[{{") + turn + "{% endset %}{{ x }}{% endfor %}",
+        head + turn.replace("'assistant'", "'user'") + "{% endfor %}",
+        head + "{{ m.content }}" + turn.replace("{{ m.content }}</s>", "") + "{% endfor %}",
+        "{% generation %}{% for m in messages %}{{ m.content }}</s>{% endfor %}{% endgeneration %}",
+    ):
+        with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"):
+            encode(small, template, say("u:q", "a:answer", "u:q", "a:more"))
+
+
+@pytest.mark.parametrize(
+    "shows", ["''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"]
+)
+def test_calls_that_are_not_shown_whole_are_refused(small: Any, shows: str):
+    """Or the model would learn to call without arguments, or to answer with nothing."""
+    template = CHATML.replace("c.function | tojson", shows)
+    for text in (template, unmarked(template)):
+        with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"):
+            encode(small, text, _calls())
+
+
+def test_half_a_character_in_a_call(small: Any):
+    call = {"function": {"name": "look", "arguments": {"city": "\ud83d"}}}
+    with pytest.raises(DataError, match=r"^rows\.jsonl:7: half a character .*d83d"):
+        encode(small, CHATML, [*say("u:1"), {"role": "assistant", "content": "", "tool_calls": [call]}])
