@@ -10,9 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lit_fsdp.callbacks.background import announce, open_background
-from lit_fsdp.callbacks.counters import count_in_micro_batches_of
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops, is_imported
 from lit_fsdp.callbacks.disk_space import DiskSpace, raise_alike
-from lit_fsdp.callbacks.imported import fill_in_loops, is_imported
 from lit_fsdp.callbacks.resume import make_room
 from lit_fsdp.checkpoint import retention
 from lit_fsdp.checkpoint.find import FOLDER, best, checkpoints, resolve_ckpt_path, survey

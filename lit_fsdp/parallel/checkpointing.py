@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.checkpoint import retention, state_json, store
 from lit_fsdp.checkpoint.background import BackgroundSaver
-from lit_fsdp.checkpoint.importing.lightning_source import read_lightning_file
+from lit_fsdp.checkpoint.importing.sources import read_lightning_file
 from lit_fsdp.checkpoint.sound import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError

@@ -21,7 +21,7 @@ import torch
 from lit_fsdp.checkpoint import dcp_files, disk, retention, staging, store
 from lit_fsdp.checkpoint.find import step_folder
 from lit_fsdp.checkpoint.hf_export import export
-from lit_fsdp.checkpoint.importing import safe_files
+from lit_fsdp.checkpoint.importing import untrusted
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.errors import CheckpointError
 from tests.faults.ledger import Ledger
@@ -128,7 +128,7 @@ def test_torch_files_of_others(marker: Path, tmp_path: Path, ledger: Ledger) -> 
                 with ledger.trial(ROW):
                     torch.save(content, path, _use_new_zipfile_serialization=as_zip)
                     with pytest.raises(CheckpointError, match="nothing of it was run"):
-                        safe_files.read_torch(path)
+                        untrusted.read_torch(path)
                     assert not marker.exists()
 
 
@@ -160,7 +160,7 @@ def test_safetensors_headers(victim: Path, ledger: Ledger, name: str) -> None:
         with pytest.raises(CheckpointError):
             store.load_rank_state(victim, 0)
         with pytest.raises(CheckpointError):
-            safe_files.safetensors_tensors(path)
+            untrusted.read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""])
@@ -188,7 +188,7 @@ def test_names_that_lead_outside(victim: Path, tmp_path: Path, ledger: Ledger, n
             )
         (victim / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CheckpointError):
-            safe_files.safetensors_state(victim, "m.safetensors")
+            untrusted.read_safetensors(victim / "m.safetensors.index.json")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
     assert {path: after[path] for path in before if path.is_file()} == {p: t for p, t in before.items() if p.is_file()}
     assert after.keys() == before.keys()
@@ -230,6 +230,6 @@ def test_a_zip_that_names_files_elsewhere(tmp_path: Path, marker: Path, ledger: 
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("../marker", "evil")
         with contextlib.suppress(CheckpointError):
-            safe_files.read_torch(path)
+            untrusted.read_torch(path)
         assert not marker.exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt"]
