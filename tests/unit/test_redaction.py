@@ -14,7 +14,7 @@ import yaml
 
 from lit_fsdp import redaction
 from lit_fsdp.__main__ import main
-from lit_fsdp.callbacks.run_record import write_json
+from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.data_record import DataRecord
+from lit_fsdp.callbacks.records import DataRecord
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 

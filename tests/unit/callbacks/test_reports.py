@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from lit_fsdp.callbacks import progress
-from lit_fsdp.callbacks.predictions import PredictionWriter
 from lit_fsdp.callbacks.progress import RunProgress
-from lit_fsdp.callbacks.run_record import print_audit, print_dtypes, write_json
+from lit_fsdp.callbacks.records import PredictionWriter, print_audit, print_dtypes, write_json
 
 
 def test_predictions_are_written_in_row_order_once(tmp_path: Path):
