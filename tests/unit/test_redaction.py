@@ -99,6 +99,8 @@ def test_values_by_their_keys():
         "logger": [{"init_args": {"api_key": "k", "password": 123456, "token": None, "offline": True, "tags": ("a",)}}],
         "credentials": {"user": "me", "more": ["x", 7]},
         "eos_token": "</s>",
+        "num_token": 5,
+        "loss_of_token": 0.5,
     }
     before = json.dumps(recipe)
     assert redaction.redact_values(recipe) == {
@@ -108,6 +110,8 @@ def test_values_by_their_keys():
         ],
         "credentials": {"user": "***", "more": ["***", "***"]},
         "eos_token": "</s>",
+        "num_token": 5,
+        "loss_of_token": 0.5,
     }
     assert json.dumps(recipe) == before
 
@@ -209,8 +213,7 @@ def test_threads_that_die(capsys, monkeypatch):
     def fail() -> None:
         raise RuntimeError(CANARY)
 
-    for place, name in ((sys, "excepthook"), (threading, "excepthook")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # put back afterwards
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
     with redaction.guarded_streams():
         thread = threading.Thread(target=fail)
         thread.start()
@@ -222,7 +225,7 @@ def test_threads_that_die(capsys, monkeypatch):
 
 def test_tracebacks_that_end_the_process():
     code = "from lit_fsdp import __main__ as m\ndef boom(argv): raise KeyError({'t': argv[0]})\nm.run = boom\n"
-    words = [sys.executable, "-c", code + f"m.main(['{CANARY}'])"]
+    words = [sys.executable, "-c", code + f"import sys; sys.exit(m.main(['{CANARY}']))"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback (most recent call last)" in done.stderr
