@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_state
 from tests.dist.reference import LEARNING_RATE, reference_losses

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from lit_fsdp.checkpoint import dcp_files, disk, retention, staging, store
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.find import step_folder
-from lit_fsdp.checkpoint.hf_export import export
 from lit_fsdp.checkpoint.importing import untrusted
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.errors import CheckpointError
