@@ -49,23 +49,11 @@ class IsolationProof(Callback):
     def __init__(self) -> None:
         self._done = False
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Prove it before the first step of this process."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def on_validation_batch_start(
+    def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Prove it before the first validation, if nothing was trained."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Prove it before the first test batch."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def _prove_once(self, trainer: Trainer, module: Any, batch: Any) -> None:
+        """Prove it before the first step of this process, or the first validation or test if nothing is trained."""
+        module: Any = pl_module
         if self._done:
             return
         self._done = True
@@ -92,6 +80,8 @@ class IsolationProof(Callback):
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)
             print(_sentence(record, not remembered), file=sys.stderr)
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
         """See :func:`prove_isolation`."""
