@@ -48,6 +48,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._seen_step, self._is_warm, self._is_paused = trainer.global_step, False, True
+        self._begin_again()
         missing = self._flops.read_device(trainer, pl_module)
         if missing and trainer.is_global_zero:
             print(missing, file=sys.stderr)
@@ -86,7 +87,7 @@ class Throughput(Callback):
             self._log(trainer, pl_module, counts)
         elif is_step and not self._is_warm:
             self._is_warm = True
-            self._seconds = self._waited = 0.0
+            self._begin_again()
         self._seen_step = trainer.global_step
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: dict[str, float]) -> None:
@@ -109,6 +110,9 @@ class Throughput(Callback):
             found["peak_reserved_gib"] = reserved / GIB
         for name, value in found.items():
             pl_module.log(name, value, prog_bar=name in ("tokens_per_second", "mfu", "peak_memory_gib"))
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
 
 

@@ -18,10 +18,10 @@ import torch
 
 from lit_fsdp.checkpoint import disk
 from lit_fsdp.checkpoint.export_card import model_card
-from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, Form, plan_export
+from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, plan_export
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
-from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes
+from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import return_freed_memory
@@ -38,31 +38,21 @@ class ExportReport:
 
     folder: Path
     """Where the model is."""
-    form: Form
-    """A whole model, an adapter, or a model with its adapter merged."""
-    dtype: str
-    """Dtype of its floating-point tensors, as in config.json."""
-    num_tensors: int
-    """Tensors written; a tied one once."""
-    num_params: int
-    """Elements in them."""
-    num_bytes: int
-    """Bytes of the weight files."""
+    plan: ExportPlan
+    """Names, dtypes and ties of what is in it."""
     files: list[str]
     """Every file in the folder."""
-    tied: dict[str, str]
-    """Names that are not stored because the model shares them, and the name each is shared with."""
-    left_out: list[str]
-    """Tensors of the training module that are not part of the transformers model."""
     is_verified: bool
     """Whether it was loaded again and compared before it was published."""
 
     def __str__(self) -> str:
-        what = {"model": "", "adapter": ", adapter only", "merge": ", adapter merged"}[self.form]
-        shared = f", {len(self.tied)} tied name(s) stored once" if self.tied else ""
-        size = f"{self.num_params / 1e6:.1f}M parameters, {self.num_bytes / GIB:.2f} GiB"
+        plan = self.plan
+        what = {"model": "", "adapter": ", adapter only", "merge": ", adapter merged"}[plan.form]
+        shared = f", {len(plan.tied)} tied name(s) stored once" if plan.tied else ""
+        num_params = sum(torch.Size(spec.shape).numel() for spec in plan.specs.values())
+        size = f"{num_params / 1e6:.1f}M parameters, {plan.num_bytes / GIB:.2f} GiB"
         checked = "; verified: loaded again, keys, tensors and logits are equal" if self.is_verified else ""
-        return f"{self.folder}: {self.num_tensors} tensors in {self.dtype}, {size}{what}{shared}{checked}"
+        return f"{self.folder}: {len(plan.specs)} tensors in {plan.dtype}, {size}{what}{shared}{checked}"
 
 
 def export(
@@ -120,18 +110,7 @@ def export(
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return ExportReport(
-        folder=out,
-        form=plan.form,
-        dtype=plan.dtype,
-        num_tensors=len(plan.specs),
-        num_params=sum(torch.Size(spec.shape).numel() for spec in plan.specs.values()),
-        num_bytes=sum(num_bytes(spec) for spec in plan.specs.values()),
-        files=files,
-        tied=plan.tied,
-        left_out=plan.left_out,
-        is_verified=check is not None,
-    )
+    return ExportReport(folder=out, plan=plan, files=files, is_verified=check is not None)
 
 
 def _check_out(out: Path) -> None:
@@ -176,8 +155,8 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     texts["config.json"] = config
     if len(plan.shards) > 1:
         weight_map = {name: file for file, names in plan.files().items() for name in names}
-        total = {"total_size": sum(num_bytes(spec) for spec in plan.specs.values())}
-        texts["model.safetensors.index.json"] = _json({"metadata": total, "weight_map": weight_map})
+        content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
+        texts["model.safetensors.index.json"] = _json(content)
     return texts
 
 

@@ -50,9 +50,13 @@ class ExportPlan:
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     """Adapters to merge, by name in the export."""
     specs: Mapping[str, TensorSpec]
+    """Dtype and shape by name in the export; a tied tensor once."""
     shards: list[list[str]]
+    """Names by weight file."""
     tied: dict[str, str]
+    """Names that are not stored because the model shares them, and the name each is shared with."""
     left_out: list[str]
+    """Tensors of the training module that are not part of the transformers model."""
 
     @property
     def dtype(self) -> str:
@@ -62,6 +66,11 @@ class ExportPlan:
             if getattr(torch, spec.dtype).is_floating_point:
                 votes[spec.dtype] += max(1, num_bytes(spec))
         return votes.most_common(1)[0][0] if votes else "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(num_bytes(spec) for spec in self.specs.values())
 
     def files(self) -> dict[str, list[str]]:
         """Tensor names by file name, in the order transformers numbers them."""

@@ -30,7 +30,7 @@ export(Path(tiny), Path(out) / "tiny", **options)
 before = peak()
 report = export(Path(ckpt), Path(out) / "big", **options)
 sizes = [(Path(out) / "big" / name).stat().st_size for name in report.files]
-print(json.dumps([peak() - before, max(sizes), report.num_bytes]))
+print(json.dumps([peak() - before, max(sizes), report.plan.num_bytes]))
 """
 
 

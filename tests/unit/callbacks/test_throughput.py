@@ -83,6 +83,17 @@ def test_rates_are_means_since_they_were_last_logged(monkeypatch: pytest.MonkeyP
     assert run.callback.total_tokens == 900
 
 
+def test_a_second_fit_counts_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch, every=4)
+    for _ in range(6):
+        run.step(seconds=2, tokens=100)
+    run.now += 1000
+    run.callback.on_train_start(run.trainer, run.module)
+    run.step(seconds=50, tokens=100)
+    run.step(seconds=4, tokens=100)
+    assert [found["tokens_per_second"] for found in run.logged] == [50.0, 25.0]
+
+
 @pytest.mark.parametrize("pause", ["on_validation_start", "on_save_checkpoint"])
 def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch, pause: str):
     run = Run(monkeypatch)

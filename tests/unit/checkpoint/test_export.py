@@ -78,7 +78,7 @@ def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, la
     report = export(checkpoint(layout), tmp_path / "out", dtype=dtype, max_shard_gib=max_shard_gib)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     name = "bfloat16" if dtype == "bf16" else "float32"
-    assert (config["dtype"], config["architectures"], report.dtype) == (name, ["LlamaForCausalLM"], name)
+    assert (config["dtype"], config["architectures"], report.plan.dtype) == (name, ["LlamaForCausalLM"], name)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.dtype == getattr(torch, name)
     expected = model if dtype != "bf16" else LlamaForCausalLM(model.config).eval()
@@ -94,9 +94,9 @@ def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, la
             stored += opened.keys()
             assert opened.metadata() == {"format": "pt"}
     assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
-    assert (report.num_tensors, report.num_params) == (len(stored), model.num_parameters())
+    assert len(report.plan.specs) == len(stored)
     assert (len(weights) > 2) == (max_shard_gib < 1) == ((tmp_path / "out" / "model.safetensors.index.json").exists())
-    assert (report.tied, report.left_out) == (TIED, ["model/scale"])
+    assert (report.plan.tied, report.plan.left_out) == (TIED, ["model/scale"])
 
 
 def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_path):
@@ -131,7 +131,7 @@ def test_one_piece_of_a_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monk
     monkeypatch.setattr(pieces, "_some_rows", counting)
     report = export(checkpoint("full"), tmp_path / "out")
     assert others == [0] * len(seen)
-    assert len(seen) > 3 * report.num_tensors
+    assert len(seen) > 3 * len(report.plan.specs)
 
 
 def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):

@@ -96,7 +96,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_a_sound_export_passes(saved, tmp_path, layout, dtype):
     folder = saved(layout=layout).folder
     report = export(folder, tmp_path / "out", dtype=dtype, check=CHECK, max_shard_gib=3e-6)
-    assert (report.is_verified, report.form) == (True, "model")
+    assert (report.is_verified, report.plan.form) == (True, "model")
     assert str(report).endswith("verified: loaded again, keys, tensors and logits are equal")
     assert len([name for name in report.files if name.endswith(".safetensors")]) > 2
 
@@ -179,12 +179,12 @@ LORAS = {
 def test_adapters_alone_and_merged_are_the_live_model(saved, tmp_path, family, kind, layout):
     made = saved(family, LORAS[kind], layout)
     report = export(made.folder, tmp_path / "adapter", check=CHECK)
-    assert (report.form, report.is_verified) == ("adapter", True)
+    assert (report.plan.form, report.is_verified) == ("adapter", True)
     assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), tmp_path / "adapter")
     assert torch.equal(logits(live), made.logits())
     merged = export(made.folder, tmp_path / "merged", lora="merge", check=CHECK)
-    assert merged.form == "merge"
+    assert merged.plan.form == "merge"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert type(plain) is type(made.model)
     torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
@@ -217,7 +217,7 @@ def test_embeddings_biases_and_whole_modules_come_along(saved, tmp_path, family,
 @pytest.mark.parametrize("lora", ["adapter", "merge"])
 def test_adapters_in_another_dtype(saved, tmp_path, lora):
     report = export(saved(lora=LORAS["dora"]).folder, tmp_path / "out", lora=lora, dtype="bf16", check=CHECK)
-    assert (report.dtype, report.is_verified) == ("bfloat16", True)
+    assert (report.plan.dtype, report.is_verified) == ("bfloat16", True)
 
 
 def test_a_tampered_adapter_is_not_published(saved, tmp_path):
