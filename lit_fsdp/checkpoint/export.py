@@ -153,8 +153,8 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     if plan.form == "adapter":
         return {**texts, "adapter_config.json": _json(plan.entry["adapter"])}
     texts["config.json"] = config
-    if len(plan.shards) > 1:
-        weight_map = {name: file for file, names in plan.files().items() for name in names}
+    if len(plan.files) > 1:
+        weight_map = {name: file for file, names in plan.files.items() for name in names}
         content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
         texts["model.safetensors.index.json"] = _json(content)
     return texts
@@ -172,7 +172,7 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
         if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
             disk.copy_file(manifest.file(name), draft / inner)
     pieces = open_pieces(manifest)
-    for file, names in plan.files().items():
+    for file, names in plan.files.items():
         _write_file(draft / file, plan, names, pieces)
         return_freed_memory()
 
