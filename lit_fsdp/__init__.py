@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_fsdp.callbacks.checkpoint import Checkpoint
-    from lit_fsdp.callbacks.data_record import DataRecord
     from lit_fsdp.callbacks.isolation import IsolationProof
+    from lit_fsdp.callbacks.records import DataRecord
     from lit_fsdp.checkpoint.store import load_weights
     from lit_fsdp.cli import RecipeCLI
     from lit_fsdp.datamodule import CausalLMDataModule
@@ -30,7 +30,7 @@ _HOMES = {
     "ConfigError": "errors",
     "ContractError": "errors",
     "DataError": "errors",
-    "DataRecord": "callbacks.data_record",
+    "DataRecord": "callbacks.records",
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.muon",
     "RecipeCLI": "cli",

@@ -21,13 +21,10 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
-from lit_fsdp.callbacks.csv_log import RunCSVLogger
-from lit_fsdp.callbacks.data_record import DataRecord
 from lit_fsdp.callbacks.isolation import IsolationProof
-from lit_fsdp.callbacks.logger_runs import LoggerRuns, go_on_logging
-from lit_fsdp.callbacks.predictions import PredictionWriter
+from lit_fsdp.callbacks.loggers import LoggerRuns, RunCSVLogger, go_on_logging
 from lit_fsdp.callbacks.progress import RunProgress
-from lit_fsdp.callbacks.run_record import PENDING_RECIPE, RunRecord
+from lit_fsdp.callbacks.records import PENDING_RECIPE, DataRecord, PredictionWriter, RunRecord
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming

@@ -61,10 +61,8 @@ def _ended(act: Callable[[], int], debug: bool) -> int:
         _drop_output()
         return _say(f"{error.strerror}", 1)
     except Exception as error:
-        if not _lost(error):
-            raise
-        sys.excepthook(type(error), error, error.__traceback__)
-        return EXIT_LOST
+        traceback.print_exc()
+        return EXIT_LOST if _lost(error) else 1
 
 
 def _lost(error: BaseException) -> list[str]:

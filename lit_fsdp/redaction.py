@@ -12,11 +12,8 @@ import json
 import os
 import re
 import sys
-import threading
-import traceback
 import urllib.parse
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 HIDDEN = "***"
@@ -48,6 +45,13 @@ def is_secret_key(name: str) -> bool:
     return bool(_KEY.search(lowered)) and not _SPECIAL_TOKEN.search(lowered)
 
 
+def _hides(name: str, value: Any) -> bool:
+    """Whether ``value`` is a secret under the key ``name``; a number of tokens is none."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return False
+    return is_secret_key(name) and not (isinstance(value, (int, float)) and name.lower().endswith("token"))
+
+
 def is_secret_variable(name: str) -> bool:
     """Whether an environment variable (``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_ACCESS_KEY_ID``) names a secret."""
     name = name.upper()
@@ -65,7 +69,7 @@ def remember(values: Any, name: str = "") -> None:
     elif isinstance(values, (list, tuple)):
         for value in values:
             remember(value, name)
-    elif is_secret_key(name) and isinstance(values, (str, int)) and not isinstance(values, bool):
+    elif _hides(name, values):
         _remembered.add(str(values))
 
 
@@ -93,7 +97,7 @@ def redact_values(values: Any, name: str = "") -> Any:
     if isinstance(values, (list, tuple)):
         hidden = [redact_values(value, name) for value in values]
         return tuple(hidden) if type(values) is tuple else hidden
-    if is_secret_key(name) and isinstance(values, (str, int, float)) and not isinstance(values, bool) and values != "":
+    if _hides(name, values) and values != "":
         return HIDDEN
     return redact(values) if isinstance(values, str) else values
 
@@ -112,13 +116,9 @@ def hidden_keys(values: Any, path: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Standard output and standard error without secrets, whoever writes there from Python.
-
-    Tracebacks of uncaught exceptions too, also of those that end the process afterwards.
-    """
+    """Keep secrets out of standard output and standard error, whoever writes there from Python."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Redacting(stream) for stream in before)  # closed ones are None
-    sys.excepthook, threading.excepthook = _show_exception, _show_thread_exception
     try:
         yield
     finally:
@@ -129,16 +129,6 @@ class OutputError(OSError):
     """Standard output or standard error cannot be written, as on a full disk."""
 
 
-@contextlib.contextmanager
-def _named(stream: TextIO) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:  # who reads has enough
-        raise
-    except OSError as error:
-        raise OutputError(error.errno, f"{stream.name.strip('<>')} cannot be written: {error.strerror}") from error
-
-
 class _Redacting:
     """A text stream that writes to another one what :func:`redact` leaves."""
 
@@ -146,22 +136,26 @@ class _Redacting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with _named(self._stream):
-            self._stream.write(redact(text))
+        self._call(self._stream.write, redact(text))
         return len(text)
 
     def flush(self) -> None:
-        with _named(self._stream):
-            self._stream.flush()
+        self._call(self._stream.flush)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def _call(self, function: Callable[..., Any], *arguments: str) -> None:
+        try:
+            function(*arguments)
+        except BrokenPipeError:  # who reads has enough
+            raise
+        except OSError as error:
+            name = self._stream.name.strip("<>")
+            raise OutputError(error.errno, f"{name} cannot be written: {error.strerror}") from error
 
 
 def _known_secrets() -> re.Pattern[str] | None:
@@ -176,14 +170,3 @@ def _known_secrets() -> re.Pattern[str] | None:
     if not forms:
         return None
     return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)))
-
-
-def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
-        sys.stderr.flush()
-
-
-def _show_thread_exception(arguments: threading.ExceptHookArgs) -> None:
-    if arguments.exc_type is not SystemExit and arguments.exc_value is not None:
-        _show_exception(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lit_fsdp.callbacks.counters import count_in_micro_batches_of
-from lit_fsdp.callbacks.imported import fill_in_loops, is_imported
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops, is_imported
 from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks

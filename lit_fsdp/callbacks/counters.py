@@ -7,11 +7,22 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lit_fsdp.checkpoint.importing.convert import IMPORTED
+
+
+def is_imported(checkpoint: dict[str, Any]) -> bool:
+    """Whether ``lit-fsdp ckpt import`` wrote the checkpoint."""
+    return bool(checkpoint.get(IMPORTED))
+
 
 def count_in_micro_batches_of(
     trainer: Trainer, loop: dict[str, Any], saved: int | None
 ) -> GradientAccumulationScheduler | None:
-    """The counters of a fit loop, made right for the run of ``trainer``, in place.
+    """Make the saved counters of a fit loop right for the run of ``trainer``, in place.
+
+    Three things are mended. After the end of an epoch Lightning goes on counting from its last micro-batch, and would
+    step too early where that accumulation was a short one. Saved at a validation inside an accumulation, the data begin
+    that global batch again. And other ranks mean another accumulation for the same step.
 
     Args:
         trainer: About to go on.
@@ -23,55 +34,50 @@ def count_in_micro_batches_of(
         starts, so not for one that is resumed in the middle.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
-    close_epoch(epochs, batches)
+    current = batches["current"]
+    if batches["is_last_batch"] and all(c["completed"] == c["ready"] for c in (current, epochs["current"])):
+        current.update(dict.fromkeys(current, 0))
+        batches["is_last_batch"] = False
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     schedule = next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
     now = trainer.accumulate_grad_batches
     if schedule is not None:
         now = schedule.get_accumulate_grad_batches(max(0, epochs["current"]["ready"] - 1))
     before = now if saved is None else saved
-    begin_window_again(batches, before)
-    if before != now:
-        rescale_progress(batches, before, now)
+    taken = 0 if batches["is_last_batch"] else current["ready"] % before
+    for counters in (batches["total"], current):
+        ready = counters["ready"] - taken
+        if before != now:
+            ready = -(-ready // before) * now
+        counters.update({name: ready - (counters["ready"] - count) for name, count in counters.items()})
     return schedule
 
 
-def close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
-    """Counters saved after the end of an epoch, so that the next one starts at its first micro-batch, in place.
+def fill_in_loops(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Put Lightning's counters into an imported ``checkpoint`` as a run of this recipe would have saved them.
 
-    Lightning goes on counting from the last one, and would step too early where that accumulation was a short one.
+    A datamodule that can tell (``position_at``) gives the epoch; with another one the epoch begins at the import.
     """
-    ended = batches["is_last_batch"] and batches["current"]["completed"] == batches["current"]["ready"]
-    if ended and epochs["current"]["completed"] == epochs["current"]["ready"]:
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        batches["is_last_batch"] = False
-
-
-def begin_window_again(batches: dict[str, Any], accumulate: int) -> None:
-    """Counters saved at a validation inside an accumulation, set back to the optimizer step before, in place.
-
-    The data begin that global batch again; without this, later steps would end in the middle of global batches.
-
-    Args:
-        batches: ``total`` and ``current`` counters of micro-batches.
-        accumulate: Micro-batches per optimizer step when they were saved.
-    """
-    taken = 0 if batches["is_last_batch"] else batches["current"]["ready"] % accumulate
-    for counters in (batches["total"], batches["current"]):
-        for name in counters:
-            counters[name] -= taken
-
-
-def rescale_progress(progress: dict[str, Any], before: int, now: int) -> None:
-    """Lightning's micro-batch counters, saved at an optimizer step, for another accumulation, in place.
-
-    Args:
-        progress: ``total`` and ``current`` counters.
-        before: Micro-batches per optimizer step when they were saved.
-        now: Micro-batches per optimizer step from here on.
-    """
-    for counters in (progress["total"], progress["current"]):
-        ready = -(-counters["ready"] // before) * now
-        for name in ("completed", "started", "processed"):
-            counters[name] = ready - (counters["ready"] - counters[name])
-        counters["ready"] = ready
+    loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    checkpoint["loops"] = {name: getattr(trainer, name).state_dict() for name in loops}
+    loop, step = checkpoint["loops"]["fit_loop"], int(checkpoint["global_step"])
+    if not step:
+        return
+    optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for progress in (*optimizer["step"].values(), *optimizer["zero_grad"].values()):
+        progress.update(dict.fromkeys(progress, step))
+    loop["epoch_loop.scheduler_progress"]["total"].update(ready=step, completed=step)
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+    batches = loop["epoch_loop.batch_progress"]
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    if trainer.state.fn != "fit" or not hasattr(datamodule, "position_at"):
+        batches["total"].update(dict.fromkeys(batches["total"], step * trainer.accumulate_grad_batches))
+        return
+    epoch, done, length = datamodule.position_at(step)
+    for name, before in (("total", epoch * length), ("current", 0)):
+        ready = before + done
+        batches[name].update(ready=ready, started=ready, processed=ready, completed=ready - 1)
+    batches["is_last_batch"] = done == length
+    for progress in loop["epoch_progress"].values():
+        progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1  # Lightning adds this one when it goes on

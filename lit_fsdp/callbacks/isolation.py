@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_fsdp.callbacks.csv_log import beside
-from lit_fsdp.callbacks.run_record import write_json
+import lit_fsdp
+from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.packing import (
-    Worst,
-    changed_in,
-    moved,
-    num_rounds,
-    other_ids,
-    recut,
-    sequence_numbers,
-    takes_positions,
-)
+from lit_fsdp.host import cache_root
+from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.checkpointing import restore_rng, rng_state
 
 _log = logging.getLogger(__name__)
-FILE = "isolation.json"
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 """‖Δ‖ / ‖h‖ allowed where other tokens may change the rounding: experts and fp8 scales take all tokens together."""
 _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
@@ -39,13 +34,13 @@ _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
 
 
 class IsolationProof(Callback):
-    """Runs the first packed batch with other tokens in part of its samples, and ends the run if the others notice.
+    """Packs a few of the first batch's tokens, changes some of the samples, and ends the run if the others notice.
 
-    It uses the live model under its strategy, sharded, in its dtype and compiled if it is, on all ranks together, in
-    eval mode and without gradients. Every sample is once left as it is while any given other one is changed (fewest
-    forward passes: :func:`lit_fsdp.models.packing.num_rounds`); its last hidden states must stay bit-equal. One more
-    pass moves samples to another place of their pack. Random generators, gradients and the mode of every module are
-    afterwards what they were, so that a resumed run stays bit-equal. Batches without packs cost nothing.
+    It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
+    ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
+    sample must stay bit-equal whatever its neighbors hold. Random generators and the mode of every module are
+    afterwards what they were, so that a resumed run stays bit-equal. What was proved is remembered in the cache folder
+    by model configuration, attention, dtype, device and versions. Batches without packs cost nothing.
     """
 
     proves_isolation = True
@@ -54,41 +49,39 @@ class IsolationProof(Callback):
     def __init__(self) -> None:
         self._done = False
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Before the first step of this process."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def on_validation_batch_start(
+    def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before the first validation, if nothing was trained."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Before the first test batch."""
-        self._prove_once(trainer, pl_module, batch)
-
-    def _prove_once(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Prove it before the first step of this process, or the first validation or test if nothing is trained."""
+        module: Any = pl_module
         if self._done:
             return
         self._done = True
-        if isinstance(batch, Mapping) and "cu_seq_lens" in batch:
-            if not isinstance(trainer.strategy, EngineStrategy):
-                if not trainer.is_global_zero:
-                    return
-                _log.warning(
-                    "packed samples under %s: that they do not see each other is not proved; "
-                    "lit_fsdp.fsdp_strategy proves it before step 1, also with engine ddp or single",
-                    type(trainer.strategy).__name__,
-                )
-                return
-            record = self.prove(trainer, batch)
+        if not (isinstance(batch, Mapping) and "cu_seq_lens" in batch):
+            return
+        if not isinstance(trainer.strategy, EngineStrategy) or not hasattr(module, "last_hidden_states"):
             if trainer.is_global_zero:
-                assert trainer.state.fn is not None
-                write_json(Path(trainer.default_root_dir) / beside(FILE, trainer.state.fn.value), record)
-                print(_sentence(record), file=sys.stderr)
+                _log.warning(
+                    "packed samples under %s with %s: that they do not see each other is not proved; CausalLMModule "
+                    "under lit_fsdp.fsdp_strategy proves it before step 1, also with engine ddp or single",
+                    type(trainer.strategy).__name__,
+                    type(module).__name__,
+                )
+            return
+        _check_form(module, batch)
+        path = _remembered_at(trainer, module)
+        remembered = trainer.strategy.broadcast(_read(path) if trainer.is_global_zero else None)
+        record = remembered or self.prove(trainer, batch)
+        if trainer.is_global_zero:
+            if path is not None and not remembered:
+                with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a second
+                    write_json(path, record)
+            verb = trainer.state.fn.value if trainer.state.fn else "fit"
+            name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
+            write_json(Path(trainer.default_root_dir) / name, record)
+            print(_sentence(record, not remembered), file=sys.stderr)
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
         """See :func:`prove_isolation`."""
@@ -96,70 +89,62 @@ class IsolationProof(Callback):
 
 
 def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured, for ``isolation.json``; collective, with a packed batch on every rank.
+    """Return what was measured, for ``isolation.json``; collective.
 
     Raises:
         ConfigError: On every rank: samples see each other, or depend on their place in the pack.
     """
     module: Any = trainer.lightning_module
     strategy: Any = trainer.strategy
-    backend, kind = module.attn_implementation, module.source.hf_config.model_type
-    if not takes_positions(module.model):
-        raise _refusal(kind, backend, "its forward takes no position_ids, so nothing tells it where samples begin")
-    if batch.get("attention_mask") is not None:
-        raise _refusal(
-            kind, backend, "the batch has a 2-D attention_mask, with which transformers takes a pack for one"
-        )
-    started = time.perf_counter()
-    batch, was_cut = _with_neighbours(batch)
+    started, ids = time.perf_counter(), batch["input_ids"]
+
+    def states(batch: Mapping[str, Any]) -> torch.Tensor:
+        return _states(strategy, module, batch)
+
     with _untouched(strategy, module):
-        found = _measure(strategy, module, batch)
-    ranks: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(ranks, found)
-    compute = strategy.config.precision_config.row.compute
-    inexact = _shares_rounding(module, strategy)
-    record = {
-        "model_type": kind,
-        "attn_implementation": backend,
+        own = measure_isolation(states, ids)
+        found = [own] * trainer.world_size
+        dist.all_gather_object(found, own)
+        change, moved = max(one.change for one in found), max(one.moved for one in found)
+        again = proof_batch(ids.flatten()[:2].repeat(2, 8))
+        repeats = change == 0 or torch.equal(states(again), states(again))
+    compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
+    record: dict[str, Any] = {
+        "model_type": module.source.hf_config.model_type,
+        "attn_implementation": module.attn_implementation,
         "engine": strategy.config.engine,
         "compute_dtype": compute,
-        "compile": strategy.config.compile,
         "step": int(trainer.global_step),
         "ranks": trainer.world_size,
-        "packs": sum(rank["packs"] for rank in ranks),
-        "sequences": sum(rank["sequences"] for rank in ranks),
-        "samples_cut_in_two_for_it": was_cut,
-        "forward_passes": found["passes"],
         "seconds": round(time.perf_counter() - started, 3),
-        "largest_change": max(rank["change"] for rank in ranks),
-        "largest_change_when_moved": max(rank["moved"] for rank in ranks),
-        "bit_equal": all(rank["change"] == 0 for rank in ranks),
+        "largest_change": change,
+        "largest_change_when_moved": moved,
+        "bit_equal": change == 0,
         "tolerance": _ROUNDING[compute] if inexact else 0.0,
         "tolerance_because_of": inexact,
         "tolerance_when_moved": _MOVED[compute],
     }
-    _judge(record, ranks)
+    if change > record["tolerance"]:
+        if not repeats:
+            raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
+        by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
+        raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
+    if any(one.is_blind for one in found):
+        raise _refusal(module, "a sample with other tokens has the same hidden states")
+    if moved > _MOVED[compute]:
+        raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
     return record
 
 
-def _judge(record: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
-    kind, backend = record["model_type"], record["attn_implementation"]
-    rank = max(range(len(ranks)), key=lambda r: ranks[r]["change"])
-    if record["largest_change"] > record["tolerance"]:
-        if ranks[rank]["repeated"]:
-            raise _refusal(kind, backend, "its forward pass is not repeatable here, so that nothing can be proved")
-        where = f"sequence {ranks[rank]['sequence']} of {ranks[rank]['sequences']} on rank {rank}"
-        by = f"by {record['largest_change']:.1e} of its size (allowed: {record['tolerance']:g})"
-        raise _refusal(kind, backend, f"with other tokens in the other samples {where} changes {by}")
-    blind = next((r for r, found in enumerate(ranks) if found["blind"] >= 0), None)
-    if blind is not None:
-        raise _refusal(kind, backend, f"a sample with other tokens has the same hidden states (rank {blind})")
-    if record["largest_change_when_moved"] > record["tolerance_when_moved"]:
-        by = f"{record['largest_change_when_moved']:.1e} of their size"
-        raise _refusal(kind, backend, f"its states depend on a sample's place in the pack, by {by}")
+def _check_form(module: Any, batch: Mapping[str, Any]) -> None:
+    if not takes_positions(module.model):
+        raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
+    if batch.get("attention_mask") is not None:
+        raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
 
 
-def _refusal(kind: str, backend: str, reason: str) -> ConfigError:
+def _refusal(module: Any, reason: str) -> ConfigError:
+    kind, backend = module.source.hf_config.model_type, module.attn_implementation
     others = [name for name in ("sdpa", "eager", "flash_attention_2") if name != backend]
     return ConfigError(
         "data.packing",
@@ -169,64 +154,42 @@ def _refusal(kind: str, backend: str, reason: str) -> ConfigError:
     )
 
 
-def _with_neighbours(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The batch; if no pack on any rank holds two sequences, with its sequences cut in two."""
-    alone = torch.tensor(float(len(batch["cu_seq_lens"]) == len(batch["input_ids"]) + 1))
-    alone = alone.to(batch["input_ids"].device)
-    dist.all_reduce(alone, op=dist.ReduceOp.MIN)
-    return (recut(batch), True) if alone and batch["input_ids"].shape[1] > 1 else (batch, False)
+def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
+    """Where a proof of this model, attention and dtype is kept; None for a model whose code may be another tomorrow."""
+    strategy: Any = trainer.strategy
+    if module.config.trust_remote_code:
+        return None
+    device = strategy.root_device
+    parts = [
+        module.source.hf_config.to_json_string(use_diff=False),
+        module.attn_implementation,
+        strategy.config.precision_config.mode,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
+    ]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    folder = getattr(getattr(getattr(trainer, "datamodule", None), "config", None), "cache_dir", None)
+    return (Path(folder).expanduser() if folder else cache_root()) / "isolation" / f"{key}.json"
 
 
-def _measure(strategy: Any, module: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    ids, positions = batch["input_ids"], batch["position_ids"]
-    numbers = sequence_numbers(positions)
-    count = int(numbers.max()) + 1
-    largest = torch.tensor(count, device=ids.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    rounds = num_rounds(int(largest))
-    changed, other = changed_in(count, rounds).to(ids.device), other_ids(ids)
-    states = _states(strategy, module, batch)
-    worst, place = Worst(), Worst()
-    for changed_N in changed:
-        mixed = torch.where(changed_N[numbers], other, ids)
-        worst.compare(states, _states(strategy, module, {**batch, "input_ids": mixed}), numbers, changed_N)
-    order = moved(positions)
-    elsewhere = {**batch, "input_ids": ids.gather(1, order), "position_ids": positions.gather(1, order)}
-    elsewhere["cu_seq_lens"] = _borders(elsewhere["position_ids"])
-    after = _states(strategy, module, elsewhere)
-    back = torch.empty_like(after).scatter_(1, order[..., None].expand_as(after), after)
-    place.compare(states, back, numbers, torch.zeros(count, dtype=torch.bool))
-    differs = torch.tensor(float(worst.difference > 0), device=ids.device)
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-    again = bool(differs) and not torch.equal(states, _states(strategy, module, batch))
-    return {
-        "packs": len(ids),
-        "sequences": count,
-        "passes": rounds + 2 + int(differs),
-        "change": worst.difference,
-        "sequence": worst.sequence,
-        "blind": worst.blind,
-        "moved": place.difference,
-        "repeated": again,
-    }
-
-
-def _borders(positions_BT: torch.Tensor) -> torch.Tensor:
-    numbers = sequence_numbers(positions_BT).flatten()
-    sizes = numbers.bincount()
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
+def _read(path: Path | None) -> dict[str, Any] | None:
+    try:
+        return None if path is None else json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _states(strategy: Any, module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     """Last hidden states (B, T, D), through the engine's own hooks and autocast, as a step would run."""
-    with strategy.precision_plugin.train_step_context(), torch.no_grad():
+    stance = "force_eager" if strategy.config.compile else "default"
+    with torch.compiler.set_stance(stance), strategy.precision_plugin.train_step_context(), torch.no_grad():
         if strategy.model is module:
             return module.last_hidden_states(batch)
         return strategy._forward_redirection(strategy.model, module, "last_hidden_states", batch)
 
 
 @contextmanager
-def _untouched(strategy: Any, module: torch.nn.Module) -> Any:
+def _untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realised.items()}
     generators, modes = rng_state(strategy.root_device), {child: child.training for child in module.modules()}
@@ -249,13 +212,11 @@ def _shares_rounding(module: Any, strategy: Any) -> str | None:
     return "experts" if max(experts, default=0) > 1 else None
 
 
-def _sentence(record: Mapping[str, Any]) -> str:
-    if record["bit_equal"]:
-        result = "bit-equal whatever the others hold"
-    else:
+def _sentence(record: Mapping[str, Any], is_new: bool) -> str:
+    result = "bit-equal whatever its neighbors hold"
+    if not record["bit_equal"]:
         change, allowed = record["largest_change"], record["tolerance"]
         result = f"equal to {change:.1e} (allowed for {record['tolerance_because_of']}: {allowed:g})"
-    packs = f"{record['sequences']} sequences in {record['packs']} packs on {record['ranks']} rank(s)"
     how = ", ".join(str(record[key]) for key in ("model_type", "attn_implementation", "compute_dtype", "engine"))
-    cost = f"{record['forward_passes']} forward passes in {record['seconds']:.1f} s"
-    return f"isolation proved: {packs}, each {result}; {how}; {cost}"
+    when = f"in {record['seconds']:.1f} s" if is_new else "by an earlier run"
+    return f"isolation proved {when}: a packed sample is {result}; {how}"

@@ -63,7 +63,7 @@ class StopOnSignal(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on Ctrl-C waits for the step boundary; signals that came during set-up are heard now."""
-        self._seen_step = trainer.global_step
+        self._seen_step, self._pending = trainer.global_step, None
         self.flags.training = True
         interrupted, terminated = self._vote_now(trainer).tolist()
         if interrupted or terminated:
@@ -88,7 +88,9 @@ class StopOnSignal(Callback):
             if isinstance(callback, Checkpoint):
                 callback.save(trainer, on_signal=True)
                 callback.finish(trainer)
-        _log_this_step(trainer)
+        # what Lightning does after the callbacks of a batch: the step has been taken, so it belongs into the log
+        trainer._logger_connector.on_batch_end()
+        trainer._logger_connector.update_train_step_metrics()
         raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step)
 
     def _vote_now(self, trainer: Trainer) -> torch.Tensor:
@@ -104,27 +106,13 @@ class StopOnSignal(Callback):
         totals = getattr(pl_module, "step_totals", None)
         # somebody else's module: one small all-reduce of our own
         votes = self._vote_now(trainer) if totals is None else totals[-2:]
-        if votes.is_cuda:
-            return self._lagged(votes)
+        if votes.is_cuda:  # those of the step before, on every rank: the host never waits for the device
+            before, event = self._pending, torch.cuda.Event()
+            self._pending = votes.to("cpu", non_blocking=True), event
+            event.record()
+            if before is None:
+                return False, False
+            votes = before[0]
+            before[1].synchronize()
         interrupted, terminated = votes.tolist()
         return interrupted > 0, terminated > 0
-
-    def _lagged(self, votes: torch.Tensor) -> tuple[bool, bool]:
-        """The votes of the step before, so that the host never waits for the device; the same on every rank."""
-        before = self._pending
-        copy = torch.empty(2, dtype=votes.dtype, pin_memory=True)
-        copy.copy_(votes, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = (copy, event)
-        if before is None:
-            return False, False
-        before[1].synchronize()
-        interrupted, terminated = before[0].tolist()
-        return interrupted > 0, terminated > 0
-
-
-def _log_this_step(trainer: Trainer) -> None:
-    """What Lightning does after the callbacks of a batch: the step has been taken, so it belongs into the log."""
-    trainer._logger_connector.on_batch_end()
-    trainer._logger_connector.update_train_step_metrics()

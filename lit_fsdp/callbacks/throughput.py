@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
-from lit_fsdp.callbacks.flop_meter import FlopMeter
 from lit_fsdp.metrics.counts import step_counts
+from lit_fsdp.metrics.flops import ModelFlops, flop_formula
+from lit_fsdp.metrics.hardware import peak_flops
 from lit_fsdp.metrics.memory import GIB, peak_device_bytes, peak_reserved_bytes
+from lit_fsdp.parallel.activation import recomputes
+from lit_fsdp.parallel.base import EngineStrategy
 
 
 class Throughput(Callback):
     """Logs rates over all ranks between two logged steps; validation, saving and the first step are not counted.
 
-    The clock runs from the end of one step to the end of the next, so that waiting for data counts. The device is
+    The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
     waited for at logged steps only, and nothing is sent between ranks.
 
     ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` those that are learnt.
-    ``padding_share`` is the share of places that hold no token. ``data_wait_share`` is this rank's own: the time
+    ``padding_share`` is the share of positions that hold no token. ``data_wait_share`` is this rank's own: the time
     between two forward passes, in which the next batch is waited for and moved to the device. ``mfu`` and ``hfu`` are
-    those of :class:`~lit_fsdp.callbacks.flop_meter.FlopMeter`; where one cannot be known, a line says why, once, and
-    it is not logged.
+    those of :class:`FlopMeter`; where one cannot be known, a line says why, once, and it is not logged.
     """
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
-        self._seconds = self._waited = 0.0
-        self._steps = 0
-        self._step_started = self._step_ended = self._batch_ended = 0.0
-        self._paused = False
-        self._seen_step = 0
-        self._warm = False
+        self._seconds = self._waited = self._mark = 0.0
+        self._steps = self._seen_step = 0
+        self._is_warm, self._is_paused = False, True
         self._flops = FlopMeter()
         self.total_tokens = self.total_seconds = 0.0
 
@@ -45,54 +47,48 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        self._seen_step = trainer.global_step
+        self._seen_step, self._is_warm, self._is_paused = trainer.global_step, False, True
+        self._begin_again()
         missing = self._flops.read_device(trainer, pl_module)
         if missing and trainer.is_global_zero:
-            print("\n".join(missing), file=sys.stderr)
+            print(missing, file=sys.stderr)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock where the step before ended, or here after a pause."""
+        """Count the wait for this batch, or start the clock after a pause."""
         now = time.perf_counter()
-        if self._warm and not self._paused:
-            self._waited += now - self._batch_ended
-        if not self._step_started:
-            self._step_started = now if self._paused or not self._warm else self._step_ended
-        elif self._paused:  # between two micro-batches of a step, as validation may come
-            self._step_started += now - self._batch_ended
-        self._paused = False
+        if self._is_paused:
+            self._mark, self._is_paused = now, False
+        self._waited += now - self._mark
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A pause."""
-        self._paused = True
+        """Pause."""
+        self._is_paused = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A pause."""
-        self._paused = True
+        """Pause."""
+        self._is_paused = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the clock after the optimizer step; log every ``log_every_n_steps``."""
-        if trainer.global_step != self._seen_step:
-            self._seen_step = trainer.global_step
-            self._end_step(trainer, pl_module)
-        self._batch_ended = time.perf_counter()
-
-    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        totals = getattr(pl_module, "step_totals", None)
-        if totals is None:
-            return
-        if self._warm:
-            self._sum = totals if self._sum is None else self._sum + totals
+        """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
+        totals: torch.Tensor | None = getattr(pl_module, "step_totals", None)
+        is_step = trainer.global_step != self._seen_step
+        counts = None
+        if is_step and totals is not None and self._is_warm:
             self._steps += 1
-        is_logged = trainer.global_step % _log_every(trainer) == 0 and self._sum is not None
-        counts = self._sum.tolist() if is_logged and self._sum is not None else None  # waits for the device
-        self._step_ended = time.perf_counter()
-        if self._warm:
-            self._seconds += self._step_ended - self._step_started
-        self._step_started, self._warm = 0.0, True
+            self._sum = totals if self._sum is None else self._sum + totals
+            if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
+                counts = step_counts(self._sum.tolist())  # waits for the device
+        now = time.perf_counter()
+        self._seconds += now - self._mark
+        self._mark = now
         if counts is not None:
-            self._log(trainer, pl_module, step_counts(counts))
+            self._log(trainer, pl_module, counts)
+        elif is_step and not self._is_warm:
+            self._is_warm = True
+            self._begin_again()
+        self._seen_step = trainer.global_step
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: dict[str, float]) -> None:
         seconds = max(self._seconds, 1e-9)
@@ -114,8 +110,77 @@ class Throughput(Callback):
             found["peak_reserved_gib"] = reserved / GIB
         for name, value in found.items():
             pl_module.log(name, value, prog_bar=name in ("tokens_per_second", "mfu", "peak_memory_gib"))
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
 
 
-def _log_every(trainer: Trainer) -> int:
-    return max(1, int(trainer.log_every_n_steps))  # type: ignore[attr-defined]  # set by a connector
+class FlopMeter:
+    """FLOP/s of a live run by :mod:`lit_fsdp.metrics.flops`: per rank, and against the peak of this rank's device.
+
+    ``model_tflops_per_rank`` is the work that loss and gradients need, ``mfu`` its share of the device's dense peak at
+    the compute dtype, ``hfu`` that share with what activation checkpointing computes again. All devices are taken to
+    be of one kind.
+    """
+
+    def __init__(self) -> None:
+        self._formula: ModelFlops | None = None
+        self._reason = "the module holds no transformers model"
+        self._words: dict[str, str] = {}
+        self._peak: float | None = None
+        self._ranks = 1
+
+    def read_shapes(self, pl_module: LightningModule) -> None:
+        """Find the formula, from a ``CausalLMModule`` that is not sharded yet."""
+        build = getattr(pl_module, "build", None)
+        model = getattr(build(), "model", None) if callable(build) else None
+        if not isinstance(model, nn.Module):
+            return
+        try:
+            self._formula = flop_formula(model)
+        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
+            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
+
+    def read_device(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        """Find the device's peak and what the live blocks recompute; returns what cannot be known, or nothing."""
+        if self._formula is None:
+            return f"MFU –: FLOPs are not counted: {self._reason}"
+        strategy: Any = trainer.strategy
+        chooses_ops = isinstance(strategy, EngineStrategy) and strategy.config.activation_config.ops is not None
+        live = {name.replace("_fsdp_wrapped_module.", ""): module for name, module in pl_module.named_modules()}
+        for name in self._formula.blocks:
+            block = live.get(f"model.{name}")
+            if block is not None:  # products may be among the ops that are not kept
+                self._words[name] = "ops" if chooses_ops else recomputes(getattr(block, "module", block))
+        self._ranks, device, multiplies = trainer.world_size, strategy.root_device, _multiplies(trainer)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        self._peak = peak_flops(name, multiplies)
+        if self._peak is None:
+            return f"MFU –: no peak rate is known for {multiplies} on {name}"
+        is_known = self._formula.recomputed_flops(Counter(), self._words) is not None
+        return "" if is_known else "HFU –: what is recomputed is up to the compiler or to chosen ops"
+
+    def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Those of ``model_tflops_per_rank``, ``mfu`` and ``hfu`` that are known; the counts are over all ranks."""
+        if self._formula is None:
+            return {}
+        useful = self._formula.train_flops(counts) / seconds / self._ranks
+        found = {"model_tflops_per_rank": useful / 1e12}
+        if self._peak is not None:
+            found["mfu"] = useful / self._peak
+            again = self._formula.recomputed_flops(counts, self._words)
+            if again is not None:
+                found["hfu"] = (useful + again / seconds / self._ranks) / self._peak
+        return found
+
+
+def _multiplies(trainer: Trainer) -> str:
+    """What the device's products are made of: the compute dtype; for fp32, tf32 where torch was told that it may be."""
+    if isinstance(trainer.strategy, EngineStrategy):
+        precision = trainer.strategy.config.precision_config
+        dtype = "fp8" if precision.mode == "fp8" else precision.row.compute
+    else:
+        word: Any = trainer.precision
+        dtype = "bf16" if "bf16" in str(word) else "fp16" if str(word).startswith("16") else "fp32"
+    return "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype

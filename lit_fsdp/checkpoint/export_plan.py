@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
@@ -50,9 +51,13 @@ class ExportPlan:
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     """Adapters to merge, by name in the export."""
     specs: Mapping[str, TensorSpec]
-    shards: list[list[str]]
+    """Dtype and shape by name in the export; a tied tensor once."""
+    files: Mapping[str, list[str]]
+    """Names by weight file, as transformers numbers them."""
     tied: dict[str, str]
+    """Names that are not stored because the model shares them, and the name each is shared with."""
     left_out: list[str]
+    """Tensors of the training module that are not part of the transformers model."""
 
     @property
     def dtype(self) -> str:
@@ -63,14 +68,10 @@ class ExportPlan:
                 votes[spec.dtype] += max(1, num_bytes(spec))
         return votes.most_common(1)[0][0] if votes else "float32"
 
-    def files(self) -> dict[str, list[str]]:
-        """Tensor names by file name, in the order transformers numbers them."""
-        if self.form == "adapter":
-            return {"adapter_model.safetensors": self.shards[0]}
-        if len(self.shards) == 1:
-            return {"model.safetensors": self.shards[0]}
-        count = len(self.shards)
-        return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(self.shards, 1)}
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(num_bytes(spec) for spec in self.specs.values())
 
 
 def plan_export(
@@ -120,7 +121,7 @@ def plan_export(
         sources=sources,
         deltas=deltas,
         specs=specs,
-        shards=cut_shards(specs, math.inf if form == "adapter" else max_shard_gib * GIB),
+        files=_files(specs, form, int(max_shard_gib * GIB)),
         tied=tied,
         left_out=sorted(n for n in manifest.tensors if n.startswith(_MODEL) and not n.startswith(prefix)),
     )
@@ -133,18 +134,15 @@ def base_name(name: str) -> str:
     return name
 
 
-def cut_shards(specs: Mapping[str, TensorSpec], max_bytes: float) -> list[list[str]]:
-    """Names in order, cut where the next tensor would make a file larger than ``max_bytes``."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, spec in specs.items():
-        size = num_bytes(spec)
-        if shards[-1] and used + size > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
+def _files(specs: dict[str, TensorSpec], form: Form, max_bytes: int) -> dict[str, list[str]]:
+    if form == "adapter":
+        return {"adapter_model.safetensors": list(specs)}
+    size_of: Any = num_bytes  # of a description instead of a tensor
+    pattern = "model{suffix}.safetensors"
+    found = split_state_dict_into_shards_factory(
+        specs, get_storage_size=size_of, filename_pattern=pattern, max_shard_size=max_bytes
+    )
+    return found.filename_to_tensors
 
 
 def _spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:

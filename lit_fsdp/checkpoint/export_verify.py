@@ -1,7 +1,7 @@
 """An export loaded again, before it is published, and compared with a model rebuilt from the checkpoint.
 
-The folder is read by transformers (an adapter by peft), the checkpoint by torch's own reader, so that neither shares
-the code that wrote the export. Both models are in memory at once.
+The folder is read by transformers (an adapter by peft), and the model of the checkpoint is built by them too. Both are
+in memory at once.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from lit_fsdp.checkpoint.export_plan import ExportPlan
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.pieces import read_tensor
-from lit_fsdp.checkpoint.safetensors_file import opened
 from lit_fsdp.errors import CheckpointError
 
 _ROWS, _LENGTH = 2, 16
-_SHOWN = 5
 _BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 AddAdapters = Callable[[Any, Mapping[str, Any]], Callable[[], Any]]
@@ -59,16 +58,8 @@ def find_export_differences(
         return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
 
 
-def _config(manifest: Manifest) -> Any:
-    from transformers import AutoConfig
-
-    folder = manifest.file("hf/config.json").parent
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "quantization_config": None}
-    return AutoConfig.from_pretrained(folder, **options)
-
-
 def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) -> Any:
-    """The model of the checkpoint: built from its config, filled by torch's reader, adapters in place or merged."""
+    """The model of the checkpoint: built from its config and filled, adapters in place or merged."""
     model, merge = _bare(manifest, plan), None
     if plan.form != "model":
         merge = add_adapters(model, plan.entry["adapter"])
@@ -82,10 +73,12 @@ def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) ->
 
 
 def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "quantization_config": None}
+    config = AutoConfig.from_pretrained(manifest.file("hf/config.json").parent, **options)
     dtype = torch.float32 if plan.form != "model" else getattr(torch, plan.dtype)
-    return AutoModelForCausalLM.from_config(_config(manifest), dtype=dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping[str, str]) -> None:
@@ -98,28 +91,23 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping
         names: Name in the checkpoint by name in ``model``, where they differ.
     """
     prefix = f"model/{plan.entry['prefix']}"
-    again = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}
+    ties = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}
+    ties |= {name: alias for alias, name in ties.items()}
+    rounded = set(plan.sources.values()) if plan.form == "adapter" else set()
     for name, target in model.state_dict(keep_vars=True).items():
-        saved = prefix + names.get(name, name)
-        if saved not in manifest.tensors:
-            other = again.get(name, next((alias for alias, first in again.items() if first == name), name))
-            saved = prefix + names.get(other, other)
-        if saved not in manifest.tensors:
+        possible = [prefix + names.get(one, one) for one in (name, ties.get(name, name))]
+        saved = next((one for one in possible if one in manifest.tensors), None)
+        if saved is None:
             raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
         value = read_tensor(manifest, saved)
-        is_adapters = plan.form == "adapter" and name in _adapter_names(plan, prefix)
-        with torch.no_grad():
-            new = (value.to(getattr(torch, plan.dtype)) if is_adapters else value).to(target.dtype)
-            if target.is_meta:
-                owner, _, attribute = name.rpartition(".")
-                holder: Any = model.get_submodule(owner)
-                setattr(holder, attribute, nn.Parameter(new, requires_grad=False))
-            else:
-                target.copy_(new)
-
-
-def _adapter_names(plan: ExportPlan, prefix: str) -> set[str]:
-    return {source.removeprefix(prefix) for source in plan.sources.values()}
+        value = value.to(getattr(torch, plan.dtype)) if saved in rounded else value
+        if target.is_meta:
+            owner, _, attribute = name.rpartition(".")
+            param = nn.Parameter(value.to(target.dtype), requires_grad=False)
+            setattr(model.get_submodule(owner), attribute, param)
+        else:
+            with torch.no_grad():
+                target.copy_(value)
 
 
 def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
@@ -148,7 +136,7 @@ def _reloaded_adapter(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load_adapter(base, folder)
-    with opened(folder / "adapter_model.safetensors") as file:
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         stored = set(file.keys())
     lines = [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]
     if stored != set(plan.specs):
@@ -164,9 +152,7 @@ def _compare(expected: Any, found: Any) -> list[str]:
     if ours.keys() != theirs.keys():
         lines.append(f"other names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:8])}")
     unequal = [n for n in ours if n in theirs and not torch.equal(_bits(ours[n]), _bits(theirs[n]))]
-    lines += [f"tensor {name} is not the checkpoint's" for name in unequal[:_SHOWN]]
-    if len(unequal) > _SHOWN:
-        lines.append(f"and {len(unequal) - _SHOWN} more tensors")
+    lines += [f"tensor {name} is not the checkpoint's" for name in unequal]
     vocabulary = expected.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(_ROWS * _LENGTH) * 7919 % vocabulary).reshape(_ROWS, _LENGTH)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lit_fsdp.checkpoint.importing.names import Target
+    from lit_fsdp.checkpoint.importing.convert import Target
 
 _TEXT = (
     "Write a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
@@ -27,8 +27,6 @@ def run_import(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
     parser.add_argument("--model", required=True, help="the model it is of: folder, hub name or config .json")
     parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer; default: the model's")
-    kinds = ("auto", "lightning", "accelerate")
-    parser.add_argument("--kind", choices=kinds, default="auto", help="whose checkpoint it is; default: by its files")
     parser.add_argument("--prefix", help="what stands before the model's names in it; default: found by matching")
     parser.add_argument("--step", type=int, help="optimizer steps done; default: what the source says")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of weights and moments; default: the source's")
@@ -38,25 +36,27 @@ def run_import(argv: Sequence[str]) -> int:
     options = parse(parser, argv)
     if options.step is not None and options.step < 0:
         raise ConfigError("--step", options.step, ">= 0", "write --step 0, or leave it out")
-    from lit_fsdp.checkpoint.importing.convert import Choices, import_checkpoint, open_source
+    from lit_fsdp.checkpoint.importing.convert import import_checkpoint
+    from lit_fsdp.checkpoint.importing.sources import open_source
 
-    open_source(options.source, options.kind)  # before a model is looked for
+    source = open_source(options.source)  # before a model is looked for
     target = _target(options.model, options.tokenizer, options.trust_remote_code)
-    choices = Choices(
-        kind=options.kind,
+    report = import_checkpoint(
+        source,
+        options.out,
+        target,
         prefix=options.prefix,
         allow_surplus=options.allow_surplus,
         step=options.step,
         dtype=options.dtype,
     )
-    report = import_checkpoint(options.source, options.out, target, choices)
-    print(json.dumps(report.record(), indent=1) if options.json else report)
+    print(json.dumps(vars(report), indent=1) if options.json else report)
     return 0
 
 
 def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Target:
     """Names, shapes and ties of the model, with its config and tokenizer; nothing of it is in memory."""
-    from lit_fsdp.checkpoint.importing.names import Target
+    from lit_fsdp.checkpoint.importing.convert import Target
     from lit_fsdp.models.description import model_entry
     from lit_fsdp.module import CausalLMModule
 
@@ -71,6 +71,5 @@ def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Targe
             ties[name] = first[id(tensor)]
         else:
             shapes[name] = tuple(tensor.shape)
-    parameters = frozenset(name for name, _ in built.named_parameters())
     entry = model_entry(module.source, {}, None)
-    return Target(shapes=shapes, parameters=parameters, ties=ties, files=module.checkpoint_files(), entry=entry)
+    return Target(shapes=shapes, ties=ties, files=module.checkpoint_files(), entry=entry)

@@ -22,15 +22,17 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapter only (default)")
     of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
     options = parse(parser, argv)
-    from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+    from lit_fsdp.checkpoint.export import export
 
-    wanted = ExportOptions(
+    report = export(
+        options.ckpt,
+        options.out,
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
         lora="adapter" if options.adapter else "merge" if options.merge else None,
         check=_export_check() if options.verify else None,
     )
-    print(export(options.ckpt, options.out, wanted))
+    print(report)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
 begin. FlashAttention gets all packs as one row and the borders between the sequences. The proof puts other tokens in
-some sequences and looks at what changes in the rest.
+some samples and looks at what changes in the rest.
 
-Shapes: B packs, T tokens of each, N sequences of all packs (samples and padding), R rounds, D hidden size.
+Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from math import comb
 from typing import Any
 
 import torch
@@ -41,16 +39,6 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     flat = {name: value.reshape(1, -1) for name, value in inputs.items()}
     lengths = {"max_length_q": longest, "max_length_k": longest}
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
-
-
-def recut(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tokens with every sequence cut in two, for packs that hold only one."""
-    borders = batch["cu_seq_lens"].tolist()
-    cut = sorted({*borders, *((a + b) // 2 for a, b in pairwise(borders))})
-    places = torch.tensor(cut, dtype=torch.int32, device=batch["cu_seq_lens"].device)
-    begins = places[:-1].repeat_interleave(places.diff())
-    positions = torch.arange(cut[-1], device=places.device) - begins
-    return {**batch, "cu_seq_lens": places, "position_ids": positions.reshape(batch["input_ids"].shape)}
 
 
 def takes_positions(model: nn.Module) -> bool:
@@ -105,82 +93,71 @@ def _decoder(model: nn.Module) -> nn.Module | None:
     return inner.base_model if found is inner.get_output_embeddings() else found
 
 
-def num_rounds(num_sequences: int) -> int:
-    """Fewest rounds in which, for every ordered pair of sequences, the first is changed once while the second is not.
+_NUM_SAMPLES, _LENGTH = 4, 16
+"""Of the proof: two packs of two samples, as few tokens as show everything that tells samples apart."""
 
-    Source: Sperner, Ein Satz über Untermengen einer endlichen Menge, 1928: at most C(R, R // 2) sets of rounds hold
-    none of each other.
+
+@dataclass(frozen=True)
+class Isolation:
+    """What samples of a pack do to each other; ‖Δ‖ / ‖h‖ of the last hidden states of one sample."""
+
+    change: float
+    """Largest of a sample that was left as it is while its neighbors got other tokens; 0 if all are bit-equal."""
+    moved: float
+    """Largest of a sample that changed places with its neighbor."""
+    is_blind: bool
+    """Whether a sample with other tokens had the same states, so that nothing would have been noticed."""
+
+
+def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
+    """Samples of equal length as packs of two."""
+    n, length = ids_NL.shape
+    positions_L = torch.arange(length, device=ids_NL.device)
+    return {
+        "input_ids": ids_NL.reshape(-1, 2 * length),
+        "position_ids": positions_L.repeat(n // 2, 2),
+        "cu_seq_lens": torch.arange(0, (n + 1) * length, length, dtype=torch.int32, device=ids_NL.device),
+        "longest": length,
+    }
+
+
+def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: torch.Tensor) -> Isolation:
+    """Look at what changes in a sample when its neighbors do, in four forward passes of 64 tokens each.
+
+    Every second sample gets other tokens, then the others, so that each neighbor on each side is changed once.
+
+    Args:
+        states: Last hidden states (B, T, D) of a packed batch.
+        ids: Some ids that the model is trained on, any shape.
     """
-    rounds = 0
-    while comb(rounds, rounds // 2) < num_sequences:
-        rounds += 1
-    return rounds
+    num_ids = _NUM_SAMPLES * _LENGTH
+    ids_NL = ids.flatten().repeat(-(-num_ids // ids.numel()))[:num_ids].reshape(_NUM_SAMPLES, _LENGTH)
+    other_NL, is_even_N = other_ids(ids_NL), torch.arange(_NUM_SAMPLES, device=ids.device) % 2 == 0
+
+    def run(ids_NL: torch.Tensor) -> torch.Tensor:
+        return states(proof_batch(ids_NL)).reshape(_NUM_SAMPLES, -1).double()
+
+    before_ND = run(ids_NL)
+    size_N = before_ND.norm(dim=1).clamp(min=1e-300)
+
+    def difference(after_ND: torch.Tensor) -> torch.Tensor:
+        return ((after_ND - before_ND).norm(dim=1) / size_N).nan_to_num(nan=float("inf"))
+
+    change, is_blind = 0.0, False
+    for is_kept_N in (is_even_N, ~is_even_N):
+        found_N = difference(run(torch.where(is_kept_N[:, None], ids_NL, other_NL)))
+        change = max(change, float(found_N[is_kept_N].max()))
+        is_blind |= bool((found_N[~is_kept_N] == 0).any())
+    swapped = [1, 0, 3, 2]
+    return Isolation(change, float(difference(run(ids_NL[swapped])[swapped]).max()), is_blind)
 
 
-def changed_in(num_sequences: int, rounds: int) -> torch.Tensor:
-    """Which sequences are changed in which round, bool (R, N); ``rounds`` >= :func:`num_rounds`."""
-    changed = torch.zeros(rounds, num_sequences, dtype=torch.bool)
-    for sequence, members in zip(range(num_sequences), combinations(range(rounds), rounds // 2), strict=False):
-        changed[list(members), sequence] = True
-    return changed
-
-
-def sequence_numbers(positions_BT: torch.Tensor) -> torch.Tensor:
-    """The sequence each token belongs to, int64 (B, T), counted over all packs; positions restart with a sequence."""
-    begins_BT = torch.ones_like(positions_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-    return begins_BT.flatten().cumsum(0).reshape(positions_BT.shape) - 1
-
-
-def other_ids(ids_BT: torch.Tensor) -> torch.Tensor:
-    """Another id for every token, of those that the batch holds anyway; (B, T).
+def other_ids(ids_NL: torch.Tensor) -> torch.Tensor:
+    """Another id for every token, of those that are there anyway; (N, L).
 
     Not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same.
     """
-    known = ids_BT.unique()
+    known = ids_NL.unique()
     if len(known) == 1:
-        return torch.where(ids_BT > 0, ids_BT - 1, ids_BT + 1)
-    return known[(torch.searchsorted(known, ids_BT) + len(known) // 2) % len(known)]
-
-
-def moved(positions_BT: torch.Tensor) -> torch.Tensor:
-    """For every place the place whose token is put there when the first sequence of a pack goes behind the others.
-
-    int64 (B, T), an index into T; the last sequence, which may be padding, stays where it is if there are three.
-    """
-    order = torch.arange(positions_BT.shape[1], device=positions_BT.device).repeat(len(positions_BT), 1)
-    for b, numbers in enumerate(sequence_numbers(positions_BT)):
-        first, last = (numbers == numbers[0]).sum(), (numbers == numbers[-1]).sum()
-        end = len(numbers) - (last if numbers[-1] - numbers[0] >= 2 else 0)
-        order[b, :end] = order[b, :end].roll(-int(first))
-    return order
-
-
-@dataclass
-class Worst:
-    """The largest change of what should not have changed, so far."""
-
-    difference: float = 0.0
-    """‖Δ‖ / ‖h‖ of the last hidden states of one sequence; exactly 0 if all are bit-equal."""
-    sequence: int = -1
-    blind: int = -1
-    """A sequence that was changed and whose states did not, so that nothing would have been noticed; else -1."""
-
-    def compare(
-        self, before_BTD: torch.Tensor, after_BTD: torch.Tensor, numbers_BT: torch.Tensor, changed_N: torch.Tensor
-    ) -> None:
-        """Note the sequences that differ though they were not changed, and those that were and do not differ."""
-        change_N = torch.zeros(len(changed_N), dtype=torch.float64, device=before_BTD.device)
-        size_N = change_N.clone()
-        for before_TD, after_TD, numbers_T in zip(before_BTD, after_BTD, numbers_BT, strict=True):  # bounds the copies
-            before = before_TD.double()
-            change_N.index_add_(0, numbers_T, (after_TD.double() - before).square().sum(dim=1))
-            size_N.index_add_(0, numbers_T, before.square().sum(dim=1))
-        relative_N = (change_N / size_N.clamp(min=1e-300)).sqrt().nan_to_num(nan=float("inf"))
-        changed_N = changed_N.to(relative_N.device)
-        kept_N = relative_N.masked_fill(changed_N, 0.0)
-        if float(kept_N.max()) > self.difference:
-            self.difference, self.sequence = float(kept_N.max()), int(kept_N.argmax())
-        still_N = changed_N & (relative_N == 0)
-        if still_N.any():
-            self.blind = int(still_N.nonzero()[0])
+        return torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
+    return known[(torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.checkpoint import run_folder, store
-from lit_fsdp.checkpoint.importing.lightning_source import read_lightning_file
+from lit_fsdp.checkpoint.importing.sources import read_lightning_file
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.state import refused as refused_in

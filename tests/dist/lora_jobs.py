@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import CausalLMModule, Checkpoint
-from lit_fsdp.checkpoint import hf_export
+from lit_fsdp.checkpoint import export as export_module
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
@@ -89,7 +89,7 @@ def peft_losses(folder: str, lora: dict[str, Any], steps: int = 10) -> list[floa
 
 def tampered_export(words: list[str], cwd: str) -> dict[str, Any]:
     """``lit-fsdp export`` on a disk that turns one bit of every weight file round."""
-    write = hf_export._write_file
+    write = export_module._write_file
 
     def flipping(path: Any, *rest: Any) -> None:
         write(path, *rest)
@@ -97,8 +97,8 @@ def tampered_export(words: list[str], cwd: str) -> dict[str, Any]:
         data[-2] ^= 4
         path.write_bytes(data)
 
-    hf_export._write_file = flipping
+    export_module._write_file = flipping
     try:
         return command(words, cwd)
     finally:
-        hf_export._write_file = write
+        export_module._write_file = write

@@ -22,11 +22,14 @@ class Proofs(IsolationProof):
 
     def prove(self, trainer: Trainer, batch: Any) -> dict[str, Any]:
         """As the callback does, and remembers; also whether it left random numbers and modes alone."""
-        before = torch.get_rng_state()
+        before, seen = torch.get_rng_state(), []
+        embedding: Any = trainer.lightning_module.model.get_input_embeddings()  # type: ignore[union-attr, operator]
+        hook = embedding.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
         record = prove_isolation(trainer, batch)
+        hook.remove()
         same = torch.equal(before, torch.get_rng_state())
         is_training = all(child.training for child in trainer.lightning_module.model.modules())
-        self.records.append({**record, "left_alone": same and is_training})
+        self.records.append({**record, "left_alone": same and is_training, "tokens": sum(seen)})
         return self.records[-1]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp import CausalLMModule
-from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.reference import TINY
 from tests.dist.workers import Workers
@@ -48,7 +48,7 @@ def test_logits_of_the_live_model(
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     for dtype in ("fp32", "bf16", None):
         out = tmp_path / f"out-{dtype}"
-        export(checkpoint, out, ExportOptions(dtype=dtype))
+        export(checkpoint, out, dtype=dtype)
         kept = torch.bfloat16 if dtype == "bf16" or ("precision" in strategy and dtype is None) else torch.float32
         loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert loaded.dtype == kept

@@ -21,16 +21,16 @@ _LAYERS, _ROWS, _COLUMNS = 36, 2048, 2048  # 16 MiB each in fp32, 576 MiB togeth
 _MEASURE = """
 import json, sys
 from pathlib import Path
-from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.export import export
 def peak():
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:"))) * 1024
 tiny, ckpt, out, dtype, shard = sys.argv[1:]
-options = ExportOptions(dtype=dtype if dtype != "none" else None, max_shard_gib=float(shard))
-export(Path(tiny), Path(out) / "tiny", options)
+options = dict(dtype=dtype if dtype != "none" else None, max_shard_gib=float(shard))
+export(Path(tiny), Path(out) / "tiny", **options)
 before = peak()
-report = export(Path(ckpt), Path(out) / "big", options)
+report = export(Path(ckpt), Path(out) / "big", **options)
 sizes = [(Path(out) / "big" / name).stat().st_size for name in report.files]
-print(json.dumps([peak() - before, max(sizes), report.num_bytes]))
+print(json.dumps([peak() - before, max(sizes), report.plan.num_bytes]))
 """
 
 

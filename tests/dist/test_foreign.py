@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.errors import CheckpointError
 from tests.dist.foreign import ForeignNet, foreign_rows
 from tests.dist.workers import Workers

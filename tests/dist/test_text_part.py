@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 
-from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.workers import Workers
 from tests.unit.models.test_text_part import TEXT, VISION
@@ -27,7 +27,7 @@ def test_gemma_3_is_trained_and_exported_as_a_text_model(workers: Workers, tmp_p
     workers.run(
         "train_and_keep_weights", 2, folder=str(folder), run=str(tmp_path), strategy=strategy, weights=str(weights)
     )
-    export(tmp_path / "checkpoints" / "step-00000003", out, ExportOptions(dtype="fp32"))
+    export(tmp_path / "checkpoints" / "step-00000003", out, dtype="fp32")
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert type(loaded) is Gemma3ForCausalLM
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

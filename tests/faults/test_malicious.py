@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import dcp_files, run_folder, store
+from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.hf_export import export
-from lit_fsdp.checkpoint.importing import safe_files
+from lit_fsdp.checkpoint.export import export
+from lit_fsdp.checkpoint.importing import untrusted
 from lit_fsdp.checkpoint.manifest import MANIFEST, Chunk, Manifest, read_manifest
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.errors import CheckpointError
@@ -88,7 +88,7 @@ def test_a_pickle_as_description(victim: Path, marker: Path, ledger: Ledger) -> 
                 metadata.write_bytes(pickle.dumps(content))
                 store.load_tensors(victim, blank(victim))
                 with pytest.raises(CheckpointError, match="refused"):
-                    dcp_files.unpickle_description(metadata)
+                    untrusted.read_dcp(metadata.parent, bool)
                 assert not marker.exists()
 
 
@@ -117,7 +117,7 @@ def test_torch_files_of_others(marker: Path, tmp_path: Path, ledger: Ledger) -> 
                 with ledger.trial(ROW):
                     torch.save(content, path, _use_new_zipfile_serialization=as_zip)
                     with pytest.raises(CheckpointError, match="nothing of it was run"):
-                        safe_files.read_torch(path)
+                        untrusted.read_torch(path)
                     assert not marker.exists()
 
 
@@ -149,7 +149,7 @@ def test_safetensors_headers(victim: Path, ledger: Ledger, name: str) -> None:
         with pytest.raises(CheckpointError):
             store.load_tensors(victim, blank(victim))
         with pytest.raises(CheckpointError):
-            safe_files.safetensors_tensors(path)
+            untrusted.read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""])
@@ -174,7 +174,7 @@ def test_names_that_lead_outside(victim: Path, tmp_path: Path, ledger: Ledger, n
             )
         (victim / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CheckpointError):
-            safe_files.safetensors_state(victim, "m.safetensors")
+            untrusted.read_safetensors(victim / "m.safetensors.index.json")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
     assert {path: after[path] for path in before if path.is_file()} == {p: t for p, t in before.items() if p.is_file()}
     assert after.keys() == before.keys()
@@ -216,6 +216,6 @@ def test_a_zip_that_names_files_elsewhere(tmp_path: Path, marker: Path, ledger: 
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("../marker", "evil")
         with contextlib.suppress(CheckpointError):
-            safe_files.read_torch(path)
+            untrusted.read_torch(path)
         assert not marker.exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt"]

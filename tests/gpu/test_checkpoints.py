@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_fsdp.checkpoint.hf_export import export
+from lit_fsdp.checkpoint.export import export
 from tests.gpu.runs import plain_loss, save_model, train
 
 

@@ -61,8 +61,7 @@ def test_isolated_in_bf16(tmp_path: Path, attention: str, compiled: bool) -> Non
     save_model(tmp_path / "model", _SHAPE)
     packed, (proof,) = _run(tmp_path, attention, compile=compiled)
     assert proof["bit_equal"]
-    assert (proof["attn_implementation"], proof["compile"], proof["compute_dtype"]) == (attention, compiled, "bf16")
-    assert proof["sequences"] > proof["packs"]
+    assert (proof["attn_implementation"], proof["compute_dtype"]) == (attention, "bf16")
     padded, none = _run(tmp_path, "sdpa", packing=False)
     assert not none
     assert packed == pytest.approx(padded, rel=5e-3)  # one epoch a step: the same samples, in bf16

@@ -14,7 +14,7 @@ import yaml
 
 from lit_fsdp import redaction
 from lit_fsdp.__main__ import main
-from lit_fsdp.callbacks.run_record import write_json
+from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 
@@ -28,48 +28,28 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", CANARY)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_names_of_secrets():
+    for name in (
         *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "db_password", "TOKEN"),
         *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY", "GITHUB_PAT"),
         *("AZURE_STORAGE_KEY", "NEPTUNE_API_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SECRET_OF_MINE", "PGPASS_CREDENTIALS"),
-    ],
-)
-def test_variables_with_secrets(name):
-    assert redaction.is_secret_variable(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
+    ):
+        assert redaction.is_secret_variable(name), name
+    for name in (
         *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "OLDPWD", "HOME", "PATH", "KEYBOARD", "HF_TOKEN_PATH"),
         *("AWS_WEB_IDENTITY_TOKEN_FILE", "LIT_FSDP_CACHE", "MONKEY", "COMPASS", "SLURM_JOB_ID"),
-    ],
-)
-def test_variables_without(name):
-    assert not redaction.is_secret_variable(name)
-
-
-def test_keys_of_a_recipe():
+    ):
+        assert not redaction.is_secret_variable(name), name
     for key in ("api_key", "apikey", "token", "hf_token", "password", "client_secret", "Authorization", "auth-token"):
         assert redaction.is_secret_key(key), key
     for key in (
-        "eos_token",
-        "pad_token",
-        "tokenizer",
-        "max_tokens",
-        "token_accuracy",
-        "key",
-        "monitor",
-        "pad_token_id",
+        *("eos_token", "pad_token", "tokenizer", "max_tokens", "token_accuracy", "key", "monitor", "pad_token_id"),
     ):
         assert not redaction.is_secret_key(key), key
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_running_text():
+    for text, shown in (
         (f"401 for token {CANARY}.", "401 for token ***."),
         ("git clone https://me:pa55@host/x", "git clone https://***@host/x"),
         ("s3://bucket/key@v1 and user@host:22", "s3://bucket/key@v1 and user@host:22"),
@@ -77,10 +57,8 @@ def test_keys_of_a_recipe():
         ("Authorization: Bearer abcdefghij", "Authorization: Bearer ***"),
         ("a basic test", "a basic test"),
         ("nothing here: eos_token", "nothing here: eos_token"),
-    ],
-)
-def test_running_text(text, shown):
-    assert redaction.redact(text) == shown
+    ):
+        assert redaction.redact(text) == shown
 
 
 def test_a_secret_is_found_in_every_spelling(monkeypatch):
@@ -99,6 +77,8 @@ def test_values_by_their_keys():
         "logger": [{"init_args": {"api_key": "k", "password": 123456, "token": None, "offline": True, "tags": ("a",)}}],
         "credentials": {"user": "me", "more": ["x", 7]},
         "eos_token": "</s>",
+        "num_token": 5,
+        "loss_of_token": 0.5,
     }
     before = json.dumps(recipe)
     assert redaction.redact_values(recipe) == {
@@ -108,6 +88,8 @@ def test_values_by_their_keys():
         ],
         "credentials": {"user": "***", "more": ["***", "***"]},
         "eos_token": "</s>",
+        "num_token": 5,
+        "loss_of_token": 0.5,
     }
     assert json.dumps(recipe) == before
 
@@ -155,31 +137,22 @@ def test_a_saved_recipe_asks_for_its_secrets_again(recipe, tmp_path):
     assert load_recipe(words, "fit").values["trainer"]["logger"]["init_args"]["api_key"] == "mine"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_error_messages(recipe, tmp_path, capsys):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("trainer: {}\nlogger:\n  api_key: [yaml-canary\n")  # the error quotes the line
+    for words in (
         ["--trainer.max_stepz", CANARY],
         ["--model.optim.lr", CANARY],
         ["--api_key", "flag-canary"],
         ["--model.password", "flag-canary"],
         [CANARY],
         ["--config", "https://me:flag-canary@host/x.yaml"],
-    ],
-)
-def test_error_messages(recipe, words, capsys):
-    assert main(["fit", "--config", str(recipe), *words]) == 2
-    out, err = capsys.readouterr()
-    assert "error: " in err
-    assert "canary" not in out + err
-
-
-def test_the_line_that_broke_the_yaml(tmp_path, capsys):
-    path = tmp_path / "broken.yaml"
-    path.write_text("trainer: {}\nlogger:\n  api_key: [yaml-canary\n")
-    assert main(["fit", "--config", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert "no YAML" in err
-    assert "canary" not in out + err
+        ["--config", str(broken)],
+    ):
+        assert main(["fit", "--config", str(recipe), *words]) == 2
+        out, err = capsys.readouterr()
+        assert "error: " in err
+        assert "canary" not in out + err
 
 
 def test_print_config(recipe, capsys):
@@ -209,8 +182,7 @@ def test_threads_that_die(capsys, monkeypatch):
     def fail() -> None:
         raise RuntimeError(CANARY)
 
-    for place, name in ((sys, "excepthook"), (threading, "excepthook")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # put back afterwards
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
     with redaction.guarded_streams():
         thread = threading.Thread(target=fail)
         thread.start()
@@ -222,7 +194,7 @@ def test_threads_that_die(capsys, monkeypatch):
 
 def test_tracebacks_that_end_the_process():
     code = "from lit_fsdp import __main__ as m\ndef boom(argv): raise KeyError({'t': argv[0]})\nm.run = boom\n"
-    words = [sys.executable, "-c", code + f"m.main(['{CANARY}'])"]
+    words = [sys.executable, "-c", code + f"import sys; sys.exit(m.main(['{CANARY}']))"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback (most recent call last)" in done.stderr

@@ -1,43 +1,35 @@
-"""Lightning's counters in a checkpoint: another accumulation, and an epoch that had ended."""
+"""Lightning's counters in a checkpoint: another accumulation, an epoch that had ended, one that was interrupted."""
 
 from __future__ import annotations
 
-from lit_fsdp.callbacks.counters import begin_window_again, close_epoch, rescale_progress
+from types import SimpleNamespace
+from typing import Any
+
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of
 
 
 def counters(ready: int, completed: int) -> dict[str, int]:
     return {"ready": ready, "started": ready, "processed": ready, "completed": completed}
 
 
-def test_counters_of_three_steps_for_another_accumulation():
-    progress = {"total": counters(6, 5), "current": counters(6, 5)}  # three steps of two, saved in the batch-end hook
-    rescale_progress(progress, before=2, now=4)
-    assert progress == {"total": counters(12, 11), "current": counters(12, 11)}
+def test_counters_are_those_of_the_step_in_the_new_accumulation() -> None:
+    done, in_hook, interrupted = counters(6, 6), counters(6, 5), counters(7, 7)
+    for saved, is_last, before, now, expected in (
+        (in_hook, False, 2, 4, counters(12, 11)),  # three steps of two, saved in the hook at the end of the batch
+        (counters(5, 4), True, 2, 1, counters(3, 2)),  # a short last accumulation counts as a step
+        (done, False, 3, 3, done),
+        (interrupted, False, 3, 3, done),  # by a validation, which saved
+        (counters(5, 4), True, 3, 3, counters(5, 4)),
+        (done, False, None, 3, done),
+    ):
+        batches: dict[str, Any] = {"is_last_batch": is_last, "total": dict(saved), "current": dict(saved)}
+        loop = {"epoch_loop.batch_progress": batches, "epoch_progress": {"current": counters(1, 0)}}
+        count_in_micro_batches_of(SimpleNamespace(accumulate_grad_batches=now, callbacks=[]), loop, before)  # type: ignore[arg-type]
+        assert batches == {"is_last_batch": is_last, "total": expected, "current": expected}
 
 
-def test_a_short_last_accumulation_counts_as_a_step():
-    progress = {"total": counters(5, 4), "current": counters(5, 4)}
-    rescale_progress(progress, before=2, now=1)
-    assert progress["current"] == counters(3, 2)
-
-
-def test_an_ended_epoch_starts_anew_and_an_open_one_stays():
-    batches = {"is_last_batch": True, "total": counters(5, 5), "current": counters(5, 5)}
-    close_epoch({"current": counters(1, 1), "total": counters(1, 1)}, batches)
+def test_an_ended_epoch_starts_anew() -> None:
+    batches: dict[str, Any] = {"is_last_batch": True, "total": counters(5, 5), "current": counters(5, 5)}
+    loop = {"epoch_loop.batch_progress": batches, "epoch_progress": {"current": counters(1, 1)}}
+    count_in_micro_batches_of(SimpleNamespace(accumulate_grad_batches=5, callbacks=[]), loop, 5)  # type: ignore[arg-type]
     assert batches == {"is_last_batch": False, "total": counters(5, 5), "current": counters(0, 0)}
-    saved_in_the_hook = {"is_last_batch": True, "total": counters(5, 4), "current": counters(5, 4)}
-    close_epoch({"current": counters(1, 0), "total": counters(1, 0)}, saved_in_the_hook)
-    assert saved_in_the_hook["current"] == counters(5, 4)
-
-
-def test_an_interrupted_accumulation_is_begun_again():
-    batches = {"is_last_batch": False, "total": counters(11, 11), "current": counters(4, 4)}  # a validation saved it
-    begin_window_again(batches, accumulate=3)
-    assert batches == {"is_last_batch": False, "total": counters(10, 10), "current": counters(3, 3)}
-    for whole in (counters(6, 5), counters(6, 6)):  # at a step
-        batches = {"is_last_batch": False, "total": dict(whole), "current": dict(whole)}
-        begin_window_again(batches, accumulate=3)
-        assert batches["current"] == whole
-    short = {"is_last_batch": True, "total": counters(5, 4), "current": counters(5, 4)}
-    begin_window_again(short, accumulate=3)
-    assert short["current"] == counters(5, 4)

@@ -17,6 +17,8 @@ from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.signals import SignalFlags
 
+SIGINT, SIGTERM, SIGUSR1 = signals.STOPPING
+
 
 class Ended(BaseException):
     """Instead of os._exit."""
@@ -33,83 +35,43 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> SignalFlags:
     return SignalFlags()
 
 
-def ends(flags: SignalFlags, number: signal.Signals) -> bool:
-    try:
-        flags.receive(number)
-    except Ended as end:
-        return end.args == (130 if number == signal.SIGINT else 75,)
-    return False
-
-
-def test_ctrl_c_waits_for_the_step_while_training_and_so_does_a_second_one(
-    flags: SignalFlags, capsys: pytest.CaptureFixture[str]
-):
-    cleaned: list[str] = []
-    flags.before_exit = lambda: cleaned.append("children")
-    flags.training = True
-    assert not ends(flags, signal.SIGINT)
-    assert flags.interrupted
-    assert not ends(flags, signal.SIGINT)
-    assert "once more ends at once" in capsys.readouterr().err
-    assert cleaned == []
-    assert ends(flags, signal.SIGINT)
-    assert cleaned == ["children"]
-
-
-def test_ctrl_c_before_training_ends_at_once(flags: SignalFlags, capsys: pytest.CaptureFixture[str]):
-    assert ends(flags, signal.SIGINT)
-    assert not flags.interrupted
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_only_the_first_process_speaks(
-    flags: SignalFlags, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert ends(flags, signal.SIGINT)
-    assert capsys.readouterr().err == ""
-
-
-REQUESTS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-
-
-@REQUESTS
-@pytest.mark.parametrize("phase", ["has_peers", "training"])
-def test_a_request_never_ends_a_rank_that_others_wait_for(flags: SignalFlags, number: signal.Signals, phase: str):
-    setattr(flags, phase, True)
-    assert not ends(flags, number)
-    assert not ends(flags, number)
-    assert (flags.terminated, flags.interrupted) == (True, False)
-
-
-@REQUESTS
-def test_a_request_ends_a_process_that_nobody_waits_for(
-    flags: SignalFlags, number: signal.Signals, capsys: pytest.CaptureFixture[str]
-):
-    assert ends(flags, number)
-    assert capsys.readouterr().err == "stopped by a signal; there is nothing to save yet\n"
-
-
-@REQUESTS
-def test_a_request_ends_a_command_that_does_not_train(flags: SignalFlags, number: signal.Signals):
-    flags.can_save, flags.has_peers = False, True
-    assert ends(flags, number)
-
-
-def test_a_rank_that_lightning_started_waits_for_the_vote(flags: SignalFlags, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not ends(flags, signal.SIGINT)
-    assert flags.interrupted
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # each rank of torchrun gets its own signal
-    assert ends(SignalFlags(), signal.SIGINT)
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
-def test_ranks_that_somebody_else_started_have_peers(flags: SignalFlags, monkeypatch: pytest.MonkeyPatch, name: str):
-    assert not flags.has_peers
-    monkeypatch.setenv(name, "0")
-    assert SignalFlags().has_peers
+@pytest.mark.usefixtures("flags")
+def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table in lit_fsdp/signals.py; None: the process goes on."""
+    lightning_started, torchrun = {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}
+    once_more = "Ctrl-C: the step is being finished and saved; once more ends at once, without saving\n"
+    nothing = "stopped by a signal; there is nothing to save yet\n"
+    phases: list[tuple[dict[str, bool], dict[str, str], list[Any], int | None, str]] = [
+        ({}, {}, [SIGINT], 130, "interrupted\n"),
+        ({}, {}, [SIGTERM], 75, nothing),
+        ({}, {}, [SIGUSR1], 75, nothing),
+        ({"can_save": False, "has_peers": True}, {}, [SIGTERM], 75, nothing),
+        ({}, {"RANK": "0"}, [SIGTERM, SIGUSR1], None, ""),
+        ({}, {"SLURM_PROCID": "0"}, [SIGTERM], None, ""),
+        ({}, lightning_started, [SIGTERM, SIGINT], None, ""),  # waits for the vote
+        ({}, torchrun, [SIGINT], 130, ""),  # each rank gets its own signal; only the first process speaks
+        ({"training": True}, {}, [SIGTERM, SIGUSR1, SIGTERM], None, ""),
+        ({"training": True}, {}, [SIGINT, SIGINT], None, once_more),
+        ({"training": True}, {}, [SIGINT, SIGINT, SIGINT], 130, f"{once_more}interrupted\n"),
+    ]
+    for attributes, environment, numbers, code, said in phases:
+        with monkeypatch.context() as patched:
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            flags, cleaned, ended = SignalFlags(), [], None
+            flags.before_exit = lambda cleaned=cleaned: cleaned.append("children")  # type: ignore[misc]
+            for name, value in attributes.items():
+                setattr(flags, name, value)
+            try:
+                for number in numbers:
+                    flags.receive(number)
+            except Ended as end:
+                ended = end.args[0]
+        case = (attributes, environment, numbers)
+        assert (ended, capsys.readouterr().err) == (code, said), case
+        assert cleaned == (["children"] if code else []), case
+        if code is None:
+            assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
 
 
 class Saving(Checkpoint):
@@ -140,71 +102,61 @@ def module(*votes: float) -> Any:
     return SimpleNamespace(step_totals=torch.tensor([9.0, 9.0, 9.0, 9.0, *votes]), stop_votes=None)
 
 
-def test_votes_of_this_rank_travel_with_the_step(flags: SignalFlags):
+def test_votes_of_this_rank_travel_with_the_step(flags: SignalFlags) -> None:
     callback, pl_module = StopOnSignal(flags), module(0, 0)
     callback.on_train_batch_start(trainer(), pl_module, None, 0)
     assert pl_module.stop_votes == [0.0, 0.0]
     flags.training = True
-    flags.receive(signal.SIGTERM)
+    flags.receive(SIGTERM)
     callback.on_train_batch_start(trainer(), pl_module, None, 0)
     assert pl_module.stop_votes == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(("votes", "code"), [((0, 1), 75), ((2, 0), 130), ((1, 1), 130)])
-def test_one_vote_of_any_rank_saves_once_and_stops(flags: SignalFlags, votes: tuple[int, int], code: int):
-    callback, run = StopOnSignal(flags), trainer()
-    callback.on_train_start(run, module(0, 0))
-    assert flags.training
-    callback.on_train_batch_end(run, module(*votes), None, None, 0)  # in the middle of an accumulation
-    assert run.checkpoint_callbacks[0].saved == []
-    run.global_step = 5
-    with pytest.raises(StopRequested) as caught:
-        callback.on_train_batch_end(run, module(*votes), None, None, 0)
-    assert (caught.value.exit_code, caught.value.step) == (code, 5)
-    assert str(caught.value) == (
-        "stopped by a signal after step 5; the checkpoint is complete; resume with --ckpt_path last"
-    )
-    assert (run.checkpoint_callbacks[0].saved, run.logged) == ([5], [5])
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_of_the_set_up_is_heard_before_the_first_batch(flags: SignalFlags, number: signal.Signals, code: int):
-    """With nothing saved: there is nothing new."""
-    callback, run = StopOnSignal(flags), trainer()
-    flags.interrupted, flags.terminated = number == signal.SIGINT, number == signal.SIGTERM
-    with pytest.raises(StopRequested, match="before step 5") as caught:
+def test_one_vote_of_any_rank_saves_once_and_stops(flags: SignalFlags) -> None:
+    for pl_module, code in (
+        (module(0, 0), None),
+        (module(0, 1), 75),
+        (module(2, 0), 130),
+        (module(1, 1), 130),
+        (SimpleNamespace(), 75),  # somebody else's: an all-reduce of our own
+    ):
+        callback, run = StopOnSignal(flags), trainer()
+        flags.terminated = False
         callback.on_train_start(run, module(0, 0))
-    assert (caught.value.exit_code, caught.value.step, caught.value.is_saved) == (code, 4, False)
-    assert run.checkpoint_callbacks[0].saved == []
+        flags.terminated = isinstance(pl_module, SimpleNamespace) and not vars(pl_module)
+        callback.on_train_batch_end(run, pl_module, None, None, 0)  # in the middle of an accumulation
+        assert run.checkpoint_callbacks[0].saved == []
+        run.global_step = 5
+        if code is None:
+            callback.on_train_batch_end(run, pl_module, None, None, 0)
+            assert run.checkpoint_callbacks[0].saved == []
+            continue
+        with pytest.raises(StopRequested, match="after step 5; the checkpoint is complete; resume with") as caught:
+            callback.on_train_batch_end(run, pl_module, None, None, 0)
+        assert (caught.value.exit_code, caught.value.step) == (code, 5)
+        assert (run.checkpoint_callbacks[0].saved, run.logged) == ([5], [5])
 
 
-def test_no_vote_no_stop(flags: SignalFlags):
-    callback, run = StopOnSignal(flags), trainer()
-    callback.on_train_start(run, module(0, 0))
-    run.global_step = 5
-    callback.on_train_batch_end(run, module(0, 0), None, None, 0)
-    assert run.checkpoint_callbacks[0].saved == []
+def test_a_signal_of_the_set_up_is_heard_before_the_first_batch(flags: SignalFlags) -> None:
+    """With nothing saved: there is nothing new."""
+    for number, code in ((SIGTERM, 75), (SIGINT, 130)):
+        callback, run = StopOnSignal(flags), trainer()
+        flags.interrupted, flags.terminated = number == SIGINT, number == SIGTERM
+        with pytest.raises(StopRequested, match="before step 5") as caught:
+            callback.on_train_start(run, module(0, 0))
+        assert (caught.value.exit_code, caught.value.step, caught.value.is_saved) == (code, 4, False)
+        assert run.checkpoint_callbacks[0].saved == []
 
 
-def test_somebody_elses_module_stops_too(flags: SignalFlags):
-    callback, run = StopOnSignal(flags), trainer()
-    callback.on_train_start(run, SimpleNamespace())
-    flags.receive(signal.SIGUSR1)
-    run.global_step = 5
-    with pytest.raises(StopRequested) as caught:
-        callback.on_train_batch_end(run, SimpleNamespace(), None, None, 0)
-    assert caught.value.exit_code == 75
-
-
-def test_a_signal_is_heard_by_a_thread():
+def test_a_signal_is_heard_by_a_thread() -> None:
     """Also while the main thread waits in C++, where Python's own handlers would wait too."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in signals.STOPPING}
     flags = SignalFlags()
     flags.training = True
     try:
         flags.install()
         flags.install()  # changes nothing
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(SIGUSR1)
         for _ in range(500):
             if flags.terminated:
                 break
@@ -229,7 +181,7 @@ class Watched(LightningModule):
         self.seen = [signal.getsignal(number) for number in signals.STOPPING]
         return self.weight * batch.sum()
 
-    validation_step = test_step = predict_step = training_step
+    validation_step = training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Any."""
@@ -237,13 +189,13 @@ class Watched(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
-@pytest.mark.parametrize(
-    ("verb", "ours"), [("fit", True), ("validate", True), ("test", True), ("predict", True), ("fit", False)]
-)
-def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path: Path, flags: SignalFlags, verb: str, ours: bool):
+@pytest.mark.parametrize(("verb", "ours"), [("fit", True), ("validate", True), ("fit", False)])
+def test_lightnings_handlers_stay_out_under_slurm_too(
+    tmp_path: Path, flags: SignalFlags, verb: str, ours: bool
+) -> None:
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
-    watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
+    watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
     run = Trainer(
         accelerator="cpu",
         devices=1,

@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Config
 
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.export_verify import find_export_differences
-from lit_fsdp.checkpoint.hf_export import ExportOptions, export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
@@ -94,9 +94,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_a_sound_export_passes(saved, tmp_path, layout, dtype):
-    options = ExportOptions(dtype=dtype, check=CHECK, max_shard_gib=3e-6)
-    report = export(saved(layout=layout).folder, tmp_path / "out", options)
-    assert (report.is_verified, report.form) == (True, "model")
+    folder = saved(layout=layout).folder
+    report = export(folder, tmp_path / "out", dtype=dtype, check=CHECK, max_shard_gib=3e-6)
+    assert (report.is_verified, report.plan.form) == (True, "model")
     assert str(report).endswith("verified: loaded again, keys, tensors and logits are equal")
     assert len([name for name in report.files if name.endswith(".safetensors")]) > 2
 
@@ -104,7 +104,7 @@ def test_a_sound_export_passes(saved, tmp_path, layout, dtype):
 def test_a_config_with_infinity_in_it(saved, tmp_path):
     made = saved("mamba2")
     assert "Infinity" in (made.base / "config.json").read_text()  # a limit of the time step
-    assert export(made.folder, tmp_path / "out", ExportOptions(check=CHECK)).is_verified
+    assert export(made.folder, tmp_path / "out", check=CHECK).is_verified
     drawn = resolve_model(ModelConfig(name=str(made.base / "config.json")), 0).hf_config
     assert list(drawn.time_step_limit) == [0.0, float("inf")]
 
@@ -153,7 +153,7 @@ def test_what_differs_is_named_and_nothing_is_published(saved, tmp_path, change,
     folder = saved().folder
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=text) as error:
-        export(folder, tmp_path / "out", ExportOptions(check=_tampering(change)))
+        export(folder, tmp_path / "out", check=_tampering(change))
     assert "not published" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -178,13 +178,13 @@ LORAS = {
 @_PEFTS_OWN
 def test_adapters_alone_and_merged_are_the_live_model(saved, tmp_path, family, kind, layout):
     made = saved(family, LORAS[kind], layout)
-    report = export(made.folder, tmp_path / "adapter", ExportOptions(check=CHECK))
-    assert (report.form, report.is_verified) == ("adapter", True)
+    report = export(made.folder, tmp_path / "adapter", check=CHECK)
+    assert (report.plan.form, report.is_verified) == ("adapter", True)
     assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), tmp_path / "adapter")
     assert torch.equal(logits(live), made.logits())
-    merged = export(made.folder, tmp_path / "merged", ExportOptions(lora="merge", check=CHECK))
-    assert merged.form == "merge"
+    merged = export(made.folder, tmp_path / "merged", lora="merge", check=CHECK)
+    assert merged.plan.form == "merge"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert type(plain) is type(made.model)
     torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
@@ -206,20 +206,18 @@ def test_embeddings_biases_and_whole_modules_come_along(saved, tmp_path, family,
     made = saved(family, lora)
     for param in made.model.parameters():
         assert not param.is_meta
-    export(made.folder, tmp_path / "adapter", ExportOptions(check=CHECK))
+    export(made.folder, tmp_path / "adapter", check=CHECK)
     live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), tmp_path / "adapter")
     assert torch.equal(logits(live), made.logits())
-    export(made.folder, tmp_path / "merged", ExportOptions(lora="merge", check=CHECK))
+    export(made.folder, tmp_path / "merged", lora="merge", check=CHECK)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("lora", ["adapter", "merge"])
 def test_adapters_in_another_dtype(saved, tmp_path, lora):
-    report = export(
-        saved(lora=LORAS["dora"]).folder, tmp_path / "out", ExportOptions(lora=lora, dtype="bf16", check=CHECK)
-    )
-    assert (report.dtype, report.is_verified) == ("bfloat16", True)
+    report = export(saved(lora=LORAS["dora"]).folder, tmp_path / "out", lora=lora, dtype="bf16", check=CHECK)
+    assert (report.plan.dtype, report.is_verified) == ("bfloat16", True)
 
 
 def test_a_tampered_adapter_is_not_published(saved, tmp_path):
@@ -231,44 +229,31 @@ def test_a_tampered_adapter_is_not_published(saved, tmp_path):
 
     folder = saved(lora={"r": 2}).folder
     with pytest.raises(CheckpointError, match="not published"):
-        export(folder, tmp_path / "out", ExportOptions(check=_tampering(change)))
+        export(folder, tmp_path / "out", check=_tampering(change))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("lora", ["adapter", "merge"])
 def test_adapters_are_asked_for_where_there_are_none(saved, tmp_path, lora):
     with pytest.raises(ConfigError) as error:
-        export(saved().folder, tmp_path / "out", ExportOptions(lora=lora))
+        export(saved().folder, tmp_path / "out", lora=lora)
     assert error.value.field == f"--{lora}"
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_tells_what_the_checkpoint_knows_and_no_path(saved, tmp_path):
-    recipe = {
-        "model": {"name": "/home/somebody/model", "optim": {"lr": 1e-3, "schedule": "cosine"}, "lora": {"r": 4}},
-        "trainer": {"max_steps": 7, "strategy": {"init_args": {"engine": "fsdp2", "sharding": "/etc/x"}}},
-        "data": {"train": "/home/somebody/rows.jsonl", "global_batch_size": 16},
-        "logger": {"api_key": "sk-canary"},
-    }
-    state = {"CausalLMDataModule": {"fingerprint": "ab12cd", "seed": 3}}
-    hf = {"recipe.yaml": yaml.safe_dump(recipe).encode()}
+def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path):
+    recipe = {"model": {"name": "/home/somebody/model"}, "logger": {"api_key": "sk-canary"}}
     for lora, library in ((None, "transformers"), ({"r": 4}, "peft")):
-        place = tmp_path / library
-        place.mkdir()
-        made = Saved(place, "llama", lora, "sharded")
+        made = Saved(tmp_path / library, "llama", lora, "full")
         config = {f"hf/{path.name}": path.read_bytes() for path in made.base.glob("*.json")}
-        made = Saved(place / "again", "llama", lora, "sharded", state=state, files={**hf, **config})
-        export(made.folder, place / "out")
-        card = (place / "out" / "README.md").read_text()
+        files = {"recipe.yaml": yaml.safe_dump(recipe).encode(), **config}
+        made = Saved(tmp_path / library / "again", "llama", lora, "full", files=files)
+        export(made.folder, tmp_path / library / "out")
+        card = (tmp_path / library / "out" / "README.md").read_text()
         head = yaml.safe_load(card.split("---")[1])
         assert head["library_name"] == library
         assert (head["base_model"], head["pipeline_tag"]) == ("tiny/llama", "text-generation")
         assert head["tags"] == ["lit_fsdp"] + ["lora"] * (lora is not None)
-        for row in ("| model.optim.lr | 0.001 |", "| trainer.max_steps | 7 |", "| data.global_batch_size | 16 |"):
-            assert row in card
-        assert "| trainer.strategy.engine | fsdp2 |" in card
-        assert "step 5" in card
-        assert "`ab12cd`" in card
-        assert "| val_loss | 1.25 |" in card
-        assert not [word for word in ("/home", "canary", "/etc", "bad", str(tmp_path)) if word in card]
-    assert not [name for name in (place / "out").rglob("*") if name.name.startswith(".")]
+        for text in ("step 5", "| val_loss | 1.25 |", f"| torch | {torch.__version__}"):
+            assert text in card
+        assert not [word for word in ("/home", "canary", "bad", str(tmp_path)) if word in card]

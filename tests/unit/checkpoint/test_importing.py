@@ -1,4 +1,4 @@
-"""Sources that do not fit, are damaged or mean harm; optimizers whose parameters have only numbers."""
+"""Sources that do not fit, are damaged or mean harm; optimizers whose parameters have names or only numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from lit_fsdp.checkpoint.importing.convert import Choices, ImportReport, import_checkpoint
-from lit_fsdp.checkpoint.importing.names import Target
+from lit_fsdp.checkpoint.importing.convert import ImportReport, Target, import_checkpoint
+from lit_fsdp.checkpoint.importing.sources import open_source
 from lit_fsdp.checkpoint.store import load_rank_state, load_state, verify_files
 from lit_fsdp.errors import CheckpointError
 
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 4), "a.bias": (4,), "b.weight": (4, 4), "b.bias": (4,)}
 TARGET = Target(
     shapes=SHAPES,
-    parameters=frozenset(SHAPES),
     ties={"head.weight": "embed.weight"},
     files={"hf/config.json": b"{}"},
 )
@@ -38,7 +37,7 @@ def run(tmp_path: Path) -> Run:
         out = tmp_path / "out"
         shutil.rmtree(out, ignore_errors=True)
         try:
-            return import_checkpoint(source, out, TARGET, Choices(**choices))
+            return import_checkpoint(open_source(source), out, TARGET, **choices)
         except BaseException:
             assert not out.exists()
             assert not list(tmp_path.glob(".out*"))
@@ -47,101 +46,63 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def adam_state(groups: list[list[str]], numbers: list[list[int]] | None = None, **extra: Any) -> dict[str, Any]:
+def adam_state(**group: Any) -> dict[str, Any]:
     """A state as ``AdamW.state_dict()`` gives it, each moment marked by its parameter."""
-    order = [name for group in groups for name in group]
-    numbers = numbers or [[order.index(name) for name in group] for group in groups]
-    by_number = dict(zip([n for group in numbers for n in group], order, strict=True))
     state = {
-        n: {
-            "step": torch.tensor(4.0),
-            "exp_avg": torch.full(SHAPES[name], float(list(SHAPES).index(name))),
-            "exp_avg_sq": torch.full(SHAPES[name], 10.0 + list(SHAPES).index(name)),
-        }
-        for n, name in by_number.items()
+        n: {"step": torch.tensor(4.0), "exp_avg": torch.full(shape, n * 1.0), "exp_avg_sq": torch.full(shape, n + 10.0)}
+        for n, shape in enumerate(SHAPES.values())
     }
-    return {"state": state, "param_groups": [{"params": group, "lr": 0.5, **extra} for group in numbers]}
+    return {"state": state, "param_groups": [{"params": list(state), "lr": 0.5, **group}]}
 
 
-def lightning_file(path: Path, weights: dict[str, torch.Tensor] | None = None, **content: Any) -> Path:
+def lightning_file(
+    path: Path, weights: dict[str, torch.Tensor] | None = None, is_new: bool = True, **content: Any
+) -> Path:
     state = {f"net.{name}": tensor for name, tensor in (weights or WEIGHTS).items()}
-    torch.save({"state_dict": state, "global_step": 4, **content}, path)
+    torch.save({"state_dict": state, "global_step": 4, **content}, path, _use_new_zipfile_serialization=is_new)
     return path
 
 
-def check_moments(out: Path) -> None:
-    found = load_file(out / "tensors.safetensors")
-    for index, name in enumerate(SHAPES):
-        assert torch.equal(found[f"optim/model.{name}/exp_avg"], torch.full(SHAPES[name], float(index))), name
-        assert torch.equal(found[f"optim/model.{name}/exp_avg_sq"], torch.full(SHAPES[name], 10.0 + index)), name
-
-
 ALL = list(SHAPES)
-MATRICES, VECTORS = [n for n in ALL if len(SHAPES[n]) == 2], [n for n in ALL if len(SHAPES[n]) == 1]
+NAMED = {"param_names": [f"net._orig_mod.{name}" for name in ALL]}
 
 
-@pytest.mark.parametrize(
-    ("groups", "numbers"),
-    [
-        ([ALL], None),
-        ([MATRICES, VECTORS], None),
-        ([VECTORS, MATRICES], None),
-        ([MATRICES, VECTORS], [[0, 1, 3], [2, 4]]),  # FSDP numbers by the model's order, whatever the groups
-        ([["embed.weight"], MATRICES[1:], VECTORS], None),
-    ],
-)
-def test_numbered_parameters_are_told_apart(run: Run, tmp_path: Path, groups: Any, numbers: Any) -> None:
-    source = lightning_file(tmp_path / "a.ckpt", optimizer_states=[adam_state(groups, numbers)])
-    report = run(source)
-    assert (len(report.optimizer.state), report.optimizer.num_dropped) == (5, 0)
-    check_moments(tmp_path / "out")
+def test_moments_are_taken_by_name(run: Run, tmp_path: Path) -> None:
+    """As a key of the state, or beside the numbers as torch keeps them; in torch's file format before 1.6 too."""
+    numbered = adam_state(**NAMED)
+    keyed = {"state": {f"net.{ALL[n]}": entry for n, entry in numbered["state"].items()}, "param_groups": []}
+    keyed["param_groups"] = [{"params": list(keyed["state"])}]
+    for state in (numbered, keyed):
+        for is_new in (True, False):
+            source = lightning_file(tmp_path / "a.ckpt", is_new=is_new, optimizer_states=[state])
+            report = run(source)
+            assert (report.step, report.num_moments) == (4, 5)
+            found = load_file(tmp_path / "out" / "tensors.safetensors")
+            for index, name in enumerate(ALL):
+                assert torch.equal(found[f"optim/model.{name}/exp_avg"], torch.full(SHAPES[name], float(index)))
+                assert torch.equal(found[f"optim/model.{name}/exp_avg_sq"], torch.full(SHAPES[name], 10.0 + index))
 
 
-def test_a_file_of_torch_before_its_zip_format(run: Run, tmp_path: Path) -> None:
-    content = {"state_dict": WEIGHTS, "global_step": 2, "optimizer_states": [adam_state([ALL])]}
-    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    assert run(tmp_path / "old.ckpt").step == 2
-    check_moments(tmp_path / "out")
+def test_an_optimizer_that_cannot_be_told_apart_is_left_out_and_says_why(run: Run, tmp_path: Path) -> None:
+    sgd = {"state": {0: {"momentum_buffer": torch.zeros(6, 4)}}, "param_groups": [{"params": [0, 1, 2, 3, 4], **NAMED}]}
+    turned = adam_state(param_names=NAMED["param_names"][::-1])
+    others = adam_state(param_names=[f"other.{name}" for name in ALL])
+    for state, why in (
+        (adam_state(), "its parameters have numbers, not names"),
+        (sgd, "it is not AdamW's for embed.weight"),
+        (turned, "it is not AdamW's for b.bias"),
+        (others, "none of its parameters is the model's"),
+    ):
+        report = run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
+        assert report.num_moments == 0
+        assert f"optimizer: not imported: {why}" in str(report)
+        assert load_file(tmp_path / "out" / "tensors.safetensors").keys() == {f"model/model.{name}" for name in SHAPES}
 
 
-def test_names_of_parameters_win_over_their_order(run: Run, tmp_path: Path) -> None:
-    order = ["b.weight", "a.weight", "embed.weight", "b.bias", "a.bias"]
-    state = adam_state([order])
-    state["param_groups"][0]["param_names"] = [f"net._orig_mod.{name}" for name in order]
-    assert run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state])).step == 4
-    check_moments(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("state", "why"),
-    [
-        (adam_state([["a.weight", "a.bias"], ["embed.weight", "b.weight", "b.bias"]]), "the shapes of its state"),
-        (adam_state([["embed.weight", "a.weight", "a.bias"]]), "numbers 3 parameters and the model has 5"),
-        (adam_state([["a.weight", *[n for n in ALL if n != "a.weight"]]]), "the shapes of its state"),
-        (
-            {"state": {0: {"momentum_buffer": torch.zeros(6, 4)}}, "param_groups": [{"params": [0, 1, 2, 3, 4]}]},
-            "AdamW",
-        ),
-    ],
-)
-def test_an_optimizer_that_cannot_be_told_apart_is_dropped_and_counted(
-    run: Run, tmp_path: Path, state: dict[str, Any], why: str
-) -> None:
-    report = run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
-    assert report.optimizer.num_dropped == len(state["state"]) > 0
-    assert why in report.optimizer.why
-    assert f"NOT imported: the state of {len(state['state'])} parameters" in str(report)
-    assert load_file(tmp_path / "out" / "tensors.safetensors").keys() == {f"model/model.{name}" for name in SHAPES}
-
-
-def test_a_parameter_never_stepped_begins_at_zero(run: Run, tmp_path: Path) -> None:
-    state = adam_state([ALL])
+def test_a_parameter_never_stepped_has_no_moments(run: Run, tmp_path: Path) -> None:
+    state = adam_state(**NAMED)
     del state["state"][2]
-    report = run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
-    assert report.optimizer.num_fresh == 1
-    found = load_file(tmp_path / "out" / "tensors.safetensors")
-    assert not found["optim/model.a.bias/exp_avg"].any()
-    assert float(found["optim/model.a.bias/step"]) == 0
+    assert "AdamW state of 4 of 5 tensors" in str(run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state])))
 
 
 def test_what_is_written(run: Run, tmp_path: Path) -> None:
@@ -153,7 +114,7 @@ def test_what_is_written(run: Run, tmp_path: Path) -> None:
         tmp_path / "x",
     )
     report = run(tmp_path / "x", dtype="bf16")
-    assert (report.step, report.prefix, report.optimizer.why) == (9, "module.", "the source has none")
+    assert (report.step, report.prefix, report.no_moments) == (9, "module.", "the source has none")
     verify_files(tmp_path / "out")
     state = load_state(tmp_path / "out")
     assert (state["global_step"], state["lr_schedulers"][0]["last_epoch"]) == (9, 9)
@@ -259,21 +220,18 @@ def test_what_is_no_source(run: Run, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     (ranks / "pytorch_model_fsdp_0_rank0.bin").touch()
-    for source, choices, text in [
-        (tmp_path / "nothing", {}, "does not exist"),
-        (empty, {}, "no model of Accelerate or the Trainer in it; there is: nothing"),
-        (cut, {}, "damaged"),
-        (garbage, {}, "not a readable safetensors file"),
-        (shards, {}, "was cut short"),
-        (good, {"kind": "accelerate"}, "no tensors: "),
-        (tmp_path / "plain.safetensors", {"kind": "lightning"}, r"plain\.safetensors: "),
-        (lone, {}, "give it as model.name"),
-        (lone, {"kind": "lightning"}, "meta.pt"),
-        (ranks, {}, "only the same ranks can put together"),
+    for source, text in [
+        (tmp_path / "nothing", "does not exist"),
+        (empty, "no model of Accelerate or the Trainer in it; there is: nothing"),
+        (cut, "damaged"),
+        (garbage, "not a readable safetensors file"),
+        (shards, "damaged"),
+        (lone, "give it as model.name"),
+        (ranks, "no model of Accelerate or the Trainer in it; there is: pytorch_model_fsdp_0_rank0.bin"),
     ]:
         with pytest.raises(CheckpointError, match=text):
-            run(source, **choices)
+            run(source)
     assert run(tmp_path / "plain.safetensors", step=3).step == 3
-    assert run(lone, kind="accelerate").step == 0
+    assert run(lone / "model.safetensors").step == 0
     with pytest.raises(CheckpointError, match="a lit_fsdp checkpoint already"):
-        import_checkpoint(tmp_path / "out", tmp_path / "again", TARGET, Choices())
+        open_source(tmp_path / "out")

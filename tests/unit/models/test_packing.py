@@ -1,10 +1,10 @@
-"""What is changed in which round, what is noticed, and which families keep packed samples apart."""
+"""What is noticed when samples see each other, and which families keep packed samples apart."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,15 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.models.packing import (
-    Worst,
-    changed_in,
+    Isolation,
     last_hidden_states,
+    measure_isolation,
     model_inputs,
-    moved,
-    num_rounds,
     other_ids,
-    recut,
-    sequence_numbers,
     takes_positions,
 )
 from tests.unit.models.families import tiny
@@ -45,19 +41,31 @@ def _batch() -> dict[str, Any]:
 
 
 def test_what_is_noticed():
-    numbers, before = torch.tensor([[0, 0, 1, 1]]), torch.ones(1, 4, 2)
-    worst = Worst()
-    worst.compare(before, before.clone(), numbers, torch.tensor([False, False]))
-    assert (worst.difference, worst.blind) == (0.0, -1)
-    after = before.clone()
-    after[0, 3, 0] += 2.0**-20
-    worst.compare(before, after, numbers, torch.tensor([False, True]))  # it was changed, so it may differ
-    assert (worst.difference, worst.blind) == (0.0, -1)
-    worst.compare(before, after, numbers, torch.tensor([True, False]))
-    assert worst.difference == pytest.approx(2.0**-21)
-    assert (worst.sequence, worst.blind) == (1, 0)
-    worst.compare(before, before * float("nan"), numbers, torch.tensor([False, False]))
-    assert worst.difference == float("inf")
+    """States by a formula: of the token, its place in the sample, and what else a model may see by mistake."""
+    ids = torch.tensor([[3, 5, 9, 11], [4, 4, 7, 8]])
+
+    def seen(leak: str) -> Isolation:
+        def states(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            ids, positions = batch["input_ids"].double(), batch["position_ids"].double()
+            places = torch.arange(ids.shape[1]).double().expand_as(ids)
+            other = {
+                "nothing": positions,
+                "before": ids.cumsum(1) * 1e-9,
+                "behind": ids.flip(1).cumsum(1).flip(1),
+                "packs": ids.mean().expand_as(ids),
+                "place": places,
+                "nan": positions * float("nan"),
+            }[leak]
+            return torch.stack([ids, other], dim=-1)
+
+        return measure_isolation(states, ids)
+
+    assert seen("nothing") == Isolation(change=0.0, moved=0.0, is_blind=False)
+    for leak in ("before", "behind", "packs"):
+        assert 0 < seen(leak).change < 1, leak
+    assert (seen("place").change, seen("place").moved > 0.1) == (0.0, True)
+    assert seen("nan").change == float("inf")
+    assert measure_isolation(lambda batch: torch.ones(2, 32, 1), ids).is_blind
 
 
 def test_flash_attention_gets_one_row_and_its_borders():
@@ -90,29 +98,24 @@ def _model(family: str) -> Any:
     return model
 
 
-def _worst(model: Any, batch: dict[str, Any]) -> Worst:
-    numbers, worst = sequence_numbers(batch["position_ids"]), Worst()
-    before = last_hidden_states(model, batch, "sdpa")
-    for changed in changed_in(10, num_rounds(10)):
-        ids = torch.where(changed[numbers], other_ids(batch["input_ids"]), batch["input_ids"])
-        worst.compare(before, last_hidden_states(model, {**batch, "input_ids": ids}, "sdpa"), numbers, changed)
-    return worst
+def _isolation(model: Any, **also: torch.Tensor) -> Isolation:
+    return measure_isolation(lambda batch: last_hidden_states(model, {**batch, **also}, "sdpa"), _batch()["input_ids"])
 
 
 @pytest.mark.parametrize("family", SEPARATE + MORE * _LONG)
 def test_packed_is_as_alone_in_fp32(family: str):
     model, batch = _model(family), _batch()
     assert takes_positions(model)
-    worst = _worst(model, batch)
+    found = _isolation(model)
     # experts take all tokens together: other shapes, other kernels
-    assert worst.difference <= (1e-5 if any("experts" in name for name, _ in model.named_modules()) else 0.0)
-    assert worst.blind == -1
-    packed = last_hidden_states(model, batch, "sdpa")
-    numbers = sequence_numbers(batch["position_ids"])
-    for number in range(10):
-        ids = batch["input_ids"][numbers == number][None]
-        alone = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
-        found, wanted = packed[numbers == number], last_hidden_states(model, alone, "sdpa")[0]
+    assert found.change <= (1e-5 if any("experts" in name for name, _ in model.named_modules()) else 0.0)
+    assert found.moved <= 1e-5
+    assert not found.is_blind
+    packed = last_hidden_states(model, batch, "sdpa").flatten(0, 1)
+    for begin, end in pairwise(batch["cu_seq_lens"].tolist()):
+        ids = batch["input_ids"].flatten()[None, begin:end]
+        alone = {"input_ids": ids, "position_ids": torch.arange(end - begin)[None]}
+        found, wanted = packed[begin:end], last_hidden_states(model, alone, "sdpa")[0]
         assert (found - wanted).norm() / wanted.norm() <= 5e-6
 
 
@@ -120,27 +123,17 @@ def test_packed_is_as_alone_in_fp32(family: str):
 @pytest.mark.filterwarnings("ignore")
 def test_families_that_leak_are_found(family: str):
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
-    assert _worst(_model(family), _batch()).difference > 0.01
+    assert _isolation(_model(family)).change > 0.01
 
 
 def test_a_two_dimensional_mask_makes_samples_see_each_other():
     """Why a packed batch has none: transformers would not look for packs."""
-    model, batch = _model("llama"), _batch()
-    assert _worst(model, batch).difference == 0.0
-    assert _worst(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}).difference > 0.01
+    model = _model("llama")
+    assert _isolation(model).change == 0.0
+    assert _isolation(model, attention_mask=torch.ones(2, 32, dtype=torch.int64)).change > 0.01
 
 
-def test_every_pair_is_told_apart():
-    """For any two sequences there is a round that changes the first and leaves the second."""
-    for count in (1, 2, 7, 11):
-        changed = changed_in(count, num_rounds(count))
-        for one, other in permutations(range(count), 2):
-            assert (changed[:, one] & ~changed[:, other]).any()
+def test_other_ids():
     ids = torch.tensor([[3, 5, 9, 11, 100, 101, 102, 100]])  # tokens just added have one and the same embedding
     assert (other_ids(ids) != ids).all()
     assert (other_ids(ids)[ids >= 100] < 100).all()
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
-    assert sequence_numbers(positions).tolist() == [[0, 0, 0, 1, 1, 2], [3, 4, 4, 4, 4, 4]]
-    assert moved(positions).tolist() == [[3, 4, 0, 1, 2, 5], [1, 2, 3, 4, 5, 0]]
-    cut = recut({"input_ids": torch.zeros(2, 3), "cu_seq_lens": torch.tensor([0, 3, 6], dtype=torch.int32)})
-    assert cut["position_ids"].tolist() == [[0, 0, 1], [0, 0, 1]]

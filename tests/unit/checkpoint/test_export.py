@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lit_fsdp.checkpoint import hf_export, pieces
-from lit_fsdp.checkpoint.hf_export import ExportOptions, export
+from lit_fsdp.checkpoint import export as export_module
+from lit_fsdp.checkpoint import pieces
+from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -74,10 +75,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 @pytest.mark.parametrize(("dtype", "max_shard_gib"), [(None, 5.0), ("fp32", 3e-6), ("bf16", 5.0)])
 def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, layout, dtype, max_shard_gib):
-    report = export(checkpoint(layout), tmp_path / "out", ExportOptions(dtype=dtype, max_shard_gib=max_shard_gib))
+    report = export(checkpoint(layout), tmp_path / "out", dtype=dtype, max_shard_gib=max_shard_gib)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     name = "bfloat16" if dtype == "bf16" else "float32"
-    assert (config["dtype"], config["architectures"], report.dtype) == (name, ["LlamaForCausalLM"], name)
+    assert (config["dtype"], config["architectures"], report.plan.dtype) == (name, ["LlamaForCausalLM"], name)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.dtype == getattr(torch, name)
     expected = model if dtype != "bf16" else LlamaForCausalLM(model.config).eval()
@@ -93,9 +94,9 @@ def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, la
             stored += opened.keys()
             assert opened.metadata() == {"format": "pt"}
     assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
-    assert (report.num_tensors, report.num_params) == (len(stored), model.num_parameters())
+    assert len(report.plan.specs) == len(stored)
     assert (len(weights) > 2) == (max_shard_gib < 1) == ((tmp_path / "out" / "model.safetensors.index.json").exists())
-    assert (report.tied, report.left_out) == (TIED, ["model/scale"])
+    assert (report.plan.tied, report.plan.left_out) == (TIED, ["model/scale"])
 
 
 def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_path):
@@ -130,7 +131,7 @@ def test_one_piece_of_a_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monk
     monkeypatch.setattr(pieces, "_some_rows", counting)
     report = export(checkpoint("full"), tmp_path / "out")
     assert others == [0] * len(seen)
-    assert len(seen) > 3 * report.num_tensors
+    assert len(seen) > 3 * len(report.plan.specs)
 
 
 def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
@@ -146,11 +147,19 @@ def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
     assert export(folder, out).folder == out
 
 
-@pytest.mark.parametrize(("arguments", "field"), [({"dtype": "fp8"}, "dtype"), ({"max_shard_gib": 0}, "max_shard_gib")])
-def test_wrong_arguments_are_refused(arguments, field):
-    with pytest.raises(ConfigError) as error:
-        ExportOptions(**arguments)
-    assert error.value.field == field
+def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path, monkeypatch):
+    """Also where locks tell nothing, as between two clients of a network file system; the same folder is refused."""
+    monkeypatch.setattr("fcntl.flock", lambda *arguments: None)
+    folder = checkpoint()
+
+    def meanwhile(*arguments):
+        export(folder, tmp_path / "two")
+        with pytest.raises(CheckpointError, match=r"\.one\.draft: another export is writing"):
+            export(folder, tmp_path / "one")
+        return []
+
+    assert export(folder, tmp_path / "one", check=meanwhile).is_verified
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf_export, "_write_file", fail)
+    monkeypatch.setattr(export_module, "_write_file", fail)
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out")
     monkeypatch.undo()

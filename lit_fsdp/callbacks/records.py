@@ -1,0 +1,173 @@
+"""What a run declares and what it does, on the screen and in the run folder: data, units, dtypes, predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp.callbacks.resume import resumed_from
+from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.redaction import redact_values
+from lit_fsdp.report.data_tables import print_data
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
+
+PENDING_RECIPE = ".recipe.yaml"
+"""The recipe of a run that resumes, until its checkpoint is loaded."""
+
+
+class DataRecord(Callback):
+    """Prints what is about to be trained on and writes ``data.json``, on rank 0 and once per process.
+
+    The command line shows it before any process group exists. In somebody's own Trainer with a
+    :class:`lit_fsdp.CausalLMDataModule` it is shown while the Trainer sets up, still before step 1.
+    """
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, datamodule: Any, stage: str, folder: Path, speaks: bool) -> None:
+        """Show what a data module of ours is about to give.
+
+        Args:
+            datamodule: A :class:`lit_fsdp.CausalLMDataModule`.
+            stage: ``fit``, ``validate``, ``test`` or ``predict``; only training leaves a record.
+            folder: Of the run.
+            speaks: Whether this is rank 0; the others only look into a stream, which must stop all of them or none.
+
+        Raises:
+            DataError: The first rows of a stream cannot be trained on.
+        """
+        self._shown = True
+        if not speaks and not datamodule.config.streaming:
+            return
+        record = datamodule.describe()
+        if not speaks:
+            return
+        if stage == "fit":
+            write_json(folder / "data.json", record)
+        print_data(record, sys.stderr)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Show it, unless that was done before; the data module is set up already."""
+        datamodule = getattr(trainer, "datamodule", None)
+        if not self._shown and hasattr(datamodule, "describe"):
+            self.show(datamodule, stage, Path(trainer.default_root_dir), trainer.is_global_zero)
+
+
+class RunRecord(Callback):
+    """Prints the FSDP units before step 1 and the realised dtypes after it; ``audit.json`` and ``dtypes.json``."""
+
+    def __init__(self) -> None:
+        self._before_bytes = 0
+        self._dtypes_written = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note the memory before the model is built."""
+        reset_peak_host_bytes()  # converting a model or tokenizing may have needed more
+        self._before_bytes = peak_host_bytes()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Say from which step the run goes on; its recipe is the run folder's from here on."""
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            pending = Path(trainer.default_root_dir) / PENDING_RECIPE
+            if pending.is_file():
+                pending.replace(pending.with_name("recipe.yaml"))
+            print(resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the audit; the strategy's set-up has compared the plan with the live units already."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, EngineStrategy):
+            return
+        ranks = _gathered(trainer, {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()})
+        if trainer.is_global_zero:
+            record = {**strategy.audit, "peak_host_memory_per_rank": ranks}
+            write_json(Path(trainer.default_root_dir) / "audit.json", record)
+            print_audit(record)
+        if strategy.rank_summary is not None:
+            ranks = _gathered(trainer, strategy.rank_summary)
+            if trainer.is_global_zero:
+                wide_console(sys.stderr).print(places_table(ranks))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the realised dtypes once the first optimizer step has been compared with the declared ones."""
+        strategy = trainer.strategy
+        if self._dtypes_written or not isinstance(strategy, EngineStrategy) or strategy.contract.watching:
+            return
+        self._dtypes_written = True
+        if trainer.is_global_zero:
+            report = strategy.contract.report()
+            write_json(Path(trainer.default_root_dir) / "dtypes.json", report)
+            print_dtypes(report)
+
+
+class PredictionWriter(Callback):
+    """Gathers what each rank scored and writes ``predictions.jsonl`` to the run folder, one line per row."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *loader: int
+    ) -> None:
+        """Keep this rank's rows."""
+        self._rows.extend(outputs)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write all rows, in their order, on rank 0."""
+        parts, self._rows = _gathered(trainer, self._rows), []
+        if trainer.is_global_zero:
+            rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
+            path = Path(trainer.default_root_dir) / "predictions.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _gathered(trainer: Trainer, own: Any) -> list[Any]:
+    """What every rank has; collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    found: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(found, own)
+    return found
+
+
+def print_audit(record: dict[str, Any]) -> None:
+    """Print the FSDP units as a table on standard error, and the memory of the load."""
+    console = wide_console(sys.stderr)
+    console.print(units_table(record))
+    memory = [
+        f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]
+    ]
+    console.print(
+        f"{parameter_counts(record)} in {record['num_units']} units, "
+        f"{record['num_params_on_this_rank']:,} on rank 0; peak host memory per rank while loading: "
+        f"{', '.join(memory)} GiB"
+    )
+    for name, text in record["replaced"].items():
+        console.print(f"replaced: {name}: {text}", highlight=False, markup=False)
+
+
+def print_dtypes(report: dict[str, Any]) -> None:
+    """Print declared and realised dtypes as a table on standard error."""
+    declared = ", ".join(f"{k} {v}" for k, v in report["declared"].items())
+    console = wide_console(sys.stderr)
+    console.print(f"Realised dtypes; precision {report['mode']} declares {declared}", highlight=False)
+    console.print(dtypes_table(report))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON through a temporary file, so that a reader never sees half of it; secrets as ``***``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(redact_values(content), indent=1) + "\n")
+    os.replace(temporary, path)
