@@ -15,15 +15,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
@@ -131,17 +126,13 @@ class CPUFSDPStrategy(FSDPStrategy):
 def _stock_strategy(name: str) -> Any:
     if name == "single":
         return "auto"
-    if name == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
-    if name.startswith("fsdp2"):
-        sharded = name == "fsdp2"
-        options: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
-        return ModelParallelStrategy(save_distributed_checkpoint=sharded, **options)
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     return CPUFSDPStrategy(
-        state_dict_type="sharded" if name == "fsdp1" else "full",
+        state_dict_type="sharded",
         auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}),
         use_orig_params=True,
         process_group_backend="gloo",
@@ -167,15 +158,8 @@ def train_with_stock_lightning(
         use_distributed_sampler=False,
     )
     module = Stock(folder, groups)
-    with mock.patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", _whole_on_every_rank):
-        trainer.fit(module, datamodule=TinyData())
+    trainer.fit(module, datamodule=TinyData())
     return module.losses
-
-
-def _whole_on_every_rank(module: Any, world_size: int, rank0_only: bool = True) -> Any:
-    """Lightning's context but for the offload to the CPU, on which FSDP 1 fails where there is nothing else."""
-    configs = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)
-    return FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, *configs)
 
 
 def train_with_stock_accelerate(

@@ -23,11 +23,8 @@ from tests.dist.workers import Workers
 SAVED_AT, STEPS = 3, 6
 LIGHTNING = {  # ranks, parameter groups, whether the parameters of its optimizer have names
     "single": (1, 2, False),
-    "ddp": (2, 1, False),
     "fsdp2": (2, 2, True),
-    "fsdp2_full": (2, 2, False),
     "fsdp1": (2, 1, True),  # its parameters are flat, so that none would count as a matrix
-    "fsdp1_full": (2, 1, False),
 }
 ACCELERATE = [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT")]
 
