@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.importing import untrusted
 from lit_fsdp.checkpoint.manifest import MANIFEST, Chunk, Manifest, read_manifest
