@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lit_fsdp.checkpoint import files, staging
 from lit_fsdp.checkpoint.files import FileEntry
@@ -84,7 +85,7 @@ class Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """This rank's part of a tensor."""
-        return self._snapshot.tensors[index.fqn]
+        return as_numbers(self._snapshot.tensors[index.fqn])
 
 
 class Writer(StorageWriter):
@@ -207,7 +208,7 @@ class Writer(StorageWriter):
             nonlocal file
             file = file or TensorFile(draft / FULL_FILE, specs)
             with _finishing(file):
-                file.append(name, tensor)
+                file.append(name, as_numbers(tensor))
 
         gather_whole(snapshot.tensors, specs, take if self._is_first else None)
         if file is not None:
@@ -293,6 +294,16 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
             (chunks[name],) = tensor.__create_chunk_list__()
             parts[name] = local
     return parts, chunks
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of codes, as 8-bit optimizers keep, as the numbers it stands for, on the CPU; others as they are.
+
+    Quantized again block by block, as a load does it, the numbers give the same codes: the largest of a block is its
+    scale.
+    """
+    holds_codes: bool = is_traceable_wrapper_subclass(tensor)
+    return tensor.cpu().dequantize() if holds_codes else tensor
 
 
 @contextlib.contextmanager

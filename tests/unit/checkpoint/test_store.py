@@ -270,3 +270,48 @@ def test_how_long_it_took_is_left_behind(save, monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(disk, "write_bytes", slow)
     assert read_manifest(save(2, layout)).extra["save_seconds"] > 0.3
+
+
+class Codes(torch.Tensor):
+    """Numbers kept as int8 and one scale, as the state of 8-bit optimizers is."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Codes:
+        return Codes(**inner)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes / 127 * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            into, source = arguments
+            into.scale.copy_(source.abs().max())
+            into.codes.copy_((source / into.scale * 127).round())
+            return into
+        assert function in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default), function
+        return Codes(arguments[0].codes, arguments[0].scale)
+
+
+@LAYOUTS
+def test_tensors_of_codes_are_saved_as_numbers_and_come_back_as_codes(save, layout):
+    kept = Codes(torch.tensor([-127, 3, 64], dtype=torch.int8), torch.tensor(0.7))
+    folder = save(layout=layout, tensors={"optim/w/exp_avg": kept})
+    saver = store.BackgroundSaver(torch.device("cpu"), 10.0)
+    saver.save(folder.with_name("beside"), {"optim/w/exp_avg": kept}, layout, state={}, manifest={"global_step": 1})
+    saver.close()
+    for place in (folder, folder.with_name("beside")):
+        into = Codes(torch.zeros(3, dtype=torch.int8), torch.tensor(0.0))
+        store.load_tensors(place, {"optim/w/exp_avg": into})
+        assert into.codes.tolist() == [-127, 3, 64]
+        assert into.scale == kept.scale
