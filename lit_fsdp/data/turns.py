@@ -20,8 +20,8 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 from lit_fsdp.data.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ _FIRST, _SAID, _EMPTY, _NAME, _RESULT = "s", "z", "e", "c", "t"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _HEADER_SIZE = 100
 """Characters before a turn among which the last special token of its header is."""
-_MAX_OPENINGS = 4096
+_MAX_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,39 @@ class _Rendered:
     location: str
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """The text of a conversation with placeholders as contents, cut at these."""
+
+    parts: tuple[str, ...]
+    """Texts before, between and behind the placeholders."""
+    messages: tuple[int, ...]
+    """Whose content stands at each placeholder."""
+    borders: tuple[tuple[int, int], ...]
+    """Starts and ends of spans in turns: characters of parts before each, and placeholders."""
+
+    @classmethod
+    def of(cls, text: str, spans: Sequence[Span]) -> _Shape:
+        found = list(re.finditer("\ue002(\\d+)\ue003", text))
+        cuts = [0, *(at for match in found for at in match.span()), len(text)]
+        borders = []
+        for border in (border for span in spans for border in span):
+            before = [match for match in found if match.end() <= border]
+            borders.append((border - sum(len(match[0]) for match in before), len(before)))
+        parts = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+        return cls(tuple(parts), tuple(int(match[1]) for match in found), tuple(borders))
+
+    def spans(self, contents: Sequence[str], text: str) -> list[Span] | None:
+        """Spans in the text of a conversation with these contents; ``None`` if it is another text."""
+        filled = [contents[message] for message in self.messages]
+        whole = [part for pair in zip(self.parts, filled, strict=False) for part in pair]
+        if "".join([*whole, self.parts[-1]]) != text:
+            return None
+        passed = [0, *accumulate(map(len, filled))]
+        places = [at + passed[number] for at, number in self.borders]
+        return list(zip(places[::2], places[1::2], strict=True))
+
+
 class AssistantTurns:
     """Finds assistant turns in what one template renders.
 
@@ -75,6 +108,7 @@ class AssistantTurns:
         self._final = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | {tokenizer.eos_token}
         self._bos, self._eos = tokenizer.bos_token, tokenizer.eos_token
         self._openings: dict[Any, tuple[str, str, bool]] = {}
+        self._shapes: dict[Any, _Shape | None] = {}
         self._warned = False
 
     def find(self, talk: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
@@ -94,6 +128,11 @@ class AssistantTurns:
         text, marks = self._template.render(talk, location)
         if not wanted:
             return text, []
+        return text, self._by_shape(talk, wanted, text, location) or self._by_tags(talk, wanted, text, marks, location)
+
+    def _by_tags(
+        self, talk: Conversation, wanted: Sequence[int], text: str, marks: list[Span] | None, location: str
+    ) -> list[Span]:
         rendered = self._tagged(talk, text, location)
         found = []
         for index in wanted:
@@ -101,7 +140,31 @@ class AssistantTurns:
             if not spans or not _shows_arguments("".join(text[a:b] for a, b in spans), talk.messages[index]):
                 raise _refusal(location, index)
             found += spans
-        return text, _joined(found)
+        return _joined(found)
+
+    def _by_shape(self, talk: Conversation, wanted: Sequence[int], text: str, location: str) -> list[Span] | None:
+        """Spans by a conversation of the same roles, tagged once, if the text is that one's with its own contents."""
+        if any(len(message) != 2 for message in talk.messages):
+            return None
+        contents = [message["content"] for message in talk.messages]
+        roles = tuple((message["role"], not message["content"]) for message in talk.messages)
+        key = (roles, tuple(wanted), repr(talk.tools), repr(talk.template_kwargs))
+        if key not in self._shapes:
+            _make_room(self._shapes)
+            self._shapes[key] = self._shape(talk, wanted, location)
+        shape = self._shapes[key]
+        if shape is None:
+            return None
+        return shape.spans(contents, text) or shape.spans([said.strip() for said in contents], text)
+
+    def _shape(self, talk: Conversation, wanted: Sequence[int], location: str) -> _Shape | None:
+        blank = [{**m, "content": f"\ue002{i}\ue003" if m["content"] else ""} for i, m in enumerate(talk.messages)]
+        shape = replace(talk, messages=blank)
+        try:
+            text, marks = self._template.render(shape, location)
+            return _Shape.of(text, self._by_tags(shape, wanted, text, marks, location))
+        except DataError:  # which is said of the row itself
+            return None
 
     def _tagged(self, talk: Conversation, text: str, location: str) -> _Rendered:
         """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
@@ -210,8 +273,7 @@ class AssistantTurns:
         before, question = talk.messages[:index], [{"role": "user", "content": "a"}]
         key = (tuple(message["role"] for message in before), bool(talk.tools), repr(talk.template_kwargs))
         if key not in self._openings:
-            if len(self._openings) >= _MAX_OPENINGS:
-                self._openings.clear()
+            _make_room(self._openings)
             usual = self._prompt(talk, question)
             if usual:
                 prompt = self._prompt(talk, before)  # which some templates refuse before there is a question
@@ -419,6 +481,12 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         elif start < end:
             found.append((start, end))
     return found
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """Empty what is kept by the roles of a conversation when it is full."""
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
 
 
 def _refusal(location: str, index: int) -> DataError:
