@@ -72,7 +72,7 @@ class ChatTemplate:
                 ) from None
 
     def render(
-        self, talk: Conversation, location: str, *, generation_prompt: bool = False
+        self, conversation: Conversation, location: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[Span] | None]:
         """Return the text of a conversation, and the characters between ``{% generation %}`` marks if it has such.
 
@@ -83,19 +83,19 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # whose annotations are of another result
-        source = self._tool_use if talk.tools else self.source
+        source = self._tool_use if conversation.tools else self.source
         if self._missing_for_tools:
-            self._check_tools(talk, location)
+            self._check_tools(conversation, location)
         marked = bool(_MARK.search(source))
         _compile(source)
         try:
             (text,), marks = render(
-                [talk.messages],
-                talk.tools,
+                [conversation.messages],
+                conversation.tools,
                 chat_template=source,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **{**self._variables, **talk.template_kwargs},
+                **{**self._variables, **conversation.template_kwargs},
             )
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
@@ -104,15 +104,19 @@ class ChatTemplate:
             ) from error
         return text, marks[0] if marked else None
 
-    def text_of(self, talk: Conversation, messages: list[Any], *, generation_prompt: bool = False) -> str | None:
+    def text_of(
+        self, conversation: Conversation, messages: list[Any], *, generation_prompt: bool = False
+    ) -> str | None:
         """Return the text of other messages; ``None`` if refused, as half a conversation is by some templates."""
         try:
-            return self.render(replace(talk, messages=messages), "", generation_prompt=generation_prompt)[0]
+            return self.render(replace(conversation, messages=messages), "", generation_prompt=generation_prompt)[0]
         except DataError:
             return None
 
-    def _check_tools(self, talk: Conversation, location: str) -> None:
-        if talk.tools or any(message.get("tool_calls") or message["role"] == "tool" for message in talk.messages):
+    def _check_tools(self, conversation: Conversation, location: str) -> None:
+        if conversation.tools or any(
+            message.get("tool_calls") or message["role"] == "tool" for message in conversation.messages
+        ):
             raise ConfigError(
                 _FIELD,
                 f"mistral for rows with tools ({location}), and the tokenizer lacks "
@@ -163,15 +167,12 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
 
 def no_template(given: str, tokenizer: Any) -> ConfigError:
     """Say what to write where conversations come without a chat template; ``given`` needs one."""
-    has_eos = tokenizer.eos_token is not None
-    fits = [name for name in NAMES if has_eos and not _missing(_NEEDS[name], tokenizer)]
     lacks = _missing(_NEEDS["chatml"], tokenizer)
-    added = [f"chatml with model.add_tokens: {list(lacks)}"] if lacks else []
     return ConfigError(
         _FIELD,
         f"null with {given}, and the tokenizer has no chat template of its own, as that of a base model",
-        ", ".join([*fits, *added, "a file with a Jinja template"]),
-        f"set data.chat_template: {', or '.join([*fits[:1], *added])}",
+        f"{', '.join(NAMES)}, or a file with a Jinja template",
+        f"set {_FIELD}: chatml" + (f" with model.add_tokens: {list(lacks)}, or {_FIELD}: zephyr" if lacks else ""),
     )
 
 

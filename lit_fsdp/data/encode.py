@@ -118,35 +118,38 @@ class RowEncoder:
             if any(plain):
                 return [self.encode([row], row_format, [location])[0] for row, location in pairs]
         whole = self._config.train_on_prompt
-        talks = [to_conversation(row, row_format, location, learns_prompt=whole) for row, location in pairs]
-        found = self._conversations(talks, row_format, locations)
-        reasons = [_nothing_in(talk) for talk in talks]
+        conversations = [to_conversation(row, row_format, location, supervises_prompt=whole) for row, location in pairs]
+        found = self._conversations(conversations, row_format, locations)
+        reasons = [_nothing_in(conversation) for conversation in conversations]
         return [self._cut(*each) for each in zip(found, locations, reasons, strict=True)]
 
     def _conversations(
-        self, talks: Sequence[Conversation], row_format: RowFormat, locations: Sequence[str]
+        self, conversations: Sequence[Conversation], row_format: RowFormat, locations: Sequence[str]
     ) -> list[Encoded]:
-        marked = [self._marked(talk, row_format, location) for talk, location in zip(talks, locations, strict=True)]
+        marked = [
+            self._marked(conversation, row_format, location)
+            for conversation, location in zip(conversations, locations, strict=True)
+        ]
         found = self._spans.encode([text for text, _ in marked], [spans for _, spans in marked], locations)
         return [self._checked(row, location) for row, location in zip(found, locations, strict=True)]
 
-    def _marked(self, talk: Conversation, row_format: RowFormat, location: str) -> tuple[str, list[Span]]:
+    def _marked(self, conversation: Conversation, row_format: RowFormat, location: str) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans that are supervised; with train_on_prompt those that are not."""
         if self._turns is None:
             raise no_template(f"{row_format} rows ({location})", self._tokenizer)
         if self._config.train_on_prompt:
-            unlearned = [i for i, message in enumerate(talk.messages) if message.get("train") is False]
-            wanted = [i for i in unlearned if talk.messages[i]["role"] == "assistant"]
-            if wanted != unlearned:
+            unsupervised = [i for i, message in enumerate(conversation.messages) if message.get("train") is False]
+            wanted = [i for i in unsupervised if conversation.messages[i]["role"] == "assistant"]
+            if wanted != unsupervised:
                 self._warn(
                     "%s: a message of another role than the assistant's says train: false, and is supervised all the "
                     "same, as data.train_on_prompt is true",
                     location,
                 )
         else:
-            wanted = supervised_turns(talk.messages, self._config.supervise, location)
-        clean = [{key: value for key, value in m.items() if key != "train"} for m in talk.messages]
-        text, spans = self._turns.find(replace(talk, messages=clean), wanted, location)
+            wanted = supervised_turns(conversation.messages, self._config.supervise, location)
+        clean = [{key: value for key, value in m.items() if key != "train"} for m in conversation.messages]
+        text, spans = self._turns.find(replace(conversation, messages=clean), wanted, location)
         try:
             text.encode()
         except UnicodeEncodeError as error:  # in what formats does not look at, such as the arguments of a call
@@ -200,8 +203,8 @@ class RowEncoder:
             before = []
         if ids[-1:] == [self._eos]:
             after = []
-        learned = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
-        return sample([*before, *ids, *after], learned)
+        supervised = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
+        return sample([*before, *ids, *after], supervised)
 
     def _tokens(self, row: Mapping[str, Any], location: str) -> Encoded:
         """A row of token ids with its mask; without one all but the first are supervised."""
@@ -265,6 +268,6 @@ class RowEncoder:
             _log.warning(text, *values)
 
 
-def _nothing_in(talk: Conversation) -> str:
+def _nothing_in(conversation: Conversation) -> str:
     """Why nothing of a conversation is supervised."""
-    return NOTHING_LEFT if any(message["role"] == "assistant" for message in talk.messages) else NO_TURN
+    return NOTHING_LEFT if any(message["role"] == "assistant" for message in conversation.messages) else NO_TURN

@@ -109,7 +109,7 @@ def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str]:
 
 
 def to_conversation(
-    row: Mapping[str, Any], row_format: RowFormat, location: str, *, learns_prompt: bool = False
+    row: Mapping[str, Any], row_format: RowFormat, location: str, *, supervises_prompt: bool = False
 ) -> Conversation:
     """The conversation of one row, with its ``system``, ``tools`` and ``chat_template_kwargs`` where there are such.
 
@@ -117,7 +117,7 @@ def to_conversation(
         row: Column values.
         row_format: Not ``auto``, ``text`` or ``tokens``, which are no conversations.
         location: Where the row stands, for errors.
-        learns_prompt: Otherwise assistant's turns of a ``prompt`` are not supervised, unless they say so themselves.
+        supervises_prompt: Otherwise assistant turns of a ``prompt`` are not, unless they say so themselves.
 
     Raises:
         DataError: A column is missing, a role is unknown, a content is no text, two system prompts differ, or
@@ -132,7 +132,7 @@ def to_conversation(
         messages = [{"role": "user", "content": prompt}, _message("assistant", row["output"], location)]
     elif row_format == "prompt_completion":
         messages = _messages(row["prompt"], f"{location}: prompt")
-        if not learns_prompt:
+        if not supervises_prompt:
             messages = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in messages]
         messages += _messages(row["completion"], f"{location}: completion")
     else:

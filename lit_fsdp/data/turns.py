@@ -20,8 +20,8 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 from lit_fsdp.data.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ _FIRST, _SAID, _EMPTY, _NAME, _RESULT = "s", "z", "e", "c", "t"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _HEADER_SIZE = 100
 """Characters before a turn among which the last special token of its header is."""
-_MAX_OPENINGS = 4096
+_MAX_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,45 @@ class _Tag:
 class _Rendered:
     """One conversation as text, and what stands where in it."""
 
-    talk: Conversation
+    conversation: Conversation
     text: str
     trims: bool
     """Whether the template cuts the blanks off around what is said."""
     tags: list[_Tag]
     location: str
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The text of a conversation with placeholders as contents, cut at these."""
+
+    parts: tuple[str, ...]
+    """Texts before, between and behind the placeholders."""
+    messages: tuple[int, ...]
+    """Whose content stands at each placeholder."""
+    borders: tuple[tuple[int, int], ...]
+    """Starts and ends of spans in turns: characters of parts before each, and placeholders."""
+
+    @classmethod
+    def of(cls, text: str, spans: Sequence[Span]) -> _Shape:
+        found = list(re.finditer("\ue002(\\d+)\ue003", text))
+        cuts = [0, *(at for match in found for at in match.span()), len(text)]
+        borders = []
+        for border in (border for span in spans for border in span):
+            before = [match for match in found if match.end() <= border]
+            borders.append((border - sum(len(match[0]) for match in before), len(before)))
+        parts = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+        return cls(tuple(parts), tuple(int(match[1]) for match in found), tuple(borders))
+
+    def spans(self, contents: Sequence[str], text: str) -> list[Span] | None:
+        """Spans in the text of a conversation with these contents; ``None`` if it is another text."""
+        filled = [contents[message] for message in self.messages]
+        whole = [part for pair in zip(self.parts, filled, strict=False) for part in pair]
+        if "".join([*whole, self.parts[-1]]) != text:
+            return None
+        passed = [0, *accumulate(map(len, filled))]
+        positions = [at + passed[number] for at, number in self.borders]
+        return list(zip(positions[::2], positions[1::2], strict=True))
 
 
 class AssistantTurns:
@@ -75,13 +108,14 @@ class AssistantTurns:
         self._final = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | {tokenizer.eos_token}
         self._bos, self._eos = tokenizer.bos_token, tokenizer.eos_token
         self._openings: dict[Any, tuple[str, str, bool]] = {}
+        self._shapes: dict[Any, _Shape | None] = {}
         self._warned = False
 
-    def find(self, talk: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
+    def find(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the characters of the wanted turns, ends of turn included.
 
         Args:
-            talk: Messages without keys of ours.
+            conversation: Messages without keys of ours.
             wanted: Indices of assistant messages, ascending.
             location: Where the row stands, for errors.
 
@@ -91,26 +125,61 @@ class AssistantTurns:
         Raises:
             DataError: The template refuses the row, or its turns cannot be told exactly.
         """
-        text, marks = self._template.render(talk, location)
+        text, marks = self._template.render(conversation, location)
         if not wanted:
             return text, []
-        rendered = self._tagged(talk, text, location)
+        return text, self._by_shape(conversation, wanted, text, location) or self._by_tags(
+            conversation, wanted, text, marks, location
+        )
+
+    def _by_tags(
+        self, conversation: Conversation, wanted: Sequence[int], text: str, marks: list[Span] | None, location: str
+    ) -> list[Span]:
+        rendered = self._tagged(conversation, text, location)
         found = []
         for index in wanted:
             spans = self._derived(rendered, index) if marks is None else self._marked(rendered, index, marks)
-            if not spans or not _shows_arguments("".join(text[a:b] for a, b in spans), talk.messages[index]):
+            if not spans or not _shows_arguments("".join(text[a:b] for a, b in spans), conversation.messages[index]):
                 raise _refusal(location, index)
             found += spans
-        return text, _joined(found)
+        return _joined(found)
 
-    def _tagged(self, talk: Conversation, text: str, location: str) -> _Rendered:
+    def _by_shape(
+        self, conversation: Conversation, wanted: Sequence[int], text: str, location: str
+    ) -> list[Span] | None:
+        """Spans by a conversation of the same roles, tagged once, if the text is that one's with its own contents."""
+        if any(len(message) != 2 for message in conversation.messages):
+            return None
+        contents = [message["content"] for message in conversation.messages]
+        roles = tuple((message["role"], not message["content"]) for message in conversation.messages)
+        key = (roles, tuple(wanted), repr(conversation.tools), repr(conversation.template_kwargs))
+        if key not in self._shapes:
+            _make_room(self._shapes)
+            self._shapes[key] = self._shape(conversation, wanted, location)
+        shape = self._shapes[key]
+        if shape is None:
+            return None
+        return shape.spans(contents, text) or shape.spans([said.strip() for said in contents], text)
+
+    def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> _Shape | None:
+        blank = [
+            {**m, "content": f"\ue002{i}\ue003" if m["content"] else ""} for i, m in enumerate(conversation.messages)
+        ]
+        shape = replace(conversation, messages=blank)
+        try:
+            text, marks = self._template.render(shape, location)
+            return _Shape.of(text, self._by_tags(shape, wanted, text, marks, location))
+        except DataError:  # which is said of the row itself
+            return None
+
+    def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
         """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
         for trims in (False, True):
-            tagged = self._template.text_of(talk, _with_tags(talk.messages, trims))
+            tagged = self._template.text_of(conversation, _with_tags(conversation.messages, trims))
             for takes_blank in (False, True):
                 clean, tags = _read_tags(tagged or "", takes_blank)
                 if clean == text:
-                    return _Rendered(talk, text, trims, tags, location)
+                    return _Rendered(conversation, text, trims, tags, location)
         raise DataError(
             f"{location}: the chat template does something else with this conversation once its texts are tagged, so "
             "that assistant turns cannot be told from the rest\n"
@@ -120,7 +189,7 @@ class AssistantTurns:
     def _derived(self, rendered: _Rendered, index: int) -> list[Span] | None:
         """Spans of one turn of a template without marks; ``None`` if it does not show all that the turn says."""
         before, runs = _runs(rendered.tags, index)
-        if not runs or not _is_whole(rendered.talk.messages[index], [tag for run in runs for tag in run]):
+        if not runs or not _is_whole(rendered.conversation.messages[index], [tag for run in runs for tag in run]):
             return None
         first = self._start(rendered, index, before, runs[0][0])
         if first is None:
@@ -141,7 +210,7 @@ class AssistantTurns:
         """The marks of one turn, to the special token behind them; ``None`` if they do not hold what the turn says."""
         before, runs = _runs(rendered.tags, index)
         tags = [tag for run in runs for tag in run]
-        if not tags or not _is_whole(rendered.talk.messages[index], tags):
+        if not tags or not _is_whole(rendered.conversation.messages[index], tags):
             return None
         spans = [mark for mark in marks if self._owner(rendered, mark) == index]
         last = next((span for span in reversed(spans) if span[0] <= tags[-1].position <= span[1]), None)
@@ -186,7 +255,7 @@ class AssistantTurns:
             before: Where what an earlier message says ends.
             first: What the turn says first.
         """
-        opening, header, is_prompt = self._opening(rendered.talk, index)
+        opening, header, is_prompt = self._opening(rendered.conversation, index)
         text, sought = rendered.text, opening or header
         # a turn that shows other thoughts than the generation prompt begins behind the header alone
         cuts = [len(sought), sought.find("<think>"), *(a for a, _ in reversed(self._tokens_in(sought, 1, len(sought))))]
@@ -197,32 +266,40 @@ class AssistantTurns:
         if opening:
             return None if is_prompt or first.kind[0] == _NAME else first.position
         # no prompt and no header: the turn goes on, as after a tool's result
-        asked = self._template.text_of(rendered.talk, rendered.talk.messages[:index], generation_prompt=True) or ""
+        asked = (
+            self._template.text_of(
+                rendered.conversation, rendered.conversation.messages[:index], generation_prompt=True
+            )
+            or ""
+        )
         goes_on = text.startswith(asked) and before <= len(asked) <= first.position
         return len(asked) if goes_on else first.position
 
-    def _opening(self, talk: Conversation, index: int) -> tuple[str, str, bool]:
+    def _opening(self, conversation: Conversation, index: int) -> tuple[str, str, bool]:
         """What stands before a turn, the header in it, and whether this is the generation prompt.
 
         A template without generation prompts leaves the header to whoever asks, so that what the text has before such a
         turn is taken. All depend on the roles up to there, so that they are rendered once for each.
         """
-        before, question = talk.messages[:index], [{"role": "user", "content": "a"}]
-        key = (tuple(message["role"] for message in before), bool(talk.tools), repr(talk.template_kwargs))
+        before, question = conversation.messages[:index], [{"role": "user", "content": "a"}]
+        key = (
+            tuple(message["role"] for message in before),
+            bool(conversation.tools),
+            repr(conversation.template_kwargs),
+        )
         if key not in self._openings:
-            if len(self._openings) >= _MAX_OPENINGS:
-                self._openings.clear()
-            usual = self._prompt(talk, question)
+            _make_room(self._openings)
+            usual = self._prompt(conversation, question)
             if usual:
-                prompt = self._prompt(talk, before)  # which some templates refuse before there is a question
+                prompt = self._prompt(conversation, before)  # which some templates refuse before there is a question
                 self._openings[key] = usual if prompt is None else prompt, prompt or usual, True
             else:
-                self._openings[key] = *self._header(talk, before or question), False
+                self._openings[key] = *self._header(conversation, before or question), False
         return self._openings[key]
 
-    def _prompt(self, talk: Conversation, before: list[Message]) -> str | None:
-        asked = self._template.text_of(talk, before, generation_prompt=True)
-        plain = self._template.text_of(talk, before)
+    def _prompt(self, conversation: Conversation, before: list[Message]) -> str | None:
+        asked = self._template.text_of(conversation, before, generation_prompt=True)
+        plain = self._template.text_of(conversation, before)
         if asked is None or plain is None:
             return None
         cut = _common(asked, plain)
@@ -230,19 +307,21 @@ class AssistantTurns:
         cut = across[0] if across else cut
         return asked[cut:].removesuffix(plain[cut:])
 
-    def _header(self, talk: Conversation, before: list[Message]) -> tuple[str, str]:
+    def _header(self, conversation: Conversation, before: list[Message]) -> tuple[str, str]:
         """What stands between the last message and an answer to it, and the part of it that comes with the answer."""
         mark = "\ue000\ue001"
         last = {**before[-1], "content": before[-1]["content"] + mark}
-        asked = self._template.text_of(talk, [*before[:-1], last]) or ""
-        answered = self._template.text_of(talk, [*before[:-1], last, {"role": "assistant", "content": mark * 2}]) or ""
+        asked = self._template.text_of(conversation, [*before[:-1], last]) or ""
+        answered = (
+            self._template.text_of(conversation, [*before[:-1], last, {"role": "assistant", "content": mark * 2}]) or ""
+        )
         between, end = answered.partition(mark)[2].partition(mark * 2)[0], asked.partition(mark)[2]
         header = between[_common(between, end) :]
         return (between, header) if header.strip() else (between.removesuffix(header), "")
 
     def _header_tokens(self, rendered: _Rendered, index: int, before: int, start: int) -> set[str]:
         """Special tokens that begin a turn of the assistant's, and so cannot end one."""
-        header, text = self._opening(rendered.talk, index)[1], rendered.text
+        header, text = self._opening(rendered.conversation, index)[1], rendered.text
         tokens = [header[a:b] for a, b in self._tokens_in(header, 0, len(header))[:1]]
         tokens += [text[a:b] for a, b in self._tokens_in(text, max(before, start - _HEADER_SIZE), start)[-1:]]
         return {*tokens, self._bos} - {self._eos}
@@ -252,8 +331,8 @@ class AssistantTurns:
 
         ``None`` if the text shows it in another way.
         """
-        messages = _with_tags(rendered.talk.messages[: last.message + 1], rendered.trims)
-        alone, tags = _read_tags(self._template.text_of(rendered.talk, messages) or "", False)
+        messages = _with_tags(rendered.conversation.messages[: last.message + 1], rendered.trims)
+        alone, tags = _read_tags(self._template.text_of(rendered.conversation, messages) or "", False)
         behind = [tag for tag in tags if tag.message == last.message]
         while behind and behind[0].kind != last.kind:
             behind = behind[1:]
@@ -419,6 +498,12 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         elif start < end:
             found.append((start, end))
     return found
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """Empty what is kept by the roles of a conversation when it is full."""
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
 
 
 def _refusal(location: str, index: int) -> DataError:

@@ -214,7 +214,7 @@ def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: st
     """In random conversations nothing else is, with marks or without; BOS stands first where the tokenizer has it."""
     tokenizer = fitted[kind][0]
     draw, end = random.Random(f"{name} {kind}"), ENDS.get(name, tokenizer.eos_token)
-    for _ in range(40):
+    for _ in range(20):
         talk = conversation(draw)
         row, other = _with_and_without_marks(name, fitted[kind], {"messages": talk}) or [None, None]
         said = [m["content"] for m in talk if m["role"] == "assistant"]
@@ -223,6 +223,11 @@ def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: st
             continue
         assert other.input_ids.tolist() == row.input_ids.tolist()
         assert other.supervised.tolist() == row.supervised.tolist()
+        keyed = {"messages": [{**message, "key": 1} for message in talk]}  # not by the roles alone, but by itself
+        assert all(
+            sample.supervised.tolist() == row.supervised.tolist()
+            for sample in _with_and_without_marks(name, fitted[kind], keyed)
+        )
         gap = " " if (name, kind) == ("mistral", "mistral") else ""  # which the template writes for SentencePiece
         said = [text.strip() if name in TRIMS else gap * bool(text) + text for text in said]
         assert _learned(tokenizer, row) == [text + end for text in said]

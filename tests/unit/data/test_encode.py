@@ -161,14 +161,13 @@ def test_conversations_without_a_template_are_refused(row: dict[str, Any], form:
     with pytest.raises(ConfigError) as caught:
         _encode(row, form)
     assert caught.value.field == "data.chat_template"
-    assert "allowed: chatml, mistral, zephyr, plain, a file with a Jinja template\n" in str(caught.value)
     assert str(caught.value).endswith("fix:     set data.chat_template: chatml")
 
 
 def test_what_a_base_model_may_add():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0, "</s>": 1}, merges=[])))
     tokenizer.eos_token = "</s>"
-    with pytest.raises(ConfigError, match=r"chat_template: zephyr, or chatml with model\.add_tokens: \['<\|im_start"):
+    with pytest.raises(ConfigError, match=r"set data.chat_template: chatml with model\.add_tokens: \['<\|im_start"):
         _encode({"messages": [{"role": "user", "content": "a"}]}, "messages", tokenizer)
 
 

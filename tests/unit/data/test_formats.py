@@ -56,7 +56,9 @@ def test_turns_of_a_prompt_are_supervised_only_if_they_say_so():
     row = {"prompt": [HI, YO, HI, {**YO, "train": True}, HI], "completion": [YO]}
     flags = [turn.get("train") for turn in to_conversation(row, "prompt_completion", "x").messages]
     assert flags == [None, False, None, True, None, None]
-    flags = [turn.get("train") for turn in to_conversation(row, "prompt_completion", "x", learns_prompt=True).messages]
+    flags = [
+        turn.get("train") for turn in to_conversation(row, "prompt_completion", "x", supervises_prompt=True).messages
+    ]
     assert flags == [None, None, None, True, None, None]
 
 
