@@ -355,7 +355,9 @@ class RecipeCLI(LightningCLI):
             with naming(path):
                 path.write_text(self._recipe_text(), encoding="utf-8")
         if self._has_own_data():
-            self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
+            self.data_record.shown = True
+            if trainer.is_global_zero:
+                self.data_record.show(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True

@@ -33,7 +33,7 @@ class RunRecord(Callback):
         """Note the memory before the model is built."""
         for logger in _csv_loggers(trainer):
             logger.trainer = trainer
-        reset_peak_host_bytes()  # converting a model or tokenising may have needed more
+        reset_peak_host_bytes()  # converting a model or tokenizing may have needed more
         self._before_bytes = peak_host_bytes()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
-from lit_fsdp.data.loader import BatchLoader
+from lit_fsdp.data.batches import BatchLoader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
 
