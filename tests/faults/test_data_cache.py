@@ -35,6 +35,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setattr(cache, "_ALONE", 4)
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(_row(n) for n in range(2000)))
+    os.utime(source, (1e9, 1e9))  # so that its digest is remembered
     tokenizer = byte_level_tokenizer()
 
     def run(location: Path) -> None:
