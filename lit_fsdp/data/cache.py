@@ -25,7 +25,7 @@ from lit_fsdp.data.readers import Chunk, Row
 from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.data.workers import obey_parent_only, signals_held
 from lit_fsdp.errors import CheckpointError, DataError
-from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.host import cache_root, is_first_process, make_once
 
 REFUSED = "refused"
 """Why a bad row is dropped where ``data.on_bad_row`` says drop."""
@@ -132,7 +132,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     refused = rows.meta["refused"]
     if refused and config.on_bad_row == "error":
         raise DataError(refused[0])
-    for line in refused:
+    for line in refused if is_first_process() else ():
         _log.warning("dropped (data.on_bad_row): %s", line.split("\n")[0])
     check_dropped(name, rows.meta["dropped"], rows.meta["rows_read"], config)
     return rows
