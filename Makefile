@@ -53,7 +53,7 @@ format: $(VENV)/dev.stamp  ## rewrite the files as `make lint` wants them
 bench: $(VENV)/dev.stamp  ## interleaved measurements against hand-written loops
 	$(BIN)/python tests/benchmarks/run.py
 
-bench-data: $(VENV)/dev.stamp  ## rows per second of tokenising against datasets.map with the same tokenizer and processes
+bench-data: $(VENV)/dev.stamp  ## rows per second of tokenizing against datasets.map with the same tokenizer and processes
 	$(BIN)/python tests/benchmarks/data.py
 
 bench-train: $(VENV)/peers.stamp  ## supervised tokens/s and memory against TRL and the Transformers Trainer

@@ -352,7 +352,9 @@ class RecipeCLI(LightningCLI):
             with naming(path):
                 path.write_text(self._recipe_text(), encoding="utf-8")
         if self._has_own_data():
-            self.data_record.show(self.datamodule, verb, folder, trainer.is_global_zero)
+            self.data_record.shown = True
+            if trainer.is_global_zero:
+                self.data_record.show(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
         if isinstance(trainer.checkpoint_callback, Checkpoint):
             trainer.checkpoint_callback.resumes = self.resume.path is not None

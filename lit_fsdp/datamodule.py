@@ -1,4 +1,4 @@
-"""The LightningDataModule: rows are tokenised before processes meet, and batches do not depend on their number."""
+"""The LightningDataModule: rows are tokenized before processes meet, and batches do not depend on their number."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.parser import build
+from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.loader import BatchLoader, SampleBatches
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
-from lit_fsdp.data.report import describe_data
-from lit_fsdp.data.samples import Samples, prepare_samples
-from lit_fsdp.data.stream import SampleStream, Share
-from lit_fsdp.data.stream_loader import StreamLoader
-from lit_fsdp.data.window_report import WindowSeen
+from lit_fsdp.data.packing import Samples, prepare_samples
+from lit_fsdp.data.stats import describe_data, first_rows
+from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import is_first_process
 from lit_fsdp.models.tokenizers import pad_id
@@ -34,7 +32,7 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 class CausalLMDataModule(LightningDataModule):
     """Rows as padded or packed batches; its arguments are the ``data`` section of a recipe.
 
-    In somebody's own Trainer ``prepare_data`` tokenises; the command line calls :meth:`prepare` before.
+    In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.data.DataConfig`.
@@ -67,7 +65,7 @@ class CausalLMDataModule(LightningDataModule):
         self._tokenizer, self._seed, self._max_positions = tokenizer, seed, max_positions
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
-        """Tokenise and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
+        """Tokenize and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
 
         What has been prepared before is mapped from the cache. Any number of processes may call it at the same time;
         one works.
@@ -93,8 +91,8 @@ class CausalLMDataModule(LightningDataModule):
             DataError: The first rows of a stream are bad, have nothing to learn, or are mostly cut to nothing.
         """
         encoder = self._encoder()
-        window = WindowSeen(self.config, encoder) if self._streams_train else None
-        return describe_data(self._samples, self.config, encoder, window)
+        stream = first_rows(self.config, encoder) if self._streams_train else None
+        return describe_data(self._samples, self.config, encoder, stream)
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process per node: the same as :meth:`prepare`."""
@@ -102,7 +100,7 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
 
     def setup(self, stage: str) -> None:
-        """Map the tokenised rows; in training derive the accumulation from the batch sizes and the ranks.
+        """Map the tokenized rows; in training derive the accumulation from the batch sizes and the ranks.
 
         Raises:
             ConfigError: The batch sizes do not fit the ranks, or another ``accumulate_grad_batches`` was given.
@@ -230,7 +228,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def _warn_of_long_rows(self, split: str, samples: Samples) -> None:
         limit = min(self._tokenizer_or_the_models().model_max_length, self._max_positions or sys.maxsize)
-        longest = samples.meta["longest"]
+        longest = samples.rows.meta["longest"]
         if longest > limit and is_first_process():
             _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.callbacks.resume import resumed_from
+from lit_fsdp.errors import DataError
 from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
@@ -30,35 +31,42 @@ class DataRecord(Callback):
     """
 
     def __init__(self) -> None:
-        self._shown = False
+        self.shown = False
 
-    def show(self, datamodule: Any, stage: str, folder: Path, speaks: bool) -> None:
-        """Show what a data module of ours is about to give.
+    def show(self, datamodule: Any, stage: str, folder: Path) -> None:
+        """Show what a data module of ours is about to give, and note it; for rank 0.
 
         Args:
             datamodule: A :class:`lit_fsdp.CausalLMDataModule`.
             stage: ``fit``, ``validate``, ``test`` or ``predict``; only training leaves a record.
             folder: Of the run.
-            speaks: Whether this is rank 0; the others only look into a stream, which must stop all of them or none.
 
         Raises:
             DataError: The first rows of a stream cannot be trained on.
         """
-        self._shown = True
-        if not speaks and not datamodule.config.streaming:
-            return
         record = datamodule.describe()
-        if not speaks:
-            return
         if stage == "fit":
             write_json(folder / "data.json", record)
         print_data(record, sys.stderr)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show it, unless that was done before; the data module is set up already."""
+        """Show it, unless that was done before; the data module is set up already.
+
+        Raises:
+            DataError: On every rank, what rank 0 has met: the others would wait for it.
+        """
         datamodule = getattr(trainer, "datamodule", None)
-        if not self._shown and hasattr(datamodule, "describe"):
-            self.show(datamodule, stage, Path(trainer.default_root_dir), trainer.is_global_zero)
+        if self.shown or not hasattr(datamodule, "describe"):
+            return
+        self.shown, refused = True, None
+        if trainer.is_global_zero:
+            try:
+                self.show(datamodule, stage, Path(trainer.default_root_dir))
+            except DataError as error:
+                refused = str(error)
+        refused = trainer.strategy.broadcast(refused)
+        if refused is not None:
+            raise DataError(refused)
 
 
 class RunRecord(Callback):

@@ -16,7 +16,7 @@ _TRAINER_VERBS = {
 _OTHER_VERBS = {
     "convert": "a configuration of Accelerate, Transformers or DeepSpeed as a recipe",
     "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
-    "data": "see what a recipe trains on (inspect), or tokenise it ahead (prepare)",
+    "data": "see what a recipe trains on (inspect), or tokenize it ahead (prepare)",
     "model": "fetch or convert a model ahead of a run (prepare)",
     "ckpt": "list the checkpoints of a run, or verify them",
     "export": "a checkpoint as a Hugging Face folder",

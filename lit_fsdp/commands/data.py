@@ -15,15 +15,14 @@ from lit_fsdp.errors import DataError, require
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
-    from lit_fsdp.data.samples import Samples
-    from lit_fsdp.report.inspection import Item
+    from lit_fsdp.data.packing import Samples
 
 _SPLITS = ("train", "val", "test", "predict")
 _USAGE = """usage: lit-fsdp data inspect --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]
        lit-fsdp data prepare --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--json]
 
-  inspect   what a recipe trains on: counts, lengths, packing, and samples with what is learnt made visible
-  prepare   tokenise and pack every split ahead, into the cache that fit uses; needs no GPU and no weights
+  inspect   what a recipe trains on: counts, lengths, packing, and samples with what is supervised made visible
+  prepare   tokenize every split ahead, into the cache that fit uses; needs no GPU and no weights
 
 lit-fsdp data VERB --help explains one of them
 """
@@ -63,40 +62,45 @@ def _inspect(argv: Sequence[str]) -> int:
 
 def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.report import describe_data
-    from lit_fsdp.data.samples import prepare_samples
-    from lit_fsdp.data.window_report import WindowSeen
+    from lit_fsdp.data.packing import prepare_samples
+    from lit_fsdp.data.stats import describe_data, first_rows, sample_numbers
     from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.report.data_plot import write_plot
+    from lit_fsdp.report.data_tables import print_data
     from lit_fsdp.report.inspection import Inspector
-    from lit_fsdp.report.sample_text import visible_lines
+    from lit_fsdp.report.sample_text import item_record, print_items, visible_lines
+    from lit_fsdp.report.tables import wide_console
 
     tokenizer = resolve_tokenizer(run.model)
     encoder = RowEncoder(tokenizer, run.data)
     samples: dict[str, Samples] = {}
-    record, window, at_work = None, None, "train"
+    record, at_work = None, "train"
     try:
         for at_work in _cached_splits(run):
             samples |= prepare_samples(run.data, [at_work], encoder)
         at_work = "train"  # a stream, if anything fails now
-        window = WindowSeen(run.data, encoder) if _streams(run) else None
-        record = describe_data(samples, run.data, encoder, window)
+        stream = first_rows(run.data, encoder) if _streams(run) else None
+        record = describe_data(samples, run.data, encoder, stream)
     except DataError as error:
         print(f"error: {visible_lines(str(error))}", file=sys.stderr)
         split = options.split or at_work
     inspector = Inspector(tokenizer, run.data, split)
     if options.row is not None:
-        items = [inspector.outcome(inspector.row(options.row))]
-    elif split in samples:
-        items = inspector.items(samples[split], options.n)
+        items = [inspector.row(options.row)]
     else:
-        items = inspector.first_outcomes(options.n)
-    _say(options, tokenizer, record, items)
+        items = inspector.items(samples[split], options.n) if split in samples else inspector.first_rows(options.n)
+    if options.json:
+        print(json.dumps({"data": record, "items": [item_record(tokenizer, item) for item in items]}, indent=1))
+    else:
+        if record is not None:
+            print_data(record, sys.stdout)
+        if items:
+            print_items(wide_console(sys.stdout), tokenizer, items, options.ids, options.full)
     if options.plot is not None and record is not None:
-        from lit_fsdp.report.data_plot import plotted, write_plot
-
-        splits: dict[str, Any] = {"train": window, **samples} if window is not None else dict(samples)
-        write_plot({name: plotted(rows) for name, rows in splits.items()}, run.data.max_seq_length, options.plot)
-        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(splits)}", file=sys.stderr)
+        numbers = {name: sample_numbers(rows) for name, rows in samples.items()}
+        numbers |= {"train": stream.numbers} if stream is not None else {}
+        write_plot(numbers, run.data.max_seq_length, options.plot)
+        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(numbers)}", file=sys.stderr)
     return 1 if record is None else 0
 
 
@@ -108,24 +112,8 @@ def _cached_splits(run: RunConfig) -> list[str]:
     return [split for split in _SPLITS if run.data.has(split) and not (split == "train" and run.data.streaming)]
 
 
-def _say(options: argparse.Namespace, tokenizer: Any, record: dict[str, Any] | None, items: Sequence[Item]) -> None:
-    from lit_fsdp.report.data_tables import print_data
-    from lit_fsdp.report.inspection_text import Look, explanation, item_record, print_items
-    from lit_fsdp.report.tables import wide_console
-
-    if options.json:
-        print(json.dumps({"data": record, "items": [item_record(tokenizer, item) for item in items]}, indent=1))
-        return
-    console = wide_console(sys.stdout)
-    if record is not None:
-        print_data(record, sys.stdout)
-    if items:
-        console.print(explanation(console), soft_wrap=True)
-        print_items(console, tokenizer, items, Look(options.ids, options.full))
-
-
 def _prepare(argv: Sequence[str]) -> int:
-    parser = verb_parser("data prepare", "Tokenise and pack every split of a recipe into the cache that fit uses.")
+    parser = verb_parser("data prepare", "Tokenize every split of a recipe into the cache that fit uses.")
     parser.add_argument("--json", action="store_true", help="JSON instead of lines")
     options, run = _read(parser, argv)
     if options is None:
@@ -136,8 +124,8 @@ def _prepare(argv: Sequence[str]) -> int:
     if _streams(run):
         print("data.train is a stream: it is tokenized while it is trained on", file=sys.stderr)
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.report import describe_data
-    from lit_fsdp.data.samples import prepare_samples
+    from lit_fsdp.data.packing import prepare_samples
+    from lit_fsdp.data.stats import describe_data
     from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.data_tables import print_data
 
@@ -161,15 +149,14 @@ def _prepare(argv: Sequence[str]) -> int:
 
 def _made(samples: Samples, start: float, seconds: float) -> dict[str, Any]:
     """What was made since ``start``; a folder that is older was found."""
-    is_new = samples.rows.folder.stat().st_mtime >= start
-    read = samples.rows.meta["rows_read"]
+    rows = samples.rows
+    is_new = rows.folder.stat().st_mtime >= start
     return {
-        "folder": str(samples.rows.folder),
-        "plan": str(samples.folder),
-        "fingerprint": samples.fingerprint,
+        "folder": str(rows.folder),
+        "fingerprint": rows.meta["fingerprint"],
         "made": is_new,
         "seconds": round(seconds, 3),
-        "rows_per_second": round(read / seconds, 1) if is_new else None,
+        "rows_per_second": round(rows.meta["rows_read"] / seconds, 1) if is_new else None,
     }
 
 

@@ -23,6 +23,8 @@ class SourceConfig:
 
     source: str
     """File, glob, folder, datasets name (name:split) or generated:N."""
+    revision: str | None = None
+    """Commit, branch or tag of a datasets name; default: its main branch as it is now."""
     weight: float | None = None
     """Share of the samples that come from here, relative to the other weights; either all sources have one or none."""
     format: RowFormat | None = None
@@ -88,10 +90,10 @@ Truncation = Literal["end", "start", "drop", "error"]
 class DataConfig:
     """The ``data`` section: arguments of :class:`lit_fsdp.CausalLMDataModule`.
 
-    A source is a JSONL, JSON, Parquet, CSV, TSV or Arrow file (text also as .gz), a glob, a folder of such files
+    A source is a JSONL, JSON, text, CSV, TSV, Parquet or Arrow file (also as .gz), a glob, a folder of such files
     (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``,
     ``name:configuration:split``), or ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry
-    may be a mapping ``{source, weight, format, columns}``.
+    may be a mapping ``{source, weight, format, columns, revision}``.
     """
 
     train: Sources | None = None
@@ -122,10 +124,12 @@ class DataConfig:
     """What is cut off a longer conversation: its end or its start, the whole row (drop), or nothing (error)."""
     packing: bool = False
     """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
     max_dropped_share: float = 0.5
     """Largest share of rows cut so far that nothing is left to learn; more of them stop the run."""
     streaming: bool = False
-    """Tokenise while training and keep nothing on disk, for sources larger than it."""
+    """Tokenize while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000
     """Rows that are shuffled among each other while streaming."""
     global_batch_size: int | None = None
@@ -139,11 +143,11 @@ class DataConfig:
     seed: int | None = None
     """Seed of the order; default: seed_everything."""
     num_workers: int = 0
-    """Loader processes per rank."""
+    """Loader processes per rank; a stream has one at most."""
     num_tokenizers: int | None = None
-    """Processes that tokenise, once per content; default: one per core of this node."""
+    """Processes that tokenize, once per content; default: one per core of this node."""
     cache_dir: str | None = None
-    """Folder for tokenised rows; default: $LIT_FSDP_CACHE, else ~/.cache/lit_fsdp."""
+    """Folder for tokenized rows; default: $LIT_FSDP_CACHE, else ~/.cache/lit_fsdp."""
 
     def __post_init__(self) -> None:
         counts = ("global_batch_size", "micro_batch_size", "val_micro_batch_size", "num_tokenizers", "shuffle_window")

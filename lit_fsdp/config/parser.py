@@ -477,6 +477,8 @@ def complete(
     trainer = parsed.trainer
     if trainer.default_root_dir is None:
         trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
+    if data is not None:
+        _keep_later(data, line, "val", "val_split")
     if strategy is not None:
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None
@@ -487,6 +489,15 @@ def complete(
         if is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
             say_once("\n".join(f"miniature: {text}" for text in lines))
+
+
+def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
+    """Of options of ``data`` that stand for each other the one given later holds, a flag over a file."""
+    given = [set(content.get("data") or ()) for content in line.contents if isinstance(content.get("data"), dict)]
+    given += [{word.removeprefix("--data.").partition("=")[0]} for word in line.words if word.startswith("--data.")]
+    last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())
+    for name in set(names) - last if len(last) == 1 and all(data[name] is not None for name in names) else ():
+        data[name] = None
 
 
 @functools.cache

@@ -1,176 +1,374 @@
-"""Tokenised rows as flat arrays on disk, made once per content and mapped into memory by every rank."""
+"""Tokenized rows as flat arrays on disk, made once per content by the cores of one node and mapped by every rank."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig, Sources
-from lit_fsdp.data.encode import CUT, TOO_LONG, RowEncoder
-from lit_fsdp.data.pool import in_order, usable_cores
-from lit_fsdp.data.rows import ARRAYS, TokenisedRows, make_arrays, open_rows, spot_check
+from lit_fsdp.config.data import DataConfig, RowFormat, Sources
+from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.readers import Chunk, Row
 from lit_fsdp.data.sources import Source, find_sources
-from lit_fsdp.data.tokenise import Block, Task, encode_chunk
-from lit_fsdp.errors import DataError
-from lit_fsdp.host import cache_root
+from lit_fsdp.data.workers import obey_parent_only, signals_held
+from lit_fsdp.errors import CheckpointError, DataError
+from lit_fsdp.host import cache_root, is_first_process, make_once
+
+REFUSED = "refused"
+"""Why a bad row is dropped where ``data.on_bad_row`` says drop."""
+ARRAYS: dict[str, str] = {
+    "input_ids": "<i4",
+    "supervised": "u1",
+    "offsets": "<i8",
+    "num_supervised": "<i4",
+    "numbers": "<i8",
+    "keys": "<u8",
+    "digests": "<u8",
+}
+"""Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 7
-"""Of what is written; another one is another place, so that an upgrade never reads what it does not know."""
+_VERSION = 8
+"""Of what is written; another one is another folder."""
+_ALONE = 4
+"""Chunks that this process does itself before it starts others, which takes a while."""
+_AHEAD = 3
+"""Chunks per process that are on their way, which bounds the memory."""
+_NAMED = 20
+_CONTENT: dict[RowFormat, tuple[str, ...]] = {
+    "messages": ("messages", "system", "tools"),
+    "sharegpt": ("conversations", "system", "tools"),
+    "instruction": ("system", "instruction", "input", "output", "tools"),
+    "prompt_completion": ("system", "prompt", "completion", "tools"),
+    "text": ("text",),
+    "tokens": ("input_ids", "labels"),
+}
+"""Columns that make a row what it is: another id or date in a further one makes no other row of it."""
 
 
-def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> TokenisedRows:
-    """Tokenise the rows of some sources, or take them from the cache; safe when many processes start together.
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Rows of tokens, memory-mapped. N rows of T tokens together.
+
+    A row is a sample: a row of a source after truncation, or one piece of a longer plain text.
+    """
+
+    folder: Path
+    meta: dict[str, Any]
+    """Both fingerprints, ``longest``, counts (rows_read, rows, truncated, split, dropped by reason, tokens,
+    supervised_tokens), the same for each source in ``entries``, and the first bad rows in ``refused``."""
+    input_ids: np.ndarray
+    """int32 (T,), all rows one after another."""
+    supervised: np.ndarray
+    """uint8 (T,)."""
+    offsets: np.ndarray
+    """Where each row begins; int64 (N + 1,)."""
+    num_supervised: np.ndarray
+    """Supervised tokens of each row; int32 (N,)."""
+    numbers: np.ndarray
+    """Which row, over all sources as they were read, from 0, each one is or was cut from; int64 (N,)."""
+    keys: np.ndarray
+    """Hash of the content that each was made from, the same with any tokenizer; uint64 (N,)."""
+    digests: np.ndarray
+    """Hash of the token ids of each; uint64 (N,)."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per row, int64 (N,)."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_rows, (self.folder,)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int32) and supervision (uint8) of one row, both of shape (T of the row,)."""
+        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.input_ids[part], self.supervised[part]
+
+
+def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> TokenizedRows:
+    """Tokenize the rows of some sources, or take them from the cache; safe when many processes start together.
 
     One of them works, with ``data.num_tokenizers`` processes of its own; the bytes do not depend on their number.
 
     Raises:
-        DataError: A source or row is bad (file and line are named), no token of any row is supervised, or more rows
+        DataError: A source or row is bad (file and row are named), no token of any row is supervised, or more rows
             than ``data.max_dropped_share`` are cut so far that nothing is left.
     """
     found = find_sources(sources, config)
-    fingerprint = _fingerprint(found, encoder)
+    name = ", ".join(source.name for source in found)
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_root()
-    name = found[0].name if len(found) == 1 else f"{found[0].name} and {len(found) - 1} more"
-    folder = root / "data" / fingerprint
+    try:
+        digests = [source.digest(root) for source in found]
+        parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
+        fingerprint = _hash(json.dumps([_VERSION, parts, encoder.text])).hexdigest()
 
-    def make(partial_folder: Path) -> None:
-        meta = {"fingerprint": fingerprint, **_write(partial_folder, found, config, encoder)}
-        (partial_folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        def make(folder: Path) -> None:
+            seen = [source.seen() for source in found]
+            meta = {"fingerprint": fingerprint, **_write(folder, found, digests, config, encoder)}
+            if [source.seen() for source in found] != seen:
+                raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")
+            (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
-    make_arrays(folder, make, f"tokenising {name}")
-    rows = open_rows(folder)
-    _log.info("%s: %s", name, summary(rows.meta))
-    _check_dropped(name, rows.meta, config)
+        rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
+    except CheckpointError as error:  # of make_once
+        raise DataError(f"tokenizing {name}: {error}") from error
+    refused = rows.meta["refused"]
+    if refused and config.on_bad_row == "error":
+        raise DataError(refused[0])
+    for line in refused if is_first_process() else ():
+        _log.warning("dropped (data.on_bad_row): %s", line.split("\n")[0])
+    check_dropped(name, rows.meta["dropped"], rows.meta["rows_read"], config)
     return rows
 
 
-def summary(meta: dict[str, Any]) -> str:
-    """One line on what became of the rows."""
-    split = f", {meta['split']} split" if meta["split"] else ""
-    return (
-        f"{meta['rows_read']} rows read, dropped {_reasons(meta['dropped'])}, truncated {meta['truncated']}{split}, "
-        f"{100 * meta['supervised_tokens'] / meta['tokens']:.1f} % of {meta['tokens']} tokens supervised, "
-        f"mean length {meta['tokens'] / meta['rows']:.0f}"
-    )
+def open_rows(folder: Path) -> TokenizedRows:
+    """Map rows that :func:`prepare_rows` has written.
 
-
-def _reasons(dropped: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
-
-
-def _check_dropped(name: str, meta: dict[str, Any], config: DataConfig) -> None:
-    cut, read = sum(meta["dropped"].get(reason, 0) for reason in (CUT, TOO_LONG)), meta["rows_read"]
-    if cut > config.max_dropped_share * read:
+    Raises:
+        DataError: The folder is damaged: a file is missing or of another length.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        arrays = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in ARRAYS.items()}
+        sizes = dict.fromkeys(ARRAYS, meta["rows"])
+        sizes |= {"input_ids": meta["tokens"], "supervised": meta["tokens"], "offsets": meta["rows"] + 1}
+        found = {name: len(array) for name, array in arrays.items()}
+        if found != sizes:
+            raise ValueError(f"lengths {found} in place of {sizes}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{name}: of {cut} of {read} rows nothing is left within data.max_seq_length {config.max_seq_length}\n"
+            f"{folder}: damaged tokenized rows ({error})\n  fix:     delete this folder, it will be made again"
+        ) from error
+    return TokenizedRows(folder, meta, **arrays)
+
+
+def check_dropped(name: str, dropped: dict[str, int], rows_read: int, config: DataConfig) -> None:
+    """Raise DataError if more rows than ``data.max_dropped_share`` are cut so far that nothing is left to learn."""
+    cut = dropped.get(CUT, 0) + dropped.get(TOO_LONG, 0)
+    if cut > config.max_dropped_share * rows_read:
+        raise DataError(
+            f"{name}: of {cut} of {rows_read} rows nothing is left within data.max_seq_length {config.max_seq_length}\n"
             f"  allowed: data.max_dropped_share {config.max_dropped_share:g} of the rows\n"
             "  fix:     raise data.max_seq_length, set data.truncation: start, or raise data.max_dropped_share"
         )
 
 
-def _fingerprint(sources: Sequence[Source], encoder: RowEncoder) -> str:
-    settings = {
-        "version": _VERSION,
-        "sources": [[source.digest, source.format, source.columns] for source in sources],
-        "encoder": encoder.text,
+def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
+    """The error of a source without any supervised token."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
+    return DataError(
+        f"{name}: no token of any row is supervised; dropped {reasons}\n"
+        "  fix:     rows need an assistant turn within data.max_seq_length tokens (or data.train_on_prompt: true)"
+    )
+
+
+def encode_rows(
+    rows: Sequence[Row], form: RowFormat, encoder: RowEncoder, drops: bool
+) -> tuple[list[EncodedRow], list[str]]:
+    """What becomes of each row, and what is wrong with the bad ones.
+
+    Args:
+        rows: As they were read, broken ones as errors.
+        form: Not ``auto``.
+        encoder: Makes samples of rows.
+        drops: ``data.on_bad_row: drop``.
+
+    Raises:
+        DataError: The first bad row, unless they are dropped.
+    """
+    if not any(isinstance(row, DataError) for _, row in rows):
+        try:
+            return encoder.encode([row for _, row in rows], form, [location for location, _ in rows]), []  # type: ignore[misc]
+        except DataError:  # of whatever step looked at all of them first
+            pass
+    found, refused = [], []
+    for location, row in rows:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            found += encoder.encode([row], form, [location])
+        except DataError as error:
+            if not drops:
+                raise
+            refused.append(str(error))
+            found.append(EncodedRow([], False, REFUSED))
+    return found, refused
+
+
+def sample_digest(input_ids: np.ndarray) -> int:
+    """Hash of a sample's token ids, the same number as in ``digests`` of tokenized rows."""
+    return int.from_bytes(_hash(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), 8).digest(), "little")
+
+
+def _hash(content: bytes | str, size: int = 16) -> Any:
+    return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=size)
+
+
+# -- tokenizing
+
+_Task = tuple[int, Chunk, RowFormat]
+"""Number of the source, rows, and their format."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What became of one chunk."""
+
+    source: int
+    counts: Counter[str]
+    dropped: Counter[str]
+    refused: list[str]
+    arrays: dict[str, np.ndarray]
+    """As :data:`ARRAYS`, but lengths in place of offsets, and numbers within the chunk."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process does; sent to it once."""
+
+    encoder: RowEncoder
+    drops: bool
+
+    def __call__(self, task: _Task) -> _Block:
+        source, chunk, form = task
+        return _block(source, form, chunk.rows(), self)
+
+
+def _block(source: int, form: RowFormat, rows: list[Row], work: _Work) -> _Block:
+    found, refused = encode_rows(rows, form, work.encoder, work.drops)
+    samples = [sample for row in found for sample in row.samples]
+    pieces = np.array([len(row.samples) for row in found], dtype=np.int64)
+    keys = [_key(row, form) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
+    ids, masks = [sample.input_ids for sample in samples], [sample.supervised for sample in samples]
+    arrays = {
+        "input_ids": np.concatenate([np.zeros(0, "<i4"), *ids]),
+        "supervised": np.concatenate([np.zeros(0, "u1"), *masks]),
+        "offsets": np.array([len(part) for part in ids]),
+        "num_supervised": np.array([np.count_nonzero(mask) for mask in masks]),
+        "numbers": np.repeat(np.arange(len(rows)), pieces),
+        "keys": np.repeat(np.array(keys, dtype="<u8"), pieces),
+        "digests": np.array([sample_digest(part) for part in ids], dtype="<u8"),
     }
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+    arrays = {name: array.astype(ARRAYS[name]) for name, array in arrays.items()}
+    counts = {
+        "rows_read": len(rows),
+        "rows": len(samples),
+        "truncated": sum(row.truncated and bool(row.samples) for row in found),
+        "split": int((pieces > 1).sum()),
+        "tokens": len(arrays["input_ids"]),
+        "supervised_tokens": int(arrays["num_supervised"].sum(dtype=np.int64)),
+    }
+    dropped = Counter(row.dropped for row in found if row.dropped is not None)
+    return _Block(source, Counter(counts), dropped, refused, arrays)
 
 
-def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    """Tokenise everything into ``folder``; a data set with nothing to learn raises and leaves nothing behind."""
+def _key(row: Any, form: RowFormat) -> int:
+    content = {name: value for name, value in row.items() if name in _CONTENT[form]}
+    text = json.dumps(content, sort_keys=True, default=lambda value: getattr(value, "tolist", value.__str__)())
+    return int.from_bytes(_hash(text, 8).digest(), "little")
+
+
+def _write(
+    folder: Path, sources: Sequence[Source], digests: Sequence[str], config: DataConfig, encoder: RowEncoder
+) -> dict[str, Any]:
+    """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
+    forms = [source.row_format for source in sources]
+    tasks = ((n, chunk, forms[n]) for n, source in enumerate(sources) for chunk in source.chunks())
+    work = _Work(encoder, config.on_bad_row == "drop")
+    num_processes = config.num_tokenizers or _num_cores()
+    entries = [Counter[str](rows_read=0, rows=0, truncated=0, split=0, tokens=0, supervised_tokens=0) for _ in sources]
+    dropped = [Counter[str]() for _ in sources]
+    refused: list[str] = []
+    total, longest = Counter[str](), 0
+    order = _hash(json.dumps(digests))
     with ExitStack() as stack:
-        writer = _Writer(folder, sources, stack)
-        blocks = in_order(
-            _tasks(sources), partial(encode_chunk, encoder=encoder), config.num_tokenizers or usable_cores()
-        )
-        for block in blocks:
-            writer.add(block)
-    if not writer.rows:
-        raise DataError(
-            f"{', '.join(source.name for source in sources)}: no token of any row is supervised; "
-            f"dropped {_reasons(dict(writer.total('dropped')))}\n"
-            "  fix:     rows need an assistant turn within data.max_seq_length tokens (or data.train_on_prompt: true)"
-        )
-    return writer.meta()
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
+        files["offsets"].write(np.zeros(1, ARRAYS["offsets"]).tobytes())
+        for block in _in_order(tasks, work, num_processes, files.values()):
+            arrays, lengths = block.arrays, block.arrays["offsets"]
+            longest = max(longest, int(lengths.max(initial=0)))
+            arrays["offsets"] = total["tokens"] + lengths.cumsum()
+            arrays["numbers"] += total["rows_read"]
+            numbers = arrays["numbers"]
+            order.update(np.stack([np.full(len(numbers), block.source), numbers]).astype("<i8").tobytes("F"))
+            for name, file in files.items():
+                file.write(arrays[name].tobytes())
+            for counter in (total, entries[block.source]):
+                counter.update(block.counts)
+            dropped[block.source].update(block.dropped)
+            refused += block.refused[: _NAMED - len(refused)]
+    if not total["rows"]:
+        raise nothing_supervised(", ".join(source.name for source in sources), sum(dropped, Counter()))
+    return {
+        "order_fingerprint": order.hexdigest(),
+        **{name: total[name] for name in entries[0]},
+        "dropped": dict(sum(dropped, Counter())),
+        "refused": refused,
+        "longest": longest,
+        "entries": [
+            {"name": source.name, "format": form, **entry, "dropped": dict(reasons)}
+            for source, form, entry, reasons in zip(sources, forms, entries, dropped, strict=True)
+        ],
+    }
 
 
-def _tasks(sources: Sequence[Source]) -> Iterator[Task]:
-    for number, source in enumerate(sources):
-        form = source.row_format
-        for chunk in source.chunks():
-            yield Task(number, chunk, form)
+def _in_order(tasks: Iterator[_Task], work: _Work, num_processes: int, files: Iterable[Any]) -> Iterator[_Block]:
+    """A block per task, in their order, so that the first bad row is the one that is told.
+
+    Not by ``Dataset.map``: its processes, and the one that collects their progress, outlive a parent that is killed,
+    and with them the lock of the cache, which they inherit.
+    """
+    alone = num_processes == 1 or multiprocessing.current_process().daemon  # which may have no children
+    yield from map(work, tasks if alone else islice(tasks, _ALONE))
+    if (task := next(tasks, None)) is None:
+        return
+    for file in files:
+        file.flush()  # a forked process must not inherit bytes that wait to be written
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with ProcessPoolExecutor(num_processes, context, _begin, (work,)) as pool:
+        try:
+            with signals_held():
+                waiting = deque([pool.submit(_at_work, task)])  # which starts all processes
+            for task in tasks:
+                waiting.append(pool.submit(_at_work, task))
+                if len(waiting) > _AHEAD * num_processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-class _Writer:
-    """Appends blocks to the arrays of a folder and counts; nothing is held in memory but counts."""
+_work: list[_Work] = []
+"""Of this process, if it is one of those that tokenize."""
 
-    def __init__(self, folder: Path, sources: Sequence[Source], stack: ExitStack) -> None:
-        self._folder, self._sources = folder, sources
-        self._files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
-        self._append("offsets", np.zeros(1))
-        self._entries = [
-            Counter[str](rows_read=0, rows=0, truncated=0, split=0, tokens=0, supervised_tokens=0) for _ in sources
-        ]
-        self._dropped = [Counter[str]() for _ in sources]
-        self._order = hashlib.blake2b(json.dumps([source.digest for source in sources]).encode(), digest_size=16)
-        self._tokens = self._longest = self.rows = 0
 
-    def add(self, block: Block) -> None:
-        """One more block, the sources one after another."""
-        entry = self._entries[block.source]
-        numbers = block.numbers + self.total("rows_read")
-        ends = self._tokens + block.lengths.cumsum()
-        arrays = {"input_ids": block.input_ids, "supervised": block.supervised, "offsets": ends, "numbers": numbers}
-        for name, array in {**arrays, "learnt": block.learnt, "keys": block.keys, "digests": block.digests}.items():
-            self._append(name, array)
-        self._order.update(np.stack([np.full(len(numbers), block.source), numbers]).astype("<i8").tobytes("F"))
-        entry.update(
-            rows_read=block.rows_read,
-            rows=len(block.lengths),
-            truncated=block.truncated,
-            split=block.rows_split,
-            tokens=len(block.input_ids),
-            supervised_tokens=int(block.learnt.sum(dtype=np.int64)),
-        )
-        self._dropped[block.source].update(block.dropped)
-        self._tokens += len(block.input_ids)
-        self.rows += len(block.lengths)
-        self._longest = max(self._longest, int(block.lengths.max(initial=0)))
+def _begin(work: _Work) -> None:
+    obey_parent_only(0)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
+    _work.append(work)
 
-    def _append(self, name: str, array: np.ndarray) -> None:
-        self._files[name].write(array.astype(ARRAYS[name]).tobytes())
-        self._files[name].flush()  # a process that is forked later must not inherit bytes that wait
 
-    def total(self, what: str) -> Any:
-        """A count over all sources, or the reasons why rows were dropped."""
-        if what == "dropped":
-            return sum(self._dropped, Counter())
-        return sum(entry[what] for entry in self._entries)
+def _at_work(task: _Task) -> _Block:
+    return _work[0](task)
 
-    def meta(self) -> dict[str, Any]:
-        """What ``meta.json`` holds, once the files are closed."""
-        named = zip(self._sources, self._entries, self._dropped, strict=True)
-        entries = [
-            {"name": source.name, "format": source.row_format, **entry, "dropped": dict(dropped)}
-            for source, entry, dropped in named
-        ]
-        counts = ("rows_read", "rows", "truncated", "split", "tokens", "supervised_tokens")
-        return {
-            "order_fingerprint": self._order.hexdigest(),
-            **{name: self.total(name) for name in counts},
-            "dropped": dict(self.total("dropped")),
-            "longest": self._longest,
-            "entries": entries,
-            "spot_check": {name: spot_check(self._folder / f"{name}.bin") for name in ARRAYS},
-        }
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,7 +36,7 @@ class GlobalOrder:
     """Items: rows or packs."""
     global_batch_size: int
     fingerprint: str
-    """Of the tokenised data; other data, another order."""
+    """Of the tokenized data; other data, another order."""
     seed: int
     shuffle: bool = True
     groups: tuple[int, ...] = ()

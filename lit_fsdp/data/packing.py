@@ -1,4 +1,4 @@
-"""Which samples share a sequence: best-fit-decreasing, exact, in time that grows with the samples alone.
+"""Items of a split: its rows alone, or packs of them by best-fit-decreasing, exact, in time that grows with the rows.
 
 Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it. Packs
 are kept by the room they have left, and samples of one length are placed together: as the fullest pack that takes one
@@ -9,9 +9,150 @@ Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing of train
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
 import numpy as np
 
+from lit_fsdp.config.data import DataConfig, check_sources
+from lit_fsdp.data.cache import TokenizedRows, prepare_rows
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.order import check_shares
 from lit_fsdp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Items of a split. An item is a row, or with packing the rows of one pack."""
+
+    rows: TokenizedRows
+    row_ids: np.ndarray
+    """Rows, item after item; int64."""
+    offsets: np.ndarray
+    """Where each item begins in ``row_ids``; int64, shape (items + 1,)."""
+    groups: tuple[int, ...]
+    """Items per source of a weighted mix, in the order of the items; else all of them as one group."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each group; ``None``: every item once per epoch."""
+    capacity: int | None = None
+    """Tokens per pack; ``None`` without packing, where every item is one row."""
+
+    @cached_property
+    def order_fingerprint(self) -> str:
+        """Of what the order depends on: sources and kept rows, the split, the packs and the weights.
+
+        So another tokenizer, template or path of the file leaves the order as it was.
+        """
+        digest = hashlib.blake2b(
+            json.dumps([self.rows.meta["order_fingerprint"], self.weights]).encode(), digest_size=16
+        )
+        digest.update(self.row_ids.astype("<i8").tobytes())
+        digest.update(self.offsets.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row of ``row_ids``, int64."""
+        return self.rows.lengths[self.row_ids]
+
+    @property
+    def num_supervised(self) -> np.ndarray:
+        """Supervised tokens of every row of ``row_ids``, int64."""
+        return self.rows.num_supervised[self.row_ids].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def members(self, item: int) -> np.ndarray:
+        """Row ids of one item, int64, ascending."""
+        return self.row_ids[int(self.offsets[item]) : int(self.offsets[item + 1])]
+
+    def item_tokens(self) -> np.ndarray:
+        """Tokens of every item, int64 of shape (items,)."""
+        return np.add.reduceat(self.lengths, self.offsets[:-1])
+
+
+def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
+    """Tokenize the named splits that the recipe has, or take them from the cache, and plan their items in memory.
+
+    ``data.val_split`` takes the validation rows out of data.train. Packs are planned per split; predict has none, as
+    each of its rows gets scores of its own. Any number of processes may call it at the same time; one tokenizes.
+
+    Args:
+        config: The ``data`` section.
+        splits: Of ``train``, ``val``, ``test``, ``predict``.
+        encoder: What makes samples of rows.
+
+    Raises:
+        DataError: A source or row is bad, a split has nothing to learn, or data.val_split leaves a side empty.
+        ConfigError: A weight so small that its source would never be read.
+    """
+    found: dict[str, Samples] = {}
+    read: dict[str, TokenizedRows] = {}
+    for split in splits:
+        source = "train" if split == "val" and config.val_split is not None else split
+        entries = check_sources(source, getattr(config, source))
+        if entries:
+            if source not in read:
+                read[source] = prepare_rows(getattr(config, source), config, encoder)
+            weights = [entry.weight for entry in entries if entry.weight is not None] if split == "train" else []
+            found[split] = _plan(read[source], split, config, tuple(weights))
+            check_shares(len(found[split]), weights)
+    return found
+
+
+def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...]) -> Samples:
+    capacity = config.max_seq_length if config.packing and split != "predict" else None
+    kept = np.arange(len(rows))
+    if config.val_split is not None and split in ("train", "val"):
+        chosen = _held_out(rows, config.val_split)
+        kept = np.flatnonzero(chosen if split == "val" else ~chosen)
+    ids: list[np.ndarray] = []
+    offsets, groups = [np.zeros(1, dtype=np.int64)], []
+    for members in _groups(rows, kept, len(weights)):
+        order, bounds = np.arange(len(members)), np.arange(len(members) + 1)
+        if capacity:
+            order, bounds = plan_packs(rows.lengths[members], capacity)
+        offsets.append(bounds[1:] + sum(len(part) for part in ids))
+        ids.append(members[order])
+        groups.append(len(bounds) - 1)
+    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights or None, capacity)
+
+
+def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
+    """Which rows validation takes, bool (N,): by content, so that copies are on one side in every run."""
+    _, firsts = np.unique(rows.numbers, return_index=True)  # of the pieces of each text that was split
+    if val_split < 1:
+        chosen = rows.keys < np.uint64(val_split * 2**64)
+    else:
+        lowest = np.sort(rows.keys[firsts])[: int(val_split)]
+        chosen = rows.keys <= lowest[-1]
+    if chosen.all() or not chosen.any():
+        raise DataError(
+            f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
+            "  allowed: a share or number that leaves rows for training and for validation\n"
+            f"  fix:     set data.val_split: {max(1, len(firsts) // 10)}"
+        )
+    return np.asarray(chosen)
+
+
+def _groups(rows: TokenizedRows, kept: np.ndarray, num_groups: int) -> list[np.ndarray]:
+    """The kept rows of each source of a weighted mix, as a pack has rows of one source; else all of them."""
+    if not num_groups:
+        return [kept]
+    borders = np.cumsum([0, *(entry["rows"] for entry in rows.meta["entries"])])
+    parts = [kept[(kept >= a) & (kept < b)] for a, b in pairwise(borders.tolist())]
+    for entry, part in enumerate(parts):
+        if not len(part):
+            raise DataError(
+                f"source {entry + 1} of the {num_groups} in data.train has a weight but no row left to train on\n"
+                "  fix:     leave it out, or take fewer rows with data.val_split"
+            )
+    return parts
 
 
 def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

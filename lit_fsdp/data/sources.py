@@ -1,15 +1,13 @@
-"""Where rows come from: files, folders, data sets of ``datasets`` by path or name, and generated ones.
-
-A source is found and its content hashed at once; its rows are read only when they have to be tokenised.
-"""
+"""Sources of a recipe: found by file, glob, folder or name, with their row format and a digest of their content."""
 
 from __future__ import annotations
 
 import difflib
 import glob
-import itertools
-import logging
+import hashlib
+import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,22 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.data import GENERATED, HUB_SLICE, DataConfig, RowFormat, SourceConfig, Sources, check_sources
-from lit_fsdp.data.files import Chunk, Position, Row
-from lit_fsdp.data.folders import folder_files, is_saved
 from lit_fsdp.data.formats import find_format
-from lit_fsdp.data.parts import READERS, GeneratedPart, Part, combined, file_part
-from lit_fsdp.data.saved import hub_data_set, saved_folder
-from lit_fsdp.errors import DataError
+from lit_fsdp.data.readers import (
+    KINDS,
+    Chunk,
+    Part,
+    Position,
+    Row,
+    file_part,
+    folder_parts,
+    hub_part,
+    kind_of,
+    reading,
+    unreadable,
+)
+from lit_fsdp.errors import DataError, require
+from lit_fsdp.host import make_once
 
-_log = logging.getLogger(__name__)
+_EDGE_BYTES = 2**16
+_RACY_SECONDS = 2.0
+"""A file that was written so recently may be written again without another time of change."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one entry of the recipe, not read yet.
-
-    To tokenise with several processes, send each of :meth:`chunks` to one of them and call ``chunk.rows()`` there.
-    """
+    """The rows of one entry of the recipe, not read yet."""
 
     name: str
     """As the recipe has it."""
@@ -43,12 +50,6 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of our column and the source's."""
 
-    @property
-    def digest(self) -> str:
-        """Of the content: bytes and kind of each file, not its place."""
-        digests = [part.digest for part in self.parts]
-        return digests[0] if len(digests) == 1 else combined(digests)
-
     @cached_property
     def row_format(self) -> RowFormat:
         """The format of the rows, found from the columns of the first one unless the recipe says it.
@@ -56,74 +57,67 @@ class Source:
         Raises:
             DataError: There is no row, its columns are of no known format, or a mapped column is not there.
         """
-        chunks = self.chunks()
-        seen = []
-        rows: list[Row] = []
-        for chunk in chunks:
-            seen.append(chunk)
-            try:
-                rows.extend(chunk.each())
-            except DataError:
-                if not rows:  # else it is told when its turn comes, as a row before it may be bad in another way
-                    raise
-            if rows:
-                break
-        if not rows:
-            raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
-        # JSON is parsed whole, so what is open is read on instead of beginning again, but by nobody else.
-        self.__dict__["_opened"] = os.getpid(), itertools.chain(seen, chunks)
-        self._check_columns(replace(seen[-1], columns=()).rows())
-        if self.format != "auto":
-            return self.format
-        form = find_format(set(rows[0][1]), rows[0][0])
-        _log.info("%s: rows of format %s, found from their columns (data.format sets another)", self.name, form)
-        return form
+        bad: DataError | None = None
+        for chunk in self.chunks():
+            for location, row in chunk.rows():
+                if isinstance(row, dict):
+                    self._check_columns(replace(chunk, columns=()).rows())
+                    return find_format(set(row), location) if self.format == "auto" else self.format
+                bad = bad or row
+        raise bad or DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
 
     def _check_columns(self, rows: list[Row]) -> None:
+        there = {name for _, row in rows if isinstance(row, dict) for name in row}
         for ours, theirs in self.columns:
-            if not any(theirs in row for _, row in rows):
-                there = {name for _, row in rows for name in row}
+            if theirs not in there:
                 raise DataError(
                     f"{rows[0][0]}: no column {theirs!r}, which columns maps to {ours!r}\n"
                     f"  allowed: {', '.join(sorted(map(str, there)))}"
                 )
 
-    def chunks(self, start: Position | None = None) -> Iterator[Chunk]:
-        """Chunks of rows in order; cheap, as nothing is parsed.
-
-        Args:
-            start: ``chunk.start`` of an earlier chunk, from which to go on without reading what came before.
+    def chunks(self, start: Position = None) -> Iterator[Chunk]:
+        """Chunks of rows in order, from the ``start`` of a chunk on.
 
         Raises:
-            DataError: A file cannot be read, or its content is not what was hashed.
+            DataError: A file cannot be read.
         """
-        process, opened = self.__dict__.pop("_opened", (None, iter(())))
-        return opened if start is None and process == os.getpid() else self._chunks(start)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
-
-    def _chunks(self, start: Position | None) -> Iterator[Chunk]:
         first, inside = start or (0, None)
         for index in range(first, len(self.parts)):
-            part = self.parts[index]
-            for chunk in part.chunks(inside if index == first else None):
+            for chunk in self.parts[index].chunks(inside if index == first else None):
                 yield replace(chunk, start=[index, chunk.start], columns=self.columns)
-            part.check()
 
-    def rows(self) -> Iterator[Row]:
-        """Each row with its place (``file.jsonl:12``), in order, parsed here.
+    def seen(self) -> list[list[Any]]:
+        """Path, size and time of change of every file."""
+        paths = [path for part in self.parts for path in part.files()]
+        try:
+            return [[os.path.abspath(path), (now := path.stat()).st_size, now.st_mtime_ns] for path in paths]
+        except OSError as error:
+            raise unreadable(self.name, "", error) from error
 
-        Raises:
-            DataError: A row is broken, there is none, or the content is not what was hashed.
+    def digest(self, root: Path) -> str:
+        """Of the content: kind and bytes of every file and not its path, or the commit of a data set on the hub.
+
+        One process per cache reads the bytes, once: the answer is remembered by path, size and time of change.
+
+        Args:
+            root: Folder of the cache.
         """
-        empty = True
-        for chunk in self.chunks():
-            for row in chunk.rows():
-                empty = False
-                yield row
-        if empty:
-            raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+        seen = self.seen()
+        if not seen or max(time for *_, time in seen) > (time.time() - _RACY_SECONDS) * 1e9:
+            return self._content_digest()
+
+        def make(partial: Path) -> None:
+            (partial / "digest").write_text(self._content_digest(), encoding="ascii")
+
+        key = _hash([[part.kind for part in self.parts], seen])
+        return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text(encoding="ascii")
+
+    def _content_digest(self) -> str:
+        return _hash([[_identity(part), *(_file_digest(path) for path in part.files())] for part in self.parts])
+
+    def edges_digest(self) -> str:
+        """As :meth:`digest`, of size, beginning and end of each file: for streams, which nobody wants to read twice."""
+        return _hash([[_identity(part), *(_edges(path) for path in part.files())] for part in self.parts])
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
@@ -132,59 +126,82 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
     Args:
         sources: The value of ``data.train`` (or val, test, predict).
         config: Gives format and columns to entries without their own.
-        streaming: Hash only the edges of files and leave data sets on the hub there.
+        streaming: Leave data sets on the hub there.
 
     Raises:
-        DataError: A source that is missing, unreadable or of an unknown kind.
+        DataError: A source that is missing or of an unknown kind.
         ConfigError: Some entries have a weight and some have none.
     """
     config = config or DataConfig()
-    return [_find(entry, config, streaming) for entry in check_sources("train", sources)]
+    found = []
+    for entry in check_sources("train", sources):
+        columns = config.columns if entry.columns is None else entry.columns
+        pairs = tuple(sorted((columns or {}).items()))
+        form = entry.format or config.format
+        found.append(Source(entry.source, tuple(_parts(entry, streaming)), form, entry.weight, pairs))
+    return found
 
 
-def _find(entry: SourceConfig, config: DataConfig, streaming: bool) -> Source:
-    columns = config.columns if entry.columns is None else entry.columns
-    return Source(
-        name=entry.source,
-        parts=tuple(_parts(entry.source, streaming)),
-        format=entry.format or config.format,
-        weight=entry.weight,
-        columns=tuple(sorted((columns or {}).items())),
+def _parts(entry: SourceConfig, streaming: bool) -> list[Part]:
+    parts = _found(entry, streaming)
+    is_hub = parts[0].kind.startswith("hub")
+    require(
+        entry.revision is None or is_hub, "data", f"revision {entry.revision} of {entry.source}", "a name on the hub"
     )
+    return parts
 
 
-def _parts(name: str, streaming: bool) -> list[Part]:
+def _found(entry: SourceConfig, streaming: bool) -> list[Part]:
+    name = entry.source
     if name.startswith(GENERATED):
-        return [GeneratedPart(name)]
+        return [Part(name, "generated")]
     # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
-    path = Path(os.path.expanduser(name))
-    base, colon, split = name.rpartition(":")
-    folder, wanted = (Path(os.path.expanduser(base)), split) if colon and not os.path.exists(path) else (path, None)
+    path = os.path.expanduser(name)
+    base, colon, split = path.rpartition(":")
+    folder, wanted = (base, split) if colon and not os.path.exists(path) else (path, None)
     if glob.has_magic(name) and not (os.path.exists(path) or os.path.isdir(folder) or HUB_SLICE.fullmatch(name)):
-        paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(found)]
+        paths = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)]
         if not paths:
             raise DataError(
                 f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
             )
-        return [file_part(path, streaming) for path in paths]
+        return [file_part(found) for found in paths]
     if os.path.isdir(folder):
-        if is_saved(folder):
-            return [saved_folder(name, folder, wanted)]
-        return [file_part(file, streaming) for file in folder_files(name, folder, wanted, frozenset(READERS))]
+        return folder_parts(name, folder, wanted)
     if os.path.isfile(path):
-        return [file_part(path, streaming)]
-    if path.suffix in (*READERS, ".gz") or name.startswith((".", "/", "~")):
-        raise DataError(_missing(name, path))
-    return [hub_data_set(name, streaming)]
+        return [file_part(path)]
+    if kind_of(path) in KINDS or name.startswith((".", "/", "~")):
+        raise DataError(_missing(name, Path(path)))
+    return [hub_part(entry, streaming)]
 
 
 def _missing(name: str, path: Path) -> str:
     if not os.path.isdir(path.parent):
         return f"{name}: no such file; the folder {path.parent} does not exist\n  fix:     check the path of the source"
-    try:
-        names = [entry for entry in os.listdir(path.parent) if entry != path.name]
-    except OSError as error:
-        return f"{name}: the folder {path.parent} cannot be read ({error.strerror})\n  fix:     check its permissions"
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.4)
     hint = f"did you mean {path.parent / near[0]}?" if near else "check the path of the source"
     return f"{name}: no such file in {path.parent.resolve()}\n  fix:     {hint}"
+
+
+def _identity(part: Part) -> list[str | None]:
+    """What decides the rows of a part beside the bytes of its files."""
+    if part.files():
+        return [part.kind]
+    return [part.kind.removesuffix(" stream"), part.name, part.configuration, part.split, part.revision]
+
+
+def _file_digest(path: Path) -> str:
+    with reading(path, unpacked=False) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _edges(path: Path) -> list[Any]:
+    with reading(path, unpacked=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(_EDGE_BYTES)
+        file.seek(max(0, size - _EDGE_BYTES))
+        return [size, hashlib.blake2b(first + file.read(_EDGE_BYTES), digest_size=16).hexdigest()]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

@@ -1,11 +1,13 @@
-"""Samples without end for training from sources that are never tokenised as a whole.
+"""Batches without end from sources that are never tokenized as a whole.
 
-Rows are shuffled inside windows. Which of them form a global batch is a function of the sources, the seed and the
-settings, never of the number of ranks, and a position is small: where a window begins and how far into it.
+Every rank reads and tokenizes every row, so that all of them meet a bad row, or rows with nothing to learn, at the same
+global batch. Rows are shuffled, and packed, inside windows. Which samples form a global batch is a function of the
+sources, the seed and the settings, never of the number of ranks, and a position is small: where a window begins, and
+how far into it.
 
-Where one row is one sample (conversations and token ids, not packed) a rank tokenises only the rows it trains on, and a
-row without anything to learn leaves its place in the global batch empty. Packs, and plain texts that are split, depend
-on the lengths of all rows of a window, so there every rank tokenises every row.
+Without weights the sources come one after another. With weights each next row is of the source that has given least
+for its weight, and a source at its end begins again until each has ended once. That is an epoch, and the next one
+begins at the first rows again; a window holds rows of one epoch only.
 """
 
 from __future__ import annotations
@@ -14,53 +16,56 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 
-from lit_fsdp.config.data import DataConfig, RowFormat
-from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
-from lit_fsdp.data.files import Row
-from lit_fsdp.data.masks import Encoded
-from lit_fsdp.data.order import FILLER
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.batches import Batch, Sample, collate_items, load
+from lit_fsdp.data.cache import check_dropped, encode_rows, nothing_supervised
+from lit_fsdp.data.encode import EncodedRow, RowEncoder
+from lit_fsdp.data.order import micro_batches
 from lit_fsdp.data.packing import plan_packs
-from lit_fsdp.data.saved import StreamedPart
-from lit_fsdp.data.sources import find_sources
-from lit_fsdp.data.windows import RowWindows, Window
+from lit_fsdp.data.readers import Position, Row
+from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.errors import DataError
+from lit_fsdp.host import is_first_process
 
 _log = logging.getLogger(__name__)
 _ENOUGH_ROWS = 1000
 _TOGETHER = 256
-
-Item = list[Encoded]
-"""Samples of one place of a global batch: one, those of a pack, or none where there is nothing to learn."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of every global batch somebody gets."""
-
-    rank: int
-    ranks: int
-    micro_batch_size: int
-    worker: int = 0
-    workers: int = 1
-    """Of the micro-batches of this rank, worker w makes those with number w, w + workers, …"""
+_END, _ERROR = "stream_end", "stream_error"
+_KEPT = 16  # the loader is ahead of the step by a batch or two
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Items of one forward pass."""
+class Window:
+    """Rows that are shuffled together."""
 
-    items: list[Item]
+    epoch: int
+    number: int
+    """In its epoch, from 0."""
+    rows: list[tuple[int, Row]]
+    """Number of the source, and the row."""
+    start: dict[str, Any]
+    """Where its first row is, for JSON: :meth:`SampleStream.windows` goes on from there."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Samples of one optimizer step."""
+
+    items: list[list[Sample]]
+    """One sample each, or those of a pack."""
     numbers: list[int]
-    """Of each item in the plan of its window; -1 where there is nothing to learn."""
-    end: dict[str, Any] | None
-    """With the last micro-batch of a global batch: the position after it."""
+    """Of each item in its window."""
+    end: dict[str, Any]
+    """The position after it, for JSON."""
 
 
 class SampleStream:
@@ -78,205 +83,261 @@ class SampleStream:
     def __init__(self, config: DataConfig, encoder: RowEncoder, seed: int) -> None:
         assert config.train is not None
         self._config, self._encoder, self._seed = config, encoder, seed
-        self.windows = RowWindows(find_sources(config.train, config, streaming=True), config.shuffle_window)
-        self.tokenises_all = config.packing or "text" in self.windows.formats
-        """Whether every rank has to tokenise every row."""
-        parts = [part for source in self.windows.sources for part in source.parts]
-        self.deals_out = any(isinstance(part, StreamedPart) for part in parts)
-        """Whether several loader processes would each get other rows: ``datasets`` deals them out by itself."""
-        self.counts = _Counts()
+        self.sources = find_sources(config.train, config, streaming=True)
+        self.name = ", ".join(source.name for source in self.sources)
+        self.formats = [source.row_format for source in self.sources]
+        digests = [source.edges_digest() for source in self.sources]
+        self.fingerprint = hashlib.blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
+        """Of the content, as far as it is known; the order depends on it."""
+        self._read, self._dropped = 0, Counter[str]()
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
-        config, windows = self._config, self.windows
-        weights = [source.weight for source in windows.sources]
+        config = self._config
+        weights = [source.weight for source in self.sources]
+        forms = [[form, source.columns] for form, source in zip(self.formats, self.sources, strict=True)]
+        text = json.dumps([self._encoder.text, forms])
+        revisions = {part.name: part.revision for source in self.sources for part in source.parts if part.revision}
         return {
-            "fingerprint": windows.fingerprint,
+            "fingerprint": self.fingerprint,
+            **({"revisions": revisions} if revisions else {}),
             "weights": None if weights[0] is None else weights,
             "seed": self._seed,
             "shuffle": config.shuffle,
             "shuffle_window": config.shuffle_window,
             "packing": config.packing,
             "global_batch_size": config.global_batch_size,
-            **(self._lengths_record() if self.tokenises_all else {}),
+            "max_seq_length": config.max_seq_length,
+            "encoding": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         }
 
-    def _lengths_record(self) -> dict[str, Any]:
-        """What the lengths of samples depend on, and with them which of them a position means."""
-        forms = [
-            [form, source.columns] for form, source in zip(self.windows.formats, self.windows.sources, strict=True)
-        ]
-        text = json.dumps([self._encoder.text, forms])
-        encoding = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return {"max_seq_length": self._config.max_seq_length, "encoding": encoding}
-
-    def micro_batches(self, start: dict[str, Any] | None, share: Share) -> Iterator[MicroBatch]:
-        """The micro-batches of a share from a position on.
-
-        Args:
-            start: :attr:`MicroBatch.end` of the last global batch that was trained on; ``None``: the beginning.
-            share: Whose part.
+    def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
+        """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning.
 
         Raises:
             DataError: A row or file is bad, or there is nothing to learn.
         """
-        yield from islice(self._of_rank(start, share), share.worker, None, share.workers)
-
-    def _of_rank(self, start: dict[str, Any] | None, share: Share) -> Iterator[MicroBatch]:
-        size, per_step = share.micro_batch_size, share.micro_batch_size * share.ranks
-        number = 0
-        for places, end in self._global_batches(start):
-            firsts = range(share.rank * size, len(places), per_step)
-            for first in firsts:
-                mine = number % share.workers == share.worker
-                items = _items(places[first : first + size]) if mine else []
-                numbers = [index if item else FILLER for (_, index), item in zip(places[first:], items, strict=False)]
-                yield MicroBatch(items, numbers, end if first == firsts[-1] else None)
-                number += 1
-
-    def _global_batches(self, start: dict[str, Any] | None) -> Iterator[tuple[list[_Place], dict[str, Any]]]:
-        places: list[_Place] = []
+        items: list[list[Sample]] = []
+        numbers: list[int] = []
         first = int(start["item"]) if start else 0
-        for window in self.windows.read(start):
-            self._check(window)
+        for window in self.windows(start):
             planned = self._plan(window)
             for index in range(first, len(planned)):
-                places.append((planned, index))
-                if len(places) == self._config.global_batch_size:
-                    yield places, {**window.start, "item": index + 1}
-                    places = []
+                items.append(planned[index])
+                numbers.append(index)
+                if len(items) == self._config.global_batch_size:
+                    yield GlobalBatch(items, numbers, {**window.start, "item": index + 1})
+                    items, numbers = [], []
             first = 0
 
-    def _plan(self, window: Window) -> _Planned:
-        if self.tokenises_all:
-            samples = [sample for row in self.encode(window) for sample in row.samples]
-            return _Packs(self._packs(samples, window))
-        return _Rows(window.rows, self._order(len(window.rows), window), self)
-
-    def _packs(self, samples: list[Encoded], window: Window) -> list[Item]:
-        if not self._config.packing:
-            return [[samples[i]] for i in self._order(len(samples), window)]
-        lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-        members, offsets = plan_packs(lengths, self._config.max_seq_length)
-        packs = [members[a:b].tolist() for a, b in pairwise(offsets)]
-        return [[samples[i] for i in packs[p]] for p in self._order(len(packs), window)]
-
-    def _order(self, count: int, window: Window) -> list[int]:
+    def _plan(self, window: Window) -> list[list[Sample]]:
+        encoded = self.encode(window)
+        self._check(window, encoded)
+        samples = [(sample.input_ids, sample.supervised) for row in encoded for sample in row.samples]
+        items = [[sample] for sample in samples]
+        if self._config.packing:
+            lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+            members, offsets = plan_packs(lengths, self._config.max_seq_length)
+            items = [[samples[i] for i in members[a:b]] for a, b in pairwise(offsets.tolist())]
         if not self._config.shuffle:
-            return list(range(count))
-        key = f"{self.windows.fingerprint}/{self._seed}/{window.epoch}/{window.number}"
+            return items
+        key = f"{self.fingerprint}/{self._seed}/{window.epoch}/{window.number}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
-        return generator.permutation(count).tolist()
+        return [items[i] for i in generator.permutation(len(items))]
 
     def encode(self, window: Window) -> list[EncodedRow]:
-        """What becomes of every row of a window, in file order.
+        """What becomes of every row of a window, in order.
 
         Raises:
-            DataError: A row is bad.
-        """
-        parts = (window.rows[i : i + _TOGETHER] for i in range(0, len(window.rows), _TOGETHER))
-        return [row for part in parts for row in self.encode_rows(part)]
-
-    def encode_rows(self, rows: Sequence[tuple[int, Row]]) -> list[EncodedRow]:
-        """What becomes of some rows, each with the number of its source; they are counted.
-
-        Raises:
-            DataError: A row is bad.
+            DataError: A row is bad, and ``data.on_bad_row`` is error.
         """
         found: dict[int, EncodedRow] = {}
-        for form in dict.fromkeys(self.windows.formats):
-            wanted = [i for i, (source, _) in enumerate(rows) if self.windows.formats[source] == form]
-            found.update(zip(wanted, self._encode([rows[i][1] for i in wanted], form), strict=True))
-        self.counts.add(found.values())
-        return [found[i] for i in range(len(rows))]
+        for form in dict.fromkeys(self.formats):
+            mine = [i for i, (source, _) in enumerate(window.rows) if self.formats[source] == form]
+            for some in (mine[i : i + _TOGETHER] for i in range(0, len(mine), _TOGETHER)):
+                rows = [window.rows[i][1] for i in some]
+                encoded, refused = encode_rows(rows, form, self._encoder, self._config.on_bad_row == "drop")
+                found.update(zip(some, encoded, strict=True))
+                for line in refused if is_first_process() else ():
+                    _log.warning("dropped (data.on_bad_row): %s", line.split("\n")[0])
+        return [found[i] for i in range(len(window.rows))]
 
-    def _encode(self, rows: list[Row], form: RowFormat) -> list[EncodedRow]:
-        return self._encoder.encode([row for _, row in rows], form, [place for place, _ in rows]) if rows else []
+    def _check(self, window: Window, encoded: Sequence[EncodedRow]) -> None:
+        """Refuse a stream of which too little has been of use, once enough of it, or an epoch, has been seen."""
+        self._read += len(encoded)
+        self._dropped.update(row.dropped for row in encoded if row.dropped is not None)
+        if self._read >= _ENOUGH_ROWS or window.epoch:
+            if self._read == self._dropped.total():
+                raise nothing_supervised(self.name, self._dropped)
+            check_dropped(self.name, self._dropped, self._read, self._config)
 
-    def _check(self, window: Window) -> None:
-        """Before a window: enough of what came before it was of use."""
-        counts, largest = self.counts, self._config.max_dropped_share
-        if counts.read < _ENOUGH_ROWS and not (window.epoch and counts.read):
+    # -- windows of rows
+
+    def windows(self, start: dict[str, Any] | None = None) -> Iterator[Window]:
+        """Windows without end from a :attr:`Window.start` on; ``None``: from the first row.
+
+        Raises:
+            DataError: A file is broken, a whole epoch has no row, or a source is not what it was when ``start`` was
+                noted.
+        """
+        if start and start["fingerprint"] != self.fingerprint:
+            then = "".join(f"\n  then:    {name} at revision {commit}" for name, commit in start["revisions"].items())
+            raise DataError(
+                f"{self.name}: not what was streamed when the checkpoint was written{then}\n"
+                "  fix:     resume with the same files, or the same revision of each source"
+            )
+        revisions = self.record().get("revisions", {})
+        epoch, number = (start["epoch"], start["window"]) if start else (0, 0)
+        positions = start["sources"] if start else [{} for _ in self.sources]
+        while True:
+            readers = [_Reader(source, **at) for source, at in zip(self.sources, positions, strict=True)]
+            rows = self._epoch(readers)
+            while True:
+                at = [reader.position() for reader in readers]
+                found = list(islice(rows, self._config.shuffle_window))
+                if not found:
+                    break
+                names = {"epoch": epoch, "window": number, "fingerprint": self.fingerprint, "revisions": revisions}
+                yield Window(epoch, number, found, {**names, "sources": at})
+                number += 1
+            if number == 0:
+                raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+            epoch, number, positions = epoch + 1, 0, [{} for _ in self.sources]
+
+    def _epoch(self, readers: Sequence[_Reader]) -> Iterator[tuple[int, Row]]:
+        weights = [source.weight for source in self.sources]
+        if weights[0] is None:
+            for index, reader in enumerate(readers):
+                while not reader.ended and (row := reader.next()):
+                    yield index, row
             return
-        names = ", ".join(source.name for source in self.windows.sources)
-        if counts.read == sum(counts.dropped.values()):
-            raise DataError(
-                f"{names}: no token of any row is supervised; {counts}\n"
-                "  fix:     rows need an assistant turn within data.max_seq_length tokens"
-            )
-        if counts.dropped[CUT] + counts.dropped[TOO_LONG] > largest * counts.read:
-            raise DataError(
-                f"{names}: too many rows are cut so far that nothing is left to learn; {counts}\n"
-                f"  allowed: a share of data.max_dropped_share {largest}\n  fix:     raise data.max_seq_length"
-            )
-        if window.number == 0:
-            _log.info("%s: epoch %d begins; so far %s", names, window.epoch, counts)
+        while True:
+            index = min(range(len(readers)), key=lambda i: ((readers[i].taken + 1) / float(weights[i] or 1), i))
+            row = readers[index].next()
+            if all(reader.ended for reader in readers):
+                return
+            row = row or readers[index].next()
+            if row is None:
+                raise DataError(f"{self.sources[index].name}: no rows\n  fix:     a source needs at least one row")
+            yield index, row
 
 
-class _Counts:
-    """Rows tokenised here, and what became of them."""
+class _Reader:
+    """The rows of one source, and how far it has been read."""
 
-    def __init__(self) -> None:
-        self.read = self.truncated = 0
-        self.dropped: Counter[str] = Counter()
+    def __init__(self, source: Source, at: Position = None, skip: int = 0, ended: int = 0, taken: int = 0) -> None:
+        self._source, self._at, self._skip = source, at, skip
+        self.ended, self.taken = ended, taken
+        """Times that it has ended, and rows that it has given, in this epoch."""
+        self._rows: Iterator[Row] | None = None
 
-    def add(self, rows: Any) -> None:
-        for row in rows:
-            self.read += 1
-            self.truncated += row.truncated
-            if row.dropped:
-                self.dropped[row.dropped] += 1
+    def position(self) -> dict[str, Any]:
+        """Arguments that make a reader which goes on here: the chunk, and rows of it that have been read."""
+        return {"at": self._at, "skip": self._skip, "ended": self.ended, "taken": self.taken}
 
-    def __str__(self) -> str:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return f"{self.read} rows tokenised here, dropped {dropped or '0'}, truncated {self.truncated}"
+    def next(self) -> Row | None:
+        """The next row; ``None`` at the end, after which it begins again."""
+        self._rows = self._rows or self._read()
+        row = next(self._rows, None)
+        if row is None:
+            self.ended += 1
+            self._rows, self._at, self._skip = None, None, 0
+        else:
+            self._skip += 1
+            self.taken += 1
+        return row
+
+    def _read(self) -> Iterator[Row]:
+        skip = self._skip
+        for chunk in self._source.chunks(self._at):
+            self._at, self._skip = chunk.start, skip
+            yield from chunk.rows()[skip:]
+            skip = 0
 
 
-class _Planned(Protocol):
-    """Items of one window."""
-
-    def __len__(self) -> int: ...
-
-    def items(self, indices: Sequence[int]) -> list[Item]: ...
-
-
-_Place = tuple[_Planned, int]
-
-
-@dataclass(frozen=True)
-class _Packs:
-    """Items that are there already."""
-
-    packs: list[Item]
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def items(self, indices: Sequence[int]) -> list[Item]:
-        return [self.packs[index] for index in indices]
+# -- batches of one rank
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows that are tokenised when they are asked for."""
+class Share:
+    """Which part of every global batch a rank gets."""
 
-    rows: list[tuple[int, Row]]
-    order: list[int]
-    stream: SampleStream
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def items(self, indices: Sequence[int]) -> list[Item]:
-        encoded = self.stream.encode_rows([self.rows[self.order[index]] for index in indices])
-        return [list(row.samples) for row in encoded]
+    rank: int
+    ranks: int
+    micro_batch_size: int
 
 
-def _items(places: Sequence[_Place]) -> list[Item]:
-    """Tokenised window by window: a global batch may lie across the border of two."""
-    found: list[Item] = []
-    for planned in dict.fromkeys(id(planned) for planned, _ in places):
-        mine = [(owner, index) for owner, index in places if id(owner) == planned]
-        found += mine[0][0].items([index for _, index in mine])
-    return found
+class StreamLoader:
+    """An iterable of batches without length, with the position after each step.
+
+    Args:
+        stream: What is read.
+        share: This rank's.
+        pad_id: Token put where there is none.
+        config: The ``data`` section; of ``num_workers`` one is used, as each would read and tokenize every row.
+        pin_memory: Copy batches into page-locked memory.
+    """
+
+    def __init__(
+        self, stream: SampleStream, share: Share, pad_id: int, config: DataConfig, pin_memory: bool = False
+    ) -> None:
+        self.stream, self.share, self.pad_id = stream, share, pad_id
+        self.pack_length = config.max_seq_length if config.packing else None
+        self.num_workers, self.pin_memory = min(config.num_workers, 1), pin_memory
+        self.begin: Callable[[], tuple[int, dict[str, Any] | None]] = lambda: (0, None)
+        """Step and position to begin at; asked for with the first batch, when a resumed Trainer knows them."""
+        self._ends: dict[int, dict[str, Any] | None] = {}
+
+    def position(self, step: int) -> dict[str, Any] | None:
+        """The position after optimizer step ``step``, which is one of the last few; ``None``: the beginning.
+
+        A step that Lightning ends early, by ``limit_train_batches``, ends behind all of its global batch.
+        """
+        return self._ends[min(step, max(self._ends))] if self._ends else self.begin()[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the datamodule keeps the position. Having it tells Lightning that the loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing, see :meth:`state_dict`."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        step, position = self.begin()
+        position = self._ends.get(step, position)  # a Trainer may begin again
+        if step and position is None and is_first_process():
+            _log.warning("the checkpoint of step %d has no position in a stream, which begins at its first rows", step)
+        self._ends = {step: position}
+        found = load(_Batches(self, position), self.num_workers, self.pin_memory)
+        for batch in found:
+            if _ERROR in batch:
+                del found  # its processes end now, not when the traceback is let go
+                raise DataError(batch[_ERROR])
+            end = batch.pop(_END)
+            if end is not None:
+                step += 1
+                self._ends[step] = end
+                self._ends.pop(step - _KEPT, None)
+            yield batch
+
+
+class _Batches(IterableDataset[Batch]):
+    """The batches of a rank; a DataError travels as its text, without a traceback."""
+
+    def __init__(self, loader: StreamLoader, start: dict[str, Any] | None) -> None:
+        self._stream, self._share, self._start = loader.stream, loader.share, start
+        self._pack_length, self._pad_id = loader.pack_length, loader.pad_id
+
+    def __iter__(self) -> Iterator[Batch]:
+        share = self._share
+        try:
+            for found in self._stream.global_batches(self._start):
+                end: dict[str, Any] | None = found.end
+                places = np.arange(len(found.items))
+                for mine in micro_batches(places, share.micro_batch_size, share.ranks, share.rank):
+                    batch = collate_items([found.items[i] for i in mine], self._pack_length, self._pad_id)
+                    yield {**batch, "row": torch.tensor([found.numbers[i] for i in mine]), _END: end}
+                    end = None  # with the first of them: the step may be ended early
+        except DataError as error:
+            yield {_ERROR: str(error)}

@@ -25,7 +25,7 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     """What the model gets of a batch: its tensors, and for packs under FlashAttention one row with its borders.
 
     Args:
-        batch: Padded, or packed by :func:`lit_fsdp.data.collate.collate_packs`.
+        batch: Padded, or packed by :func:`lit_fsdp.data.batches.collate_packs`.
         attn_implementation: The backend that the model runs with.
 
     Returns:

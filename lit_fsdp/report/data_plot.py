@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lit_fsdp.data.samples import Samples
-from lit_fsdp.data.window_report import WindowSeen
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.data.stats import SampleNumbers
+from lit_fsdp.errors import require
 
 KINDS = (".png", ".svg", ".pdf")
 _NUM_BINS = 40
-
-
-@dataclass(frozen=True)
-class Plotted:
-    """What is drawn of one split."""
-
-    lengths: np.ndarray
-    """Tokens per sample, int64 (N,)."""
-    supervised: np.ndarray
-    """Supervised tokens per sample, int64 (N,)."""
-    fills: np.ndarray | None
-    """Share of each pack that is filled, (packs,); ``None`` without packing."""
-
-
-def plotted(samples: Samples | WindowSeen) -> Plotted:
-    """The numbers of one split that are drawn; of a stream those of its first rows."""
-    if isinstance(samples, WindowSeen):
-        return Plotted(samples.lengths, samples.learnt, samples.fills)
-    ids = np.asarray(samples.row_ids)
-    lengths = np.diff(np.asarray(samples.rows.offsets))[ids]
-    fills = None if samples.capacity is None else samples.item_tokens() / samples.capacity
-    return Plotted(lengths, np.asarray(samples.rows.learnt)[ids].astype(np.int64), fills)
 
 
 def check_plot(path: Path) -> None:
@@ -45,24 +21,16 @@ def check_plot(path: Path) -> None:
     Raises:
         ConfigError: The folder does not exist, the ending is none of :data:`KINDS`, or matplotlib is missing.
     """
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError("--plot", str(path), f"a file that ends in {', '.join(KINDS)}", "write --plot data.png")
-    if not path.parent.is_dir():
-        raise ConfigError("--plot", str(path), "a file in a folder that exists", f"mkdir -p {path.parent}")
-    if path.is_dir():
-        raise ConfigError("--plot", f"{path}, which is a folder", "a file", f"write --plot {path / 'data.png'}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot", str(path), "matplotlib, which draws it, installed", "pip install 'lit-fsdp[plot]', or drop --plot"
-        )
+    known = path.suffix.lower() in KINDS
+    require(known, "--plot", path, f"a file that ends in {', '.join(KINDS)}", "write --plot data.png")
+    require(path.parent.is_dir(), "--plot", path, "a file in a folder that exists", f"mkdir -p {path.parent}")
+    installed = importlib.util.find_spec("matplotlib") is not None
+    fix = "pip install 'lit-fsdp[plot]', or drop --plot"
+    require(installed, "--plot", path, "matplotlib, which draws it, installed", fix)
 
 
-def write_plot(splits: Mapping[str, Plotted], max_seq_length: int, path: Path) -> None:
-    """Draw every split into one file: a histogram of lengths, of supervised shares, and of how full the packs are.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+def write_plot(splits: Mapping[str, SampleNumbers], max_seq_length: int, path: Path) -> None:
+    """Draw every split into one file: a histogram of lengths, of supervised shares, and of how full the packs are."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display
@@ -86,11 +54,5 @@ def write_plot(splits: Mapping[str, Plotted], max_seq_length: int, path: Path) -
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("samples (packs on the right)" if packed else "samples")
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            "--plot", f"{path} ({error.strerror})", "a place that can be written", "name another"
-        ) from None
-    finally:
-        pyplot.close(figure)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
-from lit_fsdp.data.encode import CUT, RowEncoder
-from lit_fsdp.data.samples import Samples
+from lit_fsdp.data.encode import EncodedRow, RowEncoder
+from lit_fsdp.data.packing import Samples
+from lit_fsdp.data.readers import Row
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -20,31 +21,17 @@ _NO_LIMIT = 2**30
 
 
 @dataclass(frozen=True)
-class SourceRow:
-    """A row as it was read."""
-
-    number: int
-    """Counted over all sources of the split, from 0."""
-    place: str
-    """File and line."""
-    columns: dict[str, Any]
-    form: RowFormat
-
-
-@dataclass(frozen=True)
 class Shown:
     """One sample to look at, or a row that gave none."""
 
-    place: str
+    location: str
+    """File and row."""
     input_ids: np.ndarray
     """int32 (T,), as trained on; of a dropped row all it would have, or nothing if it cannot be encoded."""
     supervised: np.ndarray
-    """Shape (T,), true where the token is learnt."""
+    """Shape (T,), true where the token is supervised."""
     cut: str | None = None
     """What is missing from it and why, where it was truncated."""
-    cut_at_start: bool = False
-    cut_after: int | None = None
-    """Of a row that is shown whole: tokens that lie within ``data.max_seq_length``."""
     dropped: str | None = None
     """Why it is not trained on."""
     columns: dict[str, Any] | None = None
@@ -53,7 +40,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Item:
-    """What one place of a batch holds: a sample, or a pack of them."""
+    """One sample of a batch, or a pack of them."""
 
     title: str
     samples: list[Shown]
@@ -74,121 +61,98 @@ class Inspector:
         self._config = config
         self._section = "train" if split == "val" and config.val_split is not None else split
         self._encoder = RowEncoder(tokenizer, config)
-        without_limit = replace(config, max_seq_length=_NO_LIMIT, truncation="end")
-        self._whole_encoder = RowEncoder(tokenizer, without_limit)
+        self._whole_encoder = RowEncoder(tokenizer, replace(config, max_seq_length=_NO_LIMIT, truncation="end"))
 
-    def rows(self) -> Iterator[SourceRow]:
-        """Every row of the split's sources in order.
-
-        Raises:
-            DataError: A source cannot be read.
-        """
-        number = 0
+    def _rows(self) -> Iterator[tuple[Row, RowFormat]]:
         streamed = self._config.streaming and self._section == "train"
         for source in find_sources(getattr(self._config, self._section), self._config, streamed):
             for chunk in source.chunks():
-                for place, columns in chunk.rows():
-                    yield SourceRow(number, place, columns, source.row_format)
-                    number += 1
+                for row in chunk.rows():
+                    yield row, source.row_format
 
-    def row(self, number: int) -> SourceRow:
-        """One row.
+    def row(self, number: int) -> Item:
+        """What becomes of one row, by the same encoder as in training: its samples, or why there is none.
 
         Raises:
             ConfigError: There are not so many.
         """
         last = -1
-        for row in self.rows():
-            last = row.number
+        for last, (row, form) in enumerate(self._rows()):
             if last == number:
-                return row
+                return Item(f"row {number}", self._outcome(row, form))
         raise ConfigError("--row", number, f"0 to {last}, as data.{self._section} has {last + 1} rows", "--row 0")
 
-    def items(self, samples: Samples, first: int) -> list[Item]:
-        """The first items of the split, in file order."""
-        chosen = [samples.members(item).tolist() for item in range(min(first, len(samples)))]
-        numbers = {i: int(samples.rows.numbers[i]) for members in chosen for i in members}
-        found = self._find(set(numbers.values()))
-        return [
-            Item(
-                _title(samples, item, members),
-                [self._shown(samples, i, numbers[i], found.get(numbers[i])) for i in members],
-                samples.capacity,
-            )
-            for item, members in enumerate(chosen)
-        ]
-
-    def _find(self, numbers: Collection[int]) -> dict[int, SourceRow]:
-        """Rows by number; those far inside large sources are left out, as everything before them must be read."""
-        near = [number for number in numbers if number < _LOOKED_THROUGH]
-        if not near:
-            return {}
-        return {row.number: row for row in islice(self.rows(), max(near) + 1) if row.number in numbers}
-
-    def _shown(self, samples: Samples, index: int, number: int, row: SourceRow | None) -> Shown:
-        ids, supervised = samples.rows.row(index)
-        if row is None:
-            return Shown(f"row {number}", ids, supervised)
-        if len(ids) < self._config.max_seq_length - 1 or not self._encode(row).truncated:
-            return Shown(row.place, ids, supervised)
-        at_start = self._config.truncation == "start"
-        return Shown(row.place, ids, supervised, self._cut_words(row, len(ids)), at_start)
-
-    def _cut_words(self, row: SourceRow, kept: int) -> str:
-        total = sum(
-            len(one.input_ids) for one in self._whole_encoder.encode([row.columns], row.form, [row.place])[0].samples
-        )
-        return (
-            f"cut here: {total - kept:,} of {total:,} tokens lie beyond data.max_seq_length "
-            f"{self._config.max_seq_length:,} (data.truncation: {self._config.truncation})"
-        )
-
-    def _encode(self, row: SourceRow) -> Any:
-        return self._encoder.encode([row.columns], row.form, [row.place])[0]
-
-    def outcome(self, row: SourceRow) -> Item:
-        """What becomes of a row, by the same encoder as in training: its samples, or why there is none."""
-        title = f"row {row.number}"
-        try:
-            encoded = self._encode(row)
-        except DataError as error:
-            reason = str(error).removeprefix(f"{row.place}: ")
-            return Item(title, [_nothing(row, f"refused: {reason}")])
-        if encoded.dropped is None:
-            cut = self._cut_words(row, len(encoded.samples[0].input_ids)) if encoded.truncated else None
-            at_start = self._config.truncation == "start"
-            shown = [Shown(row.place, one.input_ids, one.supervised, cut, at_start) for one in encoded.samples]
-            return Item(title, shown)
-        try:
-            whole = self._whole_encoder.encode([row.columns], row.form, [row.place])[0].samples
-        except DataError:
-            whole = []
-        if not whole:
-            return Item(title, [_nothing(row, encoded.dropped)])
-        cut_at_end = encoded.dropped == CUT and self._config.truncation == "end"
-        limit = self._config.max_seq_length if cut_at_end else None
-        more: dict[str, Any] = {"cut_after": limit, "dropped": encoded.dropped}
-        return Item(title, [Shown(row.place, one.input_ids, one.supervised, **more) for one in whole])
-
-    def first_outcomes(self, count: int) -> list[Item]:
+    def first_rows(self, most: int) -> list[Item]:
         """What becomes of the first rows, as far as they can be read."""
         found: list[Item] = []
-        try:
-            for row in islice(self.rows(), count):
-                found.append(self.outcome(row))
-        except DataError:  # said already: it is why we look at single rows
-            return found
+        rows = self._rows()
+        for number in range(most):
+            try:
+                row, form = next(rows)
+            except (DataError, StopIteration):  # an error is said already: it is why we look at single rows
+                break
+            found.append(Item(f"row {number}", self._outcome(row, form)))
         return found
 
+    def items(self, samples: Samples, first: int) -> list[Item]:
+        """The first items of the split, in file order, as they lie in the cache."""
+        chosen = [samples.members(item).tolist() for item in range(min(first, len(samples)))]
+        numbers = {index: int(samples.rows.numbers[index]) for members in chosen for index in members}
+        near = max((number for number in numbers.values() if number < _LOOKED_THROUGH), default=-1)
+        wanted = set(numbers.values())
+        found = {number: row for number, row in enumerate(islice(self._rows(), near + 1)) if number in wanted}
+        items = []
+        for item, members in enumerate(chosen):
+            shown = [self._shown(samples, index, found.get(numbers[index])) for index in members]
+            items.append(Item(_title(samples, item, members), shown, samples.capacity))
+        return items
 
-def _nothing(row: SourceRow, why: str) -> Shown:
-    return Shown(row.place, np.zeros(0, np.int32), np.zeros(0, bool), dropped=why, columns=row.columns)
+    def _shown(self, samples: Samples, index: int, read: tuple[Row, RowFormat] | None) -> Shown:
+        """A sample as it lies in the cache, with its row where that is not too far into the sources to be looked up."""
+        ids, supervised = samples.rows.row(index)
+        (location, row), form = read or ((f"row {samples.rows.numbers[index]}", DataError()), "auto")
+        if isinstance(row, DataError):
+            return Shown(location, ids, supervised)
+        truncated = self._encoder.encode([row], form, [location])[0].truncated
+        return Shown(location, ids, supervised, self._cut(location, row, form, len(ids)) if truncated else None)
+
+    def _outcome(self, read: Row, form: RowFormat) -> list[Shown]:
+        location, row = read
+        nothing = np.zeros(0, np.int32), np.zeros(0, bool)
+        if isinstance(row, DataError):
+            return [Shown(location, *nothing, dropped=f"refused: {row}")]
+        try:
+            encoded = self._encoder.encode([row], form, [location])[0]
+        except DataError as error:
+            reason = str(error).removeprefix(f"{location}: ")
+            return [Shown(location, *nothing, dropped=f"refused: {reason}", columns=row)]
+        if encoded.dropped is None:
+            kept = sum(len(one.input_ids) for one in encoded.samples)
+            cut = self._cut(location, row, form, kept) if encoded.truncated else None
+            return [Shown(location, one.input_ids, one.supervised, cut) for one in encoded.samples]
+        whole = self._whole(location, row, form).samples
+        if not whole:
+            return [Shown(location, *nothing, dropped=encoded.dropped, columns=row)]
+        reason = f"{encoded.dropped} (data.max_seq_length {self._config.max_seq_length:,})"
+        return [Shown(location, one.input_ids, one.supervised, dropped=reason) for one in whole]
+
+    def _whole(self, location: str, row: dict[str, Any], form: RowFormat) -> EncodedRow:
+        return self._whole_encoder.encode([row], form, [location])[0]
+
+    def _cut(self, location: str, row: dict[str, Any], form: RowFormat, kept: int) -> str:
+        total = sum(len(one.input_ids) for one in self._whole(location, row, form).samples)
+        config = self._config
+        side = "before" if config.truncation == "start" else "behind"
+        return (
+            f"cut: {total - kept:,} of {total:,} tokens {side} it lie beyond data.max_seq_length "
+            f"{config.max_seq_length:,} (data.truncation: {config.truncation})"
+        )
 
 
 def _title(samples: Samples, item: int, members: Sequence[int]) -> str:
     if samples.capacity is None:
         return f"sample {item} of {len(samples):,}"
-    used = int(np.diff(np.asarray(samples.rows.offsets))[members].sum())
-    count = f"{len(members)} sample{'s' * (len(members) > 1)}"
+    used = int(samples.rows.lengths[members].sum())
+    num = f"{len(members)} sample{'s' * (len(members) > 1)}"
     full = used / samples.capacity
-    return f"pack {item} of {len(samples):,}: {count}, {used:,} of {samples.capacity:,} tokens ({full:.1%})"
+    return f"pack {item} of {len(samples):,}: {num}, {used:,} of {samples.capacity:,} tokens ({full:.1%})"

@@ -1,92 +1,30 @@
-"""Token ids as text for people: what is learnt stands out, special tokens show, nothing reaches the terminal raw.
+"""Samples for people to read: what is supervised stands out, special tokens show, nothing reaches the terminal raw.
 
-Rows come from anywhere, and a control character that is printed as it is can move the cursor, change colours or hide
+Rows come from anywhere, and a control character that is printed as it is can move the cursor, change colors or hide
 text. So whatever has no picture of its own is shown by its number: an escape becomes ``⟨U+001B⟩``.
 """
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
 
-OPEN, CLOSE = "⟦", "⟧"
-"""Around what is learnt, where there is no colour."""
+from lit_fsdp.report.inspection import Item, Shown
+
+_OPEN, _CLOSE = "⟦", "⟧"
 _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))  # controls, directions, halves of pairs, line separators
 _JOINERS = "\u200c\u200d"  # part of how Persian words and emoji are written
 _BLANKS = {"\n": "↵\n", "\t": "⇥   "}
-_LEARNT, _SPECIAL, _CONTEXT, _NOTE = "bold green", "reverse", "none", "dim italic"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring tokens of one kind."""
-
-    text: str
-    """As decoded; not safe to print."""
-    supervised: bool
-    special: bool
-    """Whether it is one special token."""
-    start: int
-    """Position of its first token."""
-    num_tokens: int
-
-
-def pieces(
-    tokenizer: Any,
-    input_ids: np.ndarray,
-    supervised: np.ndarray,
-    one_by_one: bool = False,
-    most_tokens: int | None = None,
-) -> list[Piece]:
-    """A sample as text, cut where supervision changes and around special tokens.
-
-    Args:
-        tokenizer: Of transformers; a token is decoded with the one before it, as some drop a blank at the beginning.
-        input_ids: Shape (T,).
-        supervised: Shape (T,), true where the token is learnt.
-        one_by_one: Every token a piece of its own.
-        most_tokens: Of a longer run of one kind only its two ends are decoded, as that takes time; so many tokens.
-    """
-    special_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-    ids, learnt = np.asarray(input_ids), np.asarray(supervised).astype(bool)
-    if not len(ids):
-        return []
-    special = np.isin(ids, special_ids)
-    new = np.ones(len(ids), dtype=bool)
-    if not one_by_one:
-        new[1:] = (learnt[1:] != learnt[:-1]) | special[1:] | special[:-1]
-    starts = np.flatnonzero(new).tolist()
-    whole = ids.tolist()
-    runs = list(zip(starts, [*starts[1:], len(whole)], strict=True))
-    if most_tokens is not None:
-        half = max(1, most_tokens // 2)
-        runs = [ends for run in _two_ends(runs, most_tokens) for ends in _long_run(run, half)]
-    return [Piece(_decoded(tokenizer, whole, a, b), bool(learnt[a]), bool(special[a]), a, b - a) for a, b in runs]
-
-
-def _two_ends(runs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    return runs if len(runs) <= most else [*runs[: most // 2], *runs[len(runs) - most // 2 :]]
-
-
-def _long_run(run: tuple[int, int], half: int) -> list[tuple[int, int]]:
-    start, end = run
-    return [run] if end - start <= 2 * half else [(start, start + half), (end - half, end)]
-
-
-def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
-    def decode(part: list[int]) -> str:
-        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    if start:
-        before, both = decode(ids[start - 1 : start]), decode(ids[start - 1 : end])
-        if both.startswith(before):
-            return both[len(before) :]
-    return decode(ids[start:end])
+_HEAD, _NOTE, _BAD, _SUPERVISED, _SPECIAL = "bold cyan", "dim italic", "bold red", "bold green", "reverse"
+_MOST_TOKENS = 600
+_MOST_CHARACTERS = 600
 
 
 def visible(text: str) -> str:
@@ -107,60 +45,143 @@ def _visible_character(character: str) -> str:
     return character
 
 
-def sample_text(parts: Sequence[Piece], marks: bool, input_ids: np.ndarray | None = None) -> Text:
-    """The pieces of a sample as one styled text.
+@dataclass(frozen=True)
+class Piece:
+    """Neighboring tokens of one kind."""
+
+    text: str
+    """As decoded; not safe to print."""
+    supervised: bool
+    special: bool
+    """Whether it is one special token."""
+    start: int
+    """Position of its first token."""
+    num_tokens: int
+
+
+def pieces(tokenizer: Any, shown: Shown, one_by_one: bool = False, most_tokens: int | None = None) -> list[Piece]:
+    """A sample as text, cut where supervision changes and around special tokens.
 
     Args:
-        parts: From :func:`pieces`; what is left out between two of them is said.
-        marks: Put ``⟦…⟧`` around what is learnt, for places without colour.
-        input_ids: Shown behind each piece, where given.
+        tokenizer: Of transformers; a token is decoded with the one before it, as some drop a blank at the beginning.
+        shown: The sample.
+        one_by_one: Every token a piece of its own.
+        most_tokens: Only so many tokens of a longer sample, from its two ends.
     """
-    text, learning, position = Text(), False, 0
-    for part in parts:
-        if part.start > position:
-            text.append(f"\n… {part.start - position:,} tokens left out here, --full shows them …\n", _NOTE)
-        if marks and part.supervised != learning:
-            text.append(OPEN if part.supervised else CLOSE)
-        learning, position = part.supervised, part.start + part.num_tokens
-        style = f"{_LEARNT if part.supervised else _CONTEXT}{' ' + _SPECIAL if part.special else ''}"
-        text.append(visible(part.text), style.removeprefix("none ") or None)
+    ids, supervised = np.asarray(shown.input_ids), np.asarray(shown.supervised).astype(bool)
+    if not len(ids):
+        return []
+    special_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    special = np.isin(ids, special_ids)
+    new = np.full(len(ids), one_by_one)
+    new[0] = True
+    new[1:] |= (supervised[1:] != supervised[:-1]) | special[1:] | special[:-1]
+    left_out = range(0)
+    if most_tokens is not None and len(ids) > most_tokens:
+        left_out = range(most_tokens // 2, len(ids) - most_tokens // 2)
+        new[[left_out.start, left_out.stop]] = True
+    starts = np.flatnonzero(new).tolist()
+    runs = [(a, b) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True) if a not in left_out]
+    whole = ids.tolist()
+    return [Piece(_decoded(tokenizer, whole, a, b), bool(supervised[a]), bool(special[a]), a, b - a) for a, b in runs]
+
+
+def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
+    def decode(part: list[int]) -> str:
+        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    if start:
+        before, both = decode(ids[start - 1 : start]), decode(ids[start - 1 : end])
+        if both.startswith(before):
+            return both[len(before) :]
+    return decode(ids[start:end])
+
+
+def item_record(tokenizer: Any, item: Item) -> dict[str, Any]:
+    """An item for machines: ids, mask and text of every sample, complete and exact."""
+    samples = [
+        {
+            "location": shown.location,
+            "input_ids": shown.input_ids.tolist(),
+            "supervised": np.asarray(shown.supervised).astype(int).tolist(),
+            "pieces": [
+                {"text": piece.text, "supervised": piece.supervised, "special": piece.special}
+                for piece in pieces(tokenizer, shown)
+            ],
+            "cut": shown.cut,
+            "dropped": shown.dropped,
+        }
+        for shown in item.samples
+    ]
+    return {"title": item.title, "capacity": item.capacity, "samples": samples}
+
+
+def print_items(
+    console: Console, tokenizer: Any, items: Sequence[Item], with_ids: bool = False, in_full: bool = False
+) -> None:
+    """Rendered samples; supervised tokens are colored, or between ``⟦`` and ``⟧`` where there is no color.
+
+    Args:
+        console: Where to.
+        tokenizer: Of transformers.
+        items: What is shown.
+        with_ids: Every token alone, with its number behind it.
+        in_full: Nothing shortened.
+    """
+    marks = console.color_system is None or console.no_color
+    legend = Text("supervised: ")
+    if marks:
+        legend.append(f"{_OPEN}like this{_CLOSE}; special tokens stand as they are; ")
+    else:
+        legend.append("like this", _SUPERVISED).append("; special tokens: ").append("like this", _SPECIAL).append("; ")
+    console.print(legend.append("↵ line break, ⇥ tab, ⟨U+001B⟩ a character without a picture"), soft_wrap=True)
+    for item in items:
+        _line(console, f"\n━━ {item.title}", _HEAD)
+        position = 0
+        for number, shown in enumerate(item.samples):
+            where = f"sample {number + 1} of {len(item.samples)}, " if len(item.samples) > 1 else ""
+            if item.capacity is not None:
+                where += f"position {position:,} to {position + len(shown.input_ids) - 1:,} of the pack, "
+            position += len(shown.input_ids)
+            _line(console, f"── {where}{visible(shown.location)}: {_counts(shown)}", _HEAD)
+            if shown.dropped is not None:
+                _line(console, f"not trained on: {visible(shown.dropped)}", _BAD)
+            if shown.columns is not None:
+                content = json.dumps(shown.columns, ensure_ascii=False, default=str)
+                left_out = "" if in_full or len(content) <= _MOST_CHARACTERS else " …, --full shows the rest"
+                _line(console, visible(content if in_full else content[:_MOST_CHARACTERS]) + left_out, "")
+            found = pieces(tokenizer, shown, with_ids, None if in_full else _MOST_TOKENS)
+            if found:
+                text = _sample_text(found, marks, shown.input_ids if with_ids else None)
+                console.print(text, soft_wrap=True, highlight=False)
+            if shown.cut:
+                _line(console, f"✂ {shown.cut}", _NOTE)
+        if item.capacity is not None and position < item.capacity:
+            _line(console, f"── {item.capacity - position:,} tokens of padding, never supervised", _NOTE)
+
+
+def _line(console: Console, text: str, style: str) -> None:
+    console.print(Text(text, style), soft_wrap=True, highlight=False)
+
+
+def _counts(shown: Shown) -> str:
+    total, supervised = len(shown.input_ids), int(np.asarray(shown.supervised).sum())
+    return f"{total:,} tokens, {supervised:,} supervised ({supervised / total:.1%})" if total else "no tokens"
+
+
+def _sample_text(found: Sequence[Piece], marks: bool, input_ids: np.ndarray | None) -> Text:
+    text, inside, position = Text(), False, 0
+    for piece in found:
+        if piece.start > position:
+            text.append(f"\n… {piece.start - position:,} tokens left out here, --full shows them …\n", _NOTE)
+        if marks and piece.supervised != inside:
+            text.append(_OPEN if piece.supervised else _CLOSE)
+        inside, position = piece.supervised, piece.start + piece.num_tokens
+        styles = [_SUPERVISED] * piece.supervised + [_SPECIAL] * piece.special
+        text.append(visible(piece.text), " ".join(styles))
         if input_ids is not None:
-            numbers = " ".join(map(str, input_ids[part.start : position].tolist()))
-            text.append(f"[{numbers}]", "dim")
-    if marks and learning:
-        text.append(CLOSE)
+            text.append(f"[{' '.join(map(str, input_ids[piece.start : position].tolist()))}]", "dim")
+    if marks and inside:
+        text.append(_CLOSE)
+    text.rstrip()
     return text
-
-
-def shortened(parts: Sequence[Piece], max_characters: int) -> list[Piece]:
-    """The first and last pieces of a long sample; a piece that is too long itself loses its middle.
-
-    A border between what is learnt and what is not is always kept beside text of both kinds.
-    """
-    each = max(20, max_characters // max(1, len(parts)))
-    parts = (
-        [_without_middle(part, each) for part in parts] if sum(len(p.text) for p in parts) > max_characters else parts
-    )
-    budget = max_characters // 2
-    head = _count_within(parts, budget)
-    tail = _count_within(parts[::-1], budget)
-    return list(parts) if head + tail >= len(parts) else [*parts[:head], *parts[len(parts) - tail :]]
-
-
-def _without_middle(part: Piece, max_characters: int) -> Piece:
-    text = part.text
-    if len(text) <= max_characters:
-        return part
-    half = max_characters // 2
-    left_out = len(text) - 2 * half
-    shown = f"{text[:half]} … {left_out:,} characters left out … {text[len(text) - half :]}"
-    return Piece(shown, part.supervised, part.special, part.start, part.num_tokens)
-
-
-def _count_within(parts: Sequence[Piece], budget: int) -> int:
-    used = 0
-    for count, part in enumerate(parts):
-        used += max(1, len(part.text))
-        if used > budget:
-            return max(1, count)
-    return len(parts)

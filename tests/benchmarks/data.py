@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def files(folder: Path, num_rows: int) -> list[tuple[str, Path, str]]:
-    """Kind, file and name of the rows that are tokenised."""
+    """Kind, file and name of the rows that are tokenized."""
     from jargon import jargon_rows
 
     rows, source = jargon_rows(ROOT / "runs" / "bench" / "jargon")

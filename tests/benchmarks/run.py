@@ -7,7 +7,7 @@ The measures (aims are no tests; a shared machine decides nothing):
 - ``one``       tokens/s of ``lit-fsdp fit`` on one process ÷ a plain PyTorch loop; aim >= 0.98
 - ``packed``    the same with packed samples ÷ a loop that packs too and has torch's chunked head; aim >= 0.98
 - ``two``       tokens/s of ``lit-fsdp fit`` on two processes ÷ a ``fully_shard`` loop; aim >= 0.97
-- ``start``     seconds from launch to the end of the first step on two processes, tokenised rows in the cache,
+- ``start``     seconds from launch to the end of the first step on two processes, tokenized rows in the cache,
                 ÷ a minimal Lightning script; aim <= 1.05
 - ``commands``  seconds of ``lit-fsdp --help`` (aim <= 0.5) and of a refused wrong value (aim <= 1)
 

@@ -1,6 +1,6 @@
 """The work all sides of ``make bench-train`` do: one epoch over the same tokens of the same rows.
 
-Our own data module tokenises the rows; the peers get its tokens and labels, so that every side learns the same ones.
+Our own data module tokenizes the rows; the peers get its tokens and labels, so that every side learns the same ones.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TrainWork:
         text = "".join(json.dumps(row) + "\n" for row in rows[: self.num_rows])
         (self.folder / "rows.jsonl").write_text(text, encoding="utf-8")
         model = _model_folder()
-        samples = self._tokenise(model)
-        counts = samples.meta
+        samples = self._tokenize(model)
+        counts = samples.rows.meta
         tokens = [samples.rows.row(int(row)) for item in range(len(samples)) for row in samples.members(item)]
         rows_of_ids = [
             {"input_ids": ids.tolist(), "labels": [int(i) if s else -100 for i, s in zip(ids, learnt, strict=True)]}
@@ -75,7 +75,7 @@ class TrainWork:
             (self.folder / f"recipe-{name}.yaml").write_text(yaml.safe_dump(self._recipe(work, packing)))
         return work
 
-    def _tokenise(self, model: Path) -> Any:
+    def _tokenize(self, model: Path) -> Any:
         from transformers import AutoTokenizer
 
         from lit_fsdp import CausalLMDataModule

@@ -97,11 +97,11 @@ def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> No
     from transformers import masking_utils
     from transformers.models.llama import modeling_llama
 
-    from lit_fsdp.data import loader
+    from lit_fsdp.data import batches
 
     places: dict[str, tuple[Any, str, Any]] = {
         "mask": (masking_utils, "find_packed_sequence_indices", lambda positions: None),
-        "2d": (loader, "collate_packs", _with_mask(loader.collate_packs)),
+        "2d": (batches, "collate_packs", _with_mask(batches.collate_packs)),
         "positions": (modeling_llama.LlamaRotaryEmbedding, "forward", _place_as_angle),
     }
     module, name, other = places[how]

@@ -1,4 +1,4 @@
-"""Tokenised rows under kill -9 at any moment, jobs that start together, and full disks: whole, or not there."""
+"""Tokenized rows under kill -9 at any moment, jobs that start together, and full disks: whole, or not there."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data import files, pool
+from lit_fsdp.data import cache, readers
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.samples import prepare_samples
+from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
 from tests.faults.conftest import Counts
 from tests.faults.ledger import Ledger
 from tests.unit.data.conftest import byte_level_tokenizer
-from tests.unit.data.test_samples import TEMPLATE, _row
+from tests.unit.data.test_packing import TEMPLATE, _row
 
-KILLED = "kill -9 while rows are tokenised and packed"
-TOGETHER = "two jobs that tokenise the same rows, one killed"
-FULL = "full disk while rows are tokenised"
+KILLED = "kill -9 while rows are tokenized and packed"
+TOGETHER = "two jobs that tokenize the same rows, one killed"
+FULL = "full disk while rows are tokenized"
 Prepare = Callable[..., None]
 
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """Tokenises 2,000 rows in small chunks with two workers, into the folder that is given."""
-    monkeypatch.setattr(files, "_BLOCK_BYTES", 8000)
-    monkeypatch.setattr(pool, "_ALONE_SECONDS", 0.02)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 8000)
+    monkeypatch.setattr(cache, "_ALONE", 4)
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(_row(n) for n in range(2000)))
+    os.utime(source, (1e9, 1e9))  # so that its digest is remembered
     tokenizer = byte_level_tokenizer()
 
-    def run(cache: Path) -> None:
-        names: dict[str, Any] = {"train": str(source), "cache_dir": str(cache), "num_tokenizers": 2}
+    def run(location: Path) -> None:
+        names: dict[str, Any] = {"train": str(source), "cache_dir": str(location), "num_tokenizers": 2}
         config = DataConfig(packing=True, max_seq_length=64, val_split=100, **names)
         prepare_samples(config, ("train", "val"), RowEncoder(tokenizer, config, TEMPLATE))
 
@@ -109,7 +110,7 @@ def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str
             with pytest.raises(DataError) as told:
                 prepare(disk)
             assert "No space left on device" in str(told.value)
-            assert "\n  fix:     make room there, or set data.cache_dir or LIT_FSDP_CACHE" in str(told.value)
+            assert "set data.cache_dir or LIT_FSDP_CACHE to another folder" in str(told.value)
             left = _content(disk)
             assert not [name for name in left if ".partial" in name]
             assert all(content == whole[name] for name, content in left.items())

@@ -87,7 +87,9 @@ def module(**options: Any) -> CausalLMDataModule:
 
 
 def trainer(folder: Path, datamodule: Any, rank: int = 0) -> Any:
-    return SimpleNamespace(datamodule=datamodule, is_global_zero=rank == 0, default_root_dir=str(folder))
+    strategy = SimpleNamespace(broadcast=lambda refused: refused)
+    names: dict[str, Any] = {"datamodule": datamodule, "strategy": strategy, "default_root_dir": str(folder)}
+    return SimpleNamespace(is_global_zero=rank == 0, **names)
 
 
 def test_shown_once_in_anybodys_trainer(tmp_path: Path, capsys: Out):
@@ -117,9 +119,13 @@ def test_data_of_others_is_left_alone(tmp_path: Path):
 
 
 def test_a_stream_with_nothing_to_learn_stops_every_rank(tmp_path: Path):
+    """Rank 0 looks, and tells the others; or they would wait for it."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "only asked"}]}) + "\n")
-    data = module(train=str(rows), streaming=True)
-    for rank in (0, 1):
-        with pytest.raises(DataError, match="of the stream is supervised"):
-            DataRecord().setup(trainer(tmp_path, data, rank), None, "fit")  # type: ignore[arg-type]
+    data, told = module(train=str(rows), streaming=True), []
+    first, second = trainer(tmp_path, data), trainer(tmp_path, data, rank=1)
+    first.strategy = SimpleNamespace(broadcast=lambda refused: told.append(refused) or refused)
+    second.strategy = SimpleNamespace(broadcast=lambda refused: told[0])
+    for one in (first, second):
+        with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
+            DataRecord().setup(one, None, "fit")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from lit_fsdp.__main__ import main
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.samples import prepare_samples
+from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.report import data_plot
@@ -37,7 +37,7 @@ def write(name: str, *rows: dict[str, Any]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder and a cache of its own with a recipe; log lines go where the test's end takes them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
@@ -64,12 +64,12 @@ def test_what_is_shown_is_what_is_trained_on(capsys: Out):
     config = DataConfig(train=train, max_seq_length=64)
     rows = prepare_samples(config, ["train"], RowEncoder(miniature_tokenizer(), config))["train"].rows
     shown = [sample for item in record["items"] for sample in item["samples"]]
-    assert [sample["place"] for sample in shown] == ["t.jsonl:1", "t.jsonl:3"]
+    assert [sample["location"] for sample in shown] == ["t.jsonl:1", "t.jsonl:3"]
     for index, sample in enumerate(shown):
         ids, supervised = rows.row(index)
         assert (sample["input_ids"], sample["supervised"]) == (ids.tolist(), supervised.tolist())
-        learnt = "".join(piece["text"] for piece in sample["pieces"] if piece["supervised"])
-        assert learnt == "bd"[index] + "<|im_end|>"
+        supervised_text = "".join(piece["text"] for piece in sample["pieces"] if piece["supervised"])
+        assert supervised_text == "bd"[index] + "<|im_end|>"
         assert "".join(p["text"] for p in sample["pieces"]) == miniature_tokenizer().decode(ids)
     assert record["data"]["splits"]["train"]["fingerprint"]
 
@@ -105,7 +105,7 @@ def test_borders_of_a_pack(capsys: Out):
     train = write("t.jsonl", chat("a", "b"), chat("c" * 40, "d"), chat("e", "f"))
     item, *_ = inspected(capsys, "--data.train", train, "--data.packing", "true")["items"]
     assert item["capacity"] == 64
-    assert [s["place"] for s in item["samples"]] in (["t.jsonl:1", "t.jsonl:2"], ["t.jsonl:1", "t.jsonl:3"])
+    assert [s["location"] for s in item["samples"]] in (["t.jsonl:1", "t.jsonl:2"], ["t.jsonl:1", "t.jsonl:3"])
     assert data("inspect", "--data.train", train, "--data.packing", "true", "--n", "1") == 0
     out = capsys.readouterr().out
     used = sum(len(s["input_ids"]) for s in item["samples"])
@@ -113,7 +113,7 @@ def test_borders_of_a_pack(capsys: Out):
     assert f"pack 0 of 2: 2 samples, {used} of 64 tokens" in out
     assert f"sample 1 of 2, position 0 to {first - 1} of the pack, t.jsonl:1" in out
     assert f"sample 2 of 2, position {first} to {used - 1} of the pack" in out
-    assert used == 64 or f"{64 - used} tokens of padding, never learnt" in out
+    assert used == 64 or f"{64 - used} tokens of padding, never supervised" in out
 
 
 def test_places_of_several_sources(capsys: Out):
@@ -121,9 +121,9 @@ def test_places_of_several_sources(capsys: Out):
     write("b.jsonl", chat("z"), chat("c", "d"))
     words = ["--data.train", "[a.jsonl, b.jsonl]"]
     record = inspected(capsys, *words)
-    assert [item["samples"][0]["place"] for item in record["items"]] == ["a.jsonl:2", "b.jsonl:2"]
+    assert [item["samples"][0]["location"] for item in record["items"]] == ["a.jsonl:2", "b.jsonl:2"]
     (item,) = inspected(capsys, *words, "--row", "4")["items"]
-    assert item["samples"][0]["place"] == "b.jsonl:2"
+    assert item["samples"][0]["location"] == "b.jsonl:2"
     assert data("inspect", *words) == 0
     assert "sources of data.train" in capsys.readouterr().out
 
@@ -131,21 +131,20 @@ def test_places_of_several_sources(capsys: Out):
 def test_where_a_row_was_cut(capsys: Out):
     train = write("t.jsonl", chat("a", "b" * 100))
     cut = inspected(capsys, "--data.train", train)["items"][0]["samples"][0]["cut"]
-    assert cut.startswith("cut here: ")
-    assert cut.endswith("tokens lie beyond data.max_seq_length 64 (data.truncation: end)")
-    left, total = (int(word) for word in cut.split()[2:5:2])
+    assert cut.endswith("tokens behind it lie beyond data.max_seq_length 64 (data.truncation: end)")
+    left, total = (int(word) for word in cut.split()[1:4:2])
     assert total - left == 64
 
 
 def test_what_becomes_of_one_row(capsys: Out):
     train = write("t.jsonl", chat("a", "b"), chat("x"), chat("q" * 100, "z"))
-    for number, dropped in enumerate([None, "without an assistant turn", "cut before the assistant's turn"]):
+    reasons = [None, "without an assistant turn", "cut before the assistant's turn (data.max_seq_length 64)"]
+    for number, dropped in enumerate(reasons):
         (item,) = inspected(capsys, "--data.train", train, "--row", str(number))["items"]
-        assert [(s["place"], s["dropped"]) for s in item["samples"]] == [(f"t.jsonl:{number + 1}", dropped)]
+        assert [(s["location"], s["dropped"]) for s in item["samples"]] == [(f"t.jsonl:{number + 1}", dropped)]
     assert data("inspect", "--data.train", train, "--row", "2") == 0
     out = capsys.readouterr().out
     assert "not trained on: cut before the assistant's turn" in out
-    assert "✂ data.max_seq_length 64: what follows is beyond it" in out
     with pytest.raises(ConfigError, match=r"0 to 2, as data\.train has 3 rows"):
         data("inspect", "--data.train", train, "--row", "3")
 
@@ -251,12 +250,12 @@ def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
     split = record["data"]["splits"]["train"]
     assert (split["seen"], split["rows_read"], split["samples"]) == ("the first 4 rows of a stream", 4, 4)
     assert (split["cache"], split["tokens_per_epoch"]) == (None, None)
-    assert [item["samples"][0]["place"] for item in record["items"]] == ["t.jsonl:1", "t.jsonl:2"]
+    assert [item["samples"][0]["location"] for item in record["items"]] == ["t.jsonl:1", "t.jsonl:2"]
     assert data("inspect", *words) == 0
     assert "the first 4 rows of a stream" in capsys.readouterr().out
     bare = write("u.jsonl", *(chat(str(i)) for i in range(9)))
     assert data("inspect", *words, "--data.train", bare) == 1
-    assert "no token of the first 4 rows of the stream is supervised" in capsys.readouterr().err
+    assert "the first 4 rows of the stream: no token of any row is supervised" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data\.streaming"):
         data("prepare", *words)
 
@@ -278,14 +277,14 @@ def test_prepared_once_and_for_the_run(capsys: Out, monkeypatch: pytest.MonkeyPa
     assert records[0]["train"]["rows_per_second"] > 0
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("tokenised again")
+        raise AssertionError("tokenized again")
 
-    monkeypatch.setattr(cache, "encode_chunk", refuse)
+    monkeypatch.setattr(cache, "encode_rows", refuse)
     options = {"train": train, "val": val, "packing": True, "max_seq_length": 64}
     module = CausalLMDataModule(**options)
     module.attach(miniature_tokenizer(), 0)
     found = module.prepare(["train", "val"])
-    assert {name: split.fingerprint for name, split in found.items()} == {
+    assert {name: split.rows.meta["fingerprint"] for name, split in found.items()} == {
         name: record["fingerprint"] for name, record in records[0].items()
     }
 

@@ -173,6 +173,19 @@ def test_a_key_of_a_source(load: Any) -> None:
     assert (error.field, error.fix) == ("data.train.sorce", "write data.train.source")
 
 
+def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> None:
+    def held(*words: str, **files: str) -> tuple[Any, Any]:
+        data = load(*words, **files).run.data
+        return data.val, data.val_split
+
+    val, split = "data: {val: v.jsonl}", "data: {val_split: 0.01}"
+    assert held("--data.val_split", "0.01", more=val) == (None, 0.01)
+    assert held("--data.val=v.jsonl", more=split) == ("v.jsonl", None)
+    assert held(one=val, two=split) == (None, 0.01)
+    assert held(one=split, two=val) == ("v.jsonl", None)
+    assert refused(load, more="data: {val: v.jsonl, val_split: 0.01}").field == "data.val_split"
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("- a\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")

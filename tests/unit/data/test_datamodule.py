@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
-from lit_fsdp.data.loader import BatchLoader
+from lit_fsdp.data.batches import BatchLoader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -150,7 +150,8 @@ def _fit(
     tokenizer: Any, max_steps: int, ckpt_path: Path | None = None, save: _SaveAt | None = None, **options: Any
 ) -> tuple[_Recorder, Trainer]:
     given = {"train": "generated:10", "global_batch_size": 4, "micro_batch_size": 2, "seed": 3, **options}
-    module, trainer = _Recorder(tokenizer), _trainer(max_steps=max_steps, callbacks=[save] if save else [])
+    limit = {"limit_train_batches": given.pop("limit_train_batches")} if "limit_train_batches" in given else {}
+    module, trainer = _Recorder(tokenizer), _trainer(max_steps=max_steps, callbacks=[save] if save else [], **limit)
     trainer.fit(module, CausalLMDataModule(**given), ckpt_path=ckpt_path, weights_only=True)
     return module, trainer
 
@@ -194,6 +195,18 @@ def test_a_stream_resumed_with_other_packs_or_shares_is_told(
     other = [entries[0], replace(entries[1], weight=3.0)]
     _fit(tokenizer, 2, tmp_path / "cut.ckpt", **{**stream, "max_seq_length": 300, "train": other})
     assert "not continued: weights [1.0, 2.0] → [1.0, 3.0], max_seq_length 200 → 300, encoding " in caplog.text
+
+
+def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Path):
+    """Three micro-batches to an epoch, two to a step: it saves, reads on, and resumes where it was."""
+    stream: dict[str, Any] = {"streaming": True, "train": "generated:40", "limit_train_batches": 3}
+    whole, _ = _fit(tokenizer, 6, **stream)
+    _fit(tokenizer, 4, save=_SaveAt(4, tmp_path / "cut.ckpt"), **stream)
+    resumed, _ = _fit(tokenizer, 6, tmp_path / "cut.ckpt", **stream)
+    assert resumed.seen == whole.seen[-len(resumed.seen) :]
+    assert [step for step, _ in resumed.seen] == [4, 4, 5]
+    rows = list(chain(*(rows for _, rows in whole.seen)))
+    assert len(rows) == len(set(rows)) == 18
 
 
 def test_validation_and_test_in_a_trainer(tokenizer: Any):

@@ -15,8 +15,8 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.samples import prepare_samples
-from lit_fsdp.data.stream import SampleStream, Share
+from lit_fsdp.data.packing import prepare_samples
+from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import fuzz_files
 
@@ -48,10 +48,9 @@ def _train_on(tokenizer: Any, options: dict[str, Any], folder: Path) -> str:
     config = DataConfig(**options, cache_dir=str(folder / "cache"), num_tokenizers=1, global_batch_size=4)
     encoder = RowEncoder(tokenizer, config, TEMPLATE)
     if config.streaming:
-        stream = SampleStream(config, encoder, 0)
-        items = [item for micro in islice(stream.micro_batches(None, Share(0, 1, 4)), 3) for item in micro.items]
-        for sample in (sample for item in items for sample in item):
-            _check(sample.input_ids, sample.supervised, config, len(tokenizer))
+        found = islice(SampleStream(config, encoder, 0).global_batches(), 3)
+        for ids, supervised in (sample for batch in found for item in batch.items for sample in item):
+            _check(ids, supervised, config, len(tokenizer))
         return "streamed"
     samples = prepare_samples(config, ["train"], encoder)["train"]
     meta = samples.rows.meta

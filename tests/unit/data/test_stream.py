@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.files import Chunk, numbered_rows
-from lit_fsdp.data.sources import Source, find_sources
-from lit_fsdp.data.stream import SampleStream, Share
-from lit_fsdp.data.window_report import first_window
-from lit_fsdp.data.windows import RowWindows
+from lit_fsdp.data.readers import Part
+from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
 from lit_fsdp.errors import DataError
 
 TEMPLATE = (
@@ -33,37 +32,48 @@ def _file(path: Path, count: int, start: int = 0) -> str:
     return str(path)
 
 
-def _stream(small: Any, **options: Any) -> SampleStream:
+def _parquet(path: Path, count: int) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": f"p{i}", "completion": "c"} for i in range(count)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=9)
+    return str(path)
+
+
+def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
     config = DataConfig(**{"streaming": True, "global_batch_size": 4, "shuffle_window": 8, **options})
-    return SampleStream(config, RowEncoder(small, config, TEMPLATE), seed=7)
+    stream = SampleStream(config, RowEncoder(small, config, TEMPLATE), seed=7)
+    return StreamLoader(stream, Share(*rank, micro), 0, config)
 
 
-def _texts(small: Any, items: list[Any]) -> list[tuple[str, ...]]:
-    return [tuple(small.decode(sample.input_ids) for sample in item) for item in items]
+def _stream(small: Any, **options: Any) -> SampleStream:
+    return _loader(small, **options).stream
 
 
-def _prompt(item: tuple[str, ...]) -> str:
-    """Of an item with one sample, from its text or its rendered conversation."""
-    found = re.search(r"p\d+", item[0])
-    assert found
-    return found[0]
+def _prompts(small: Any, batch: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Of each item of a batch."""
+    return [tuple(re.findall(r"p\d+", small.decode(ids))) for ids in batch["input_ids"]]
 
 
-def _global_batches(small: Any, stream: SampleStream, start: Any, ranks: int, count: int, micro: int = 1) -> list[Any]:
-    """The first global batches as texts, put together from all ranks, and the position after each."""
+def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, micro: int = 1, **options: Any) -> Any:
+    """The first global batches as prompts, put together from all ranks, and the position after each."""
     per_rank = []
     for rank in range(ranks):
-        share = Share(rank, ranks, micro)
-        steps = 4 // ranks // micro
-        found = list(islice(stream.micro_batches(start, share), count * steps))
-        per_rank.append([found[i : i + steps] for i in range(0, len(found), steps)])
+        loader = _loader(small, (rank, ranks), micro, **options)
+        loader.begin = lambda: (0, start)
+        steps = []
+        batches = iter(loader)
+        for step in range(1, count + 1):
+            parts = [_prompts(small, next(batches)) for _ in range(4 // ranks // micro)]
+            steps.append((parts, json.loads(json.dumps(loader.position(step)))))
+        batches.close()  # type: ignore[attr-defined]
+        per_rank.append(steps)
     together = []
     for parts in zip(*per_rank, strict=True):
-        items = [item for step in zip(*parts, strict=True) for batch in step for item in batch.items]
-        ends = {json.dumps(part[-1].end, sort_keys=True) for part in parts}
-        assert len(ends) == 1
-        assert all(batch.end is None for part in parts for batch in part[:-1])
-        together.append((_texts(small, items), json.loads(ends.pop())))
+        items = [item for step in zip(*(part for part, _ in parts), strict=True) for batch in step for item in batch]
+        assert all(end == parts[0][1] for _, end in parts)
+        together.append((items, parts[0][1]))
     return together
 
 
@@ -72,55 +82,66 @@ def _global_batches(small: Any, stream: SampleStream, start: Any, ranks: int, co
 def test_the_same_batches_on_any_number_of_ranks_and_from_any_position(
     small: Any, tmp_path: Path, packing: bool, shuffle: bool
 ):
-    options = {"train": [_file(tmp_path / "a.jsonl", 11), _file(tmp_path / "b.jsonl", 6, 100)]}
+    options: dict[str, Any] = {"train": [_file(tmp_path / "a.jsonl", 11), _parquet(tmp_path / "b.parquet", 6)]}
     options |= {"packing": packing, "shuffle": shuffle, "max_seq_length": 160}
-    whole = _global_batches(small, _stream(small, **options), None, 1, 11)
-    assert whole == _global_batches(small, _stream(small, **options), None, 2, 11, micro=2)
+    whole = _global_batches(small, 11, **options)
+    assert whole == _global_batches(small, 11, ranks=2, micro=2, **options)
     for done in (1, 6):
-        rest = _global_batches(small, _stream(small, **options), whole[done - 1][1], 4, 11 - done)
-        assert rest == whole[done:]
+        assert _global_batches(small, 11 - done, whole[done - 1][1], ranks=4, **options) == whole[done:]
     if not packing:
-        epoch = [_prompt(text) for texts, _ in whole for text in texts][:17]
-        in_file_order = [f"p{i}" for i in (*range(11), *range(100, 106))]
+        epoch = list(chain(*(item for items, _ in whole for item in items)))[:17]
+        in_file_order = [f"p{i}" for i in (*range(11), *range(6))]
         assert sorted(epoch) == sorted(in_file_order)
         assert (epoch == in_file_order) is not shuffle
 
 
 def test_every_row_once_per_epoch_and_a_new_order_in_the_next(small: Any, tmp_path: Path):
-    stream = _stream(small, train=_file(tmp_path / "a.jsonl", 24))
-    texts = [text for batch, _ in _global_batches(small, stream, None, 2, 12) for text in batch]
-    first, second, third = texts[:24], texts[24:48], texts[:8]
+    found = _global_batches(small, 12, train=_file(tmp_path / "a.jsonl", 24))
+    prompts = list(chain(*(item for items, _ in found for item in items)))
+    first, second = prompts[:24], prompts[24:]
     assert sorted(first) == sorted(second)
     assert len(set(first)) == 24
     assert first != second
-    in_file_order = [f"p{i}" for i in range(8)]
-    assert sorted(map(_prompt, third)) == in_file_order != [_prompt(text) for text in third]
+    assert sorted(first[:8]) == sorted(f"p{i}" for i in range(8)) != first[:8]  # a window
 
 
 def test_packs_hold_every_sample_of_a_window_whole(small: Any, tmp_path: Path):
-    stream = _stream(small, train=_file(tmp_path / "a.jsonl", 16), packing=True, max_seq_length=200)
-    share = Share(0, 1, micro_batch_size=4)
-    items = [item for micro in islice(stream.micro_batches(None, share), 3) for item in micro.items]
-    assert all(sum(len(sample.input_ids) for sample in item) <= 200 for item in items)
-    assert max(len(item) for item in items) > 1
-    texts = [text for item in _texts(small, items) for text in item]
-    assert len(set(texts[:8])) == 8
+    stream = _stream(small, train=_file(tmp_path / "a.jsonl", 8), packing=True, max_seq_length=200, global_batch_size=1)
+    packs = [batch.items[0] for batch in islice(stream.global_batches(), 40)]
+    assert all(sum(len(ids) for ids, _ in pack) <= 200 for pack in packs)
+    assert max(map(len, packs)) > 1
+    epoch = 0
+    while sum(map(len, packs[:epoch])) < 8:
+        epoch += 1
+    assert len({small.decode(ids) for pack in packs[:epoch] for ids, _ in pack}) == 8
 
 
-def test_weights_are_shares_and_a_short_source_begins_again(tmp_path: Path):
+def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path: Path):
     entries: Any = [
         SourceConfig(source=_file(tmp_path / "a.jsonl", 5), weight=3.0),
         SourceConfig(source=_file(tmp_path / "b.jsonl", 10, 100), weight=1.0),
     ]
-    windows = list(islice(RowWindows(find_sources(entries), 7).read(), 8))
+    windows = list(islice(_stream(small, train=entries, shuffle_window=7).windows(), 8))
     epoch = [source for window in windows if window.epoch == 0 for source, _ in window.rows]
     assert epoch[:8] == [0, 0, 0, 1, 0, 0, 0, 1]
     counts = Counter(epoch)
     assert counts[1] == 10
     assert 30 <= counts[0] <= 33
     again = next(window for window in windows if window.epoch == 1)
-    assert again.number == 0
-    assert again.rows[0][1][1]["prompt"] == "p0"
+    assert (again.number, again.rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
+
+
+def test_reading_goes_on_where_a_window_began(small: Any, tmp_path: Path):
+    entries: Any = [
+        SourceConfig(source=_file(tmp_path / "a.jsonl", 900), weight=1.0),
+        SourceConfig(source=_parquet(tmp_path / "b.parquet", 300), weight=1.0),
+        SourceConfig(source="generated:700", weight=2.0, format="messages"),
+    ]
+    stream = _stream(small, train=entries, shuffle_window=97)
+    windows = list(islice(stream.windows(), 40))
+    for number in (0, 1, 7, 20, 33):
+        start = json.loads(json.dumps(windows[number].start))
+        assert list(islice(stream.windows(start), 40 - number)) == windows[number:]
 
 
 def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
@@ -138,114 +159,91 @@ def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
     assert changed(template=TEMPLATE.replace("m.role", "m.role | upper")) == {"encoding"}
     assert changed(columns={"prompt": "completion", "completion": "prompt"}) == {"encoding"}
     assert changed(train=[SourceConfig(source=name, weight=2.0)]) == {"weights"}
-    assert record(packing=False) == record(packing=False, max_seq_length=200)  # the same rows, whatever their lengths
 
 
-def test_reading_goes_on_where_a_window_began(tmp_path: Path):
-    files: Any = [
-        SourceConfig(source=_file(tmp_path / "a.jsonl", 900), weight=1.0),
-        SourceConfig(source="generated:700", weight=2.0),
-    ]
-    windows = list(islice(RowWindows(find_sources(files), 97).read(), 40))
-    for number in (0, 1, 7, 20, 33):
-        start = json.loads(json.dumps(windows[number].start))
-        again = list(islice(RowWindows(find_sources(files), 97).read(start), 40 - number))
-        assert again == windows[number:]
-
-
-def test_a_position_in_another_source_is_refused(tmp_path: Path):
+def test_a_position_in_another_source_is_refused(small: Any, tmp_path: Path):
     name = _file(tmp_path / "a.jsonl", 20)
-    start = list(islice(RowWindows(find_sources(name), 4).read(), 3))[2].start
+    start = list(islice(_stream(small, train=name).windows(), 3))[2].start
     _file(tmp_path / "a.jsonl", 21)
     with pytest.raises(DataError, match=r"a\.jsonl: not what was streamed when the checkpoint was written"):
-        next(RowWindows(find_sources(name), 4).read(start))
+        next(_stream(small, train=name).windows(start))
 
 
-def test_an_epoch_without_any_row_is_refused_and_not_read_for_ever():
-    class Gone:
-        """A part with one row, that has none when it is read again."""
+def test_another_revision_is_another_source(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An upstream push between save and resume: the rows would be others under the same name."""
+    from lit_fsdp.data import sources
 
-        name = digest = "gone"
+    table = Part(_parquet(tmp_path / "a.parquet", 30), ".parquet")
 
-        def __init__(self) -> None:
-            self.rows = [{"text": "x"}]
+    class HubPart(Part):
+        def chunks(self, start: Any = None) -> Iterator[Any]:
+            return table.chunks(start)
 
-        def chunks(self, start: Any) -> Iterator[Chunk]:
-            yield Chunk(self.name, 0, self.rows, numbered_rows, [0])
-            self.rows = []
+    def at(commit: str) -> SampleStream:
+        part = HubPart("name", "hub stream", "train", None, commit)
+        monkeypatch.setattr(sources, "hub_part", lambda entry, streaming: part)
+        return _stream(small, train="somebody/name")
 
-        def check(self) -> None: ...
-
-    for weight in (None, 1.0):
-        windows = RowWindows([Source("gone", (Gone(),), "text", weight)], 4).read()
-        assert len(next(windows).rows) == 1
-        with pytest.raises(DataError, match="gone: no rows\n  fix:     a source needs at least one row"):
-            next(windows)
-
-
-def test_a_source_that_changes_while_it_is_streamed(tmp_path: Path):
-    name = _file(tmp_path / "a.jsonl", 20)
-    windows = RowWindows(find_sources(name, streaming=True), 4).read()
-    next(windows)
-    _file(tmp_path / "a.jsonl", 30)
-    with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
-        list(islice(windows, 10))
+    windows = list(islice(at("1" * 40).windows(), 3))
+    start = json.loads(json.dumps(windows[1].start))
+    assert next(at("1" * 40).windows(start)).rows == windows[1].rows
+    with pytest.raises(DataError, match=rf"not what was streamed .*\n  then:    name at revision {'1' * 40}\n"):
+        next(at("2" * 40).windows(start))
 
 
-def test_a_broken_row_in_mid_stream_is_named(small: Any, tmp_path: Path):
+def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
+    """Or one of them would raise while the others wait for it."""
     name = _file(tmp_path / "a.jsonl", 20)
     with open(name, "a") as file:
-        file.write('{"prompt": 3, "completion": "x"}\n')
-    stream = _stream(small, train=name, shuffle=False)
-    share = Share(0, 1, micro_batch_size=4)
-    batches = stream.micro_batches(None, share)
-    assert len(list(islice(batches, 5))) == 5
-    with pytest.raises(DataError, match=r"a\.jsonl:21: "):
-        next(batches)
-
-
-def test_rows_with_nothing_to_learn_are_counted(small: Any, tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = [{"messages": talk[: 1 + i % 2]} for i in range(8)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = _stream(small, train=str(path))
-    batches = list(islice(stream.micro_batches(None, Share(0, 1, 4)), 2))
-    assert [sum(map(bool, batch.items)) for batch in batches] in ([2, 2], [1, 3], [3, 1], [4, 0], [0, 4])
-    assert "8 rows tokenised here, dropped 4 without an assistant turn" in str(stream.counts)
+        file.write('{"prompt": 3, "completion": "x"}\nno JSON\n')
+    for rank in range(4):
+        batches = iter(_loader(small, (rank, 4), train=name))
+        assert len(list(islice(batches, 4))) == 4
+        with pytest.raises(DataError, match=r"a\.jsonl:21: "):
+            next(batches)
+    kept = _global_batches(small, 5, train=name, on_bad_row="drop")
+    assert sorted(chain(*(item for items, _ in kept for item in items))) == sorted(f"p{i}" for i in range(20))
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_stream_without_anything_to_learn_ends(small: Any, tmp_path: Path, packing: bool):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n")
-    stream = _stream(small, train=str(path), packing=packing)
-    with pytest.raises(DataError, match=r"a\.jsonl: no token of any row is supervised; \d+ rows tokenised here"):
-        list(islice(stream.micro_batches(None, Share(0, 1, 1)), 50))
+    with pytest.raises(DataError, match=r"a\.jsonl: no token of any row is supervised; dropped \d+ without"):
+        next(_stream(small, train=str(path), packing=packing).global_batches())
 
 
-def test_workers_share_the_micro_batches_of_a_rank(small: Any, tmp_path: Path):
-    options: Any = {"train": _file(tmp_path / "a.jsonl", 21)}
-    whole = list(islice(_stream(small, **options).micro_batches(None, Share(1, 2, 1)), 12))
-    for worker in range(3):
-        mine = list(islice(_stream(small, **options).micro_batches(None, Share(1, 2, 1, worker, 3)), 4))
-        assert [_texts(small, micro.items) for micro in mine] == [
-            _texts(small, micro.items) for micro in whole[worker::3]
-        ]
-        assert [micro.end for micro in mine] == [micro.end for micro in whole[worker::3]]
+def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
+    name = _file(tmp_path / "a.jsonl", 30)
+    alone = list(islice(_loader(small, train=name), 14))
+    assert [set(batch) for batch in alone] == [{"input_ids", "attention_mask", "labels", "row", "counts"}] * 14
+    others = _loader(small, train=name, num_workers=3)
+    batches = iter(others)
+    assert [batch["input_ids"].tolist() for batch in islice(batches, 14)] == [b["input_ids"].tolist() for b in alone]
+    assert len(multiprocessing.active_children()) == 1  # every other one would tokenize the same rows
+    batches.close()  # type: ignore[attr-defined]
 
 
-def test_a_rank_tokenises_only_its_own_rows(small: Any, tmp_path: Path):
-    stream = _stream(small, train=_file(tmp_path / "a.jsonl", 64))
-    list(islice(stream.micro_batches(None, Share(3, 4, 1)), 16))
-    assert stream.counts.read == 16
-    assert not stream.tokenises_all
-    assert _stream(small, train=_file(tmp_path / "a.jsonl", 64), packing=True).tokenises_all
+def test_an_error_in_a_loader_process_is_said_in_words(small: Any, tmp_path: Path):
+    name = _file(tmp_path / "a.jsonl", 3)
+    with open(name, "a") as file:
+        file.write("no JSON\n")
+    with pytest.raises(DataError, match=r"^\S+a\.jsonl:4: not JSON"):
+        list(islice(_loader(small, train=name, num_workers=1), 3))
+    assert multiprocessing.active_children() == []
 
 
-def test_the_first_window_can_be_looked_at(small: Any, tmp_path: Path):
-    config = DataConfig(train=_file(tmp_path / "a.jsonl", 30), streaming=True, shuffle_window=8)
-    rows, encoded, formats = first_window(config, RowEncoder(small, config, TEMPLATE))
-    assert [row["prompt"] for _, row in rows] == [f"p{i}" for i in range(8)]
-    assert formats == ["prompt_completion"] * 8
-    assert all(len(row.samples) == 1 for row in encoded)
+def test_a_step_that_is_ended_early_goes_on_behind_its_global_batch(small: Any, tmp_path: Path):
+    """As with limit_train_batches that is no multiple of the accumulation: the next epoch reads on, nothing twice."""
+    name = _file(tmp_path / "a.jsonl", 32)
+    whole = [_prompts(small, batch) for batch in islice(_loader(small, train=name), 32)]
+    loader, step = _loader(small, train=name), 0
+    loader.begin = lambda: (step, None)
+    found = []
+    for _ in range(2):  # six micro-batches, four to a global batch
+        batches = iter(loader)
+        found += [_prompts(small, next(batches)) for _ in range(6)]
+        step += 2
+        assert loader.position(step)
+        batches.close()  # type: ignore[attr-defined]
+    assert found == whole[:6] + whole[8:14]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lit_fsdp import commands
+from lit_fsdp.data.stats import SampleNumbers
 from lit_fsdp.report import data_plot
-from lit_fsdp.report.data_plot import Plotted, write_plot
+from lit_fsdp.report.data_plot import write_plot
 
 MODEL = {"name": "meta-llama/Llama-3.2-1B", "miniature": True}
 
@@ -25,9 +26,9 @@ def test_a_stream_is_drawn_by_its_first_rows(packing: bool, tmp_path: Path, monk
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": "t.jsonl", "packing": packing, "max_seq_length": 64, "num_tokenizers": 1}
     Path("r.yaml").write_text(json.dumps({"model": MODEL, "data": data}))
-    drawn: list[Mapping[str, Plotted]] = []
+    drawn: list[Mapping[str, SampleNumbers]] = []
 
-    def write(splits: Mapping[str, Plotted], *more: Any) -> None:
+    def write(splits: Mapping[str, SampleNumbers], *more: Any) -> None:
         drawn.append(splits)
         write_plot(splits, *more)
 

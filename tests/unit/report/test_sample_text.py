@@ -13,17 +13,16 @@ from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.report.data_tables import histogram_bars
 from lit_fsdp.report.inspection import Item, Shown
-from lit_fsdp.report.inspection_text import Look, print_items
-from lit_fsdp.report.sample_text import pieces
+from lit_fsdp.report.sample_text import pieces, print_items
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def printed(shown: Shown, look: Look | None = None, **options: Any) -> str:
+def printed(shown: Shown, with_ids: bool = False, in_full: bool = False, **options: Any) -> str:
     console = Console(file=io.StringIO(), **options)
-    print_items(console, miniature_tokenizer(), [Item("one", [shown])], look or Look())
+    print_items(console, miniature_tokenizer(), [Item("one", [shown])], with_ids, in_full)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -33,15 +32,15 @@ def sample(question: str, answer: str) -> Shown:
     return Shown("x", one.input_ids, one.supervised)
 
 
-def test_colour_takes_the_place_of_marks(monkeypatch: pytest.MonkeyPatch):
+def test_color_takes_the_place_of_marks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = printed(sample("a", "b"), force_terminal=True, color_system="standard")
-    assert "\x1b[1;32mb" in coloured
-    assert "⟦" not in coloured
+    colored = printed(sample("a", "b"), force_terminal=True, color_system="standard")
+    assert "\x1b[1;32mb" in colored
+    assert "⟦" not in colored
     monkeypatch.setenv("NO_COLOR", "1")
     plain = printed(sample("a", "b"), force_terminal=True, color_system="standard")
-    assert "\x1b[1mb" in plain  # bold is no colour
-    assert plain.count("⟦") == plain.count("⟧") == 1
+    assert "\x1b[1mb" in plain  # bold is no color
+    assert plain.count("⟦") == plain.count("⟧") == 2  # the legend, and the sample
     assert "\x1b" not in printed(sample("a", "b"))
 
 
@@ -50,15 +49,14 @@ def test_long_samples_are_shortened_unless_asked_for():
     short = printed(long)
     assert len(short) < 5_000
     assert "left out" in short
-    assert "<|im_start|>assistant" in short  # where what is learnt begins
     many = "".join(f"{i}\n" for i in range(1500))
-    assert "tokens left out here, --full shows them" in printed(sample("a", many), Look(with_ids=True))
-    assert printed(long, Look(in_full=True)).count("w ") > 3_900
+    assert "tokens left out here, --full shows them" in printed(sample("a", many), with_ids=True)
+    assert printed(long, in_full=True).count("w ") > 3_900
 
 
 def test_characters_of_several_tokens_are_whole():
     one = sample("日本", "héllo 🎉")
-    text = "".join(piece.text for piece in pieces(miniature_tokenizer(), one.input_ids, one.supervised))
+    text = "".join(piece.text for piece in pieces(miniature_tokenizer(), one))
     assert "日本" in text
     assert "héllo 🎉" in text
 

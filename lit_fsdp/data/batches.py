@@ -1,0 +1,199 @@
+"""Samples to batches, padded or packed, in loader processes if asked to and in an order that nobody else touches.
+
+Shapes: B rows or packs, T tokens of each, N sequences of all packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lit_fsdp.data.order import FILLER
+from lit_fsdp.data.packing import Samples
+from lit_fsdp.data.workers import obey_parent_only, signals_held
+
+IGNORED = -100
+Batch = dict[str, Any]
+"""Tensors by name, and what a packed batch knows as plain numbers."""
+Sample = tuple[np.ndarray, np.ndarray]
+"""Token ids and supervision of one sample, both of shape (T of the sample,)."""
+
+
+def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
+    """The batch of some samples, padded on the right to the longest of them.
+
+    Args:
+        samples: ``None`` becomes a single token without supervision, for a rank that is short of samples.
+        pad_id: Put where there is no token. Labels never depend on it: it may well be a token that is supervised.
+
+    Returns:
+        int64 tensors ``input_ids``, ``attention_mask``, ``labels`` (B, T), the last aligned with the first and -100
+        where nothing is supervised. ``counts`` is int64, in the order of :data:`lit_fsdp.metrics.counts.BATCH_COUNTS`.
+    """
+    parts = [sample or (np.array([pad_id]), np.array([False])) for sample in samples]
+    shape = len(parts), max(len(ids) for ids, _ in parts)
+    batch: Batch = {
+        "input_ids": torch.full(shape, pad_id, dtype=torch.int64),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORED, dtype=torch.int64),
+    }
+    for b, (ids, supervised) in enumerate(parts):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        batch["input_ids"][b, : len(ids)] = tokens
+        batch["attention_mask"][b, : len(ids)] = 1
+        batch["labels"][b, : len(ids)] = torch.where(torch.from_numpy(supervised.astype(bool)), tokens, IGNORED)
+    batch["counts"] = _counts([len(sample[0]) for sample in samples if sample], batch["input_ids"].numel())
+    return batch
+
+
+def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
+    """The batch of some packs: samples one after another, each with its own positions, and no attention mask.
+
+    A 2-D mask beside such positions would switch off that transformers tells the samples apart. Padding at the end of
+    a pack is a sequence of its own without labels, so that no token attends to nothing.
+
+    Args:
+        packs: Samples of each, no more than ``length`` tokens together; none make a pack without supervision, for a
+            rank that is short of packs.
+        length: T.
+        pad_id: Put where there is no token.
+
+    Returns:
+        int64 ``input_ids``, ``labels`` and ``position_ids`` (B, T). Positions restart at 0 with every sequence, whose
+        first token has the label -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,): where each
+        sequence begins in the flattened (B * T) tokens, and their number. ``longest`` is a plain number, at least
+        the longest sequence, one of few: the next power of two, at most T. ``counts`` as for :func:`collate`, where a
+        sample is a row, not a pack.
+    """
+    ids = np.full((len(packs), length), pad_id, dtype=np.int64)
+    labels = np.full((len(packs), length), IGNORED, dtype=np.int64)
+    starts: list[int] = []
+    lengths: list[int] = []
+    for b, pack in enumerate(packs):
+        end = 0
+        for tokens, supervised in pack:
+            part = slice(end, end + len(tokens))
+            ids[b, part] = tokens
+            labels[b, part] = np.where(supervised.astype(bool), tokens, IGNORED)
+            labels[b, end] = IGNORED
+            starts.append(b * length + end)
+            lengths.append(len(tokens))
+            end += len(tokens)
+        assert end <= length
+        starts += [b * length + end] if end < length else []
+    borders = np.array([*starts, len(packs) * length], dtype=np.int32)
+    sizes = np.diff(borders)
+    positions = np.arange(len(packs) * length) - np.repeat(borders[:-1], sizes)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(positions.reshape(len(packs), length)),
+        "cu_seq_lens": torch.from_numpy(borders),
+        # kernels need a bound; few different ones, as compiled code is made for each
+        "longest": min(length, 1 << int(sizes.max() - 1).bit_length()),
+        "counts": _counts(lengths, ids.size),
+    }
+
+
+def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
+    squared = sum(length * length for length in lengths)
+    return torch.tensor([sum(lengths), len(lengths), slots, squared])
+
+
+def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int) -> Batch:
+    """Items of a split or stream as a batch: packs of ``pack_length`` tokens, or with ``None`` one sample each.
+
+    An item without samples is a filler.
+    """
+    if pack_length is not None:
+        return collate_packs(items, pack_length, pad_id)
+    return collate([item[0] if item else None for item in items], pad_id)
+
+
+class SampleBatches(Dataset[Batch]):
+    """Maps item ids, -1 for a filler, to a batch, with the ids themselves as ``row`` (B,).
+
+    Args:
+        samples: Of one split.
+        pad_id: Token put where there is none.
+    """
+
+    def __init__(self, samples: Samples, pad_id: int) -> None:
+        self._samples, self._pad_id = samples, pad_id
+
+    def __getitem__(self, items: Sequence[int]) -> Batch:
+        samples = self._samples
+        assert all(FILLER <= item < len(samples) for item in items)
+        members = [samples.members(item) if item != FILLER else () for item in items]
+        found = [[samples.rows.row(int(row)) for row in rows] for rows in members]
+        return {**collate_items(found, samples.capacity, self._pad_id), "row": torch.tensor(items)}
+
+
+class BatchLoader:
+    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
+
+    Args:
+        batches: Maps what ``indices`` yields to a batch.
+        indices: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
+        length: Batches per epoch; the iterator may go on beyond it.
+        num_workers: Loader processes.
+        pin_memory: Copy batches into page-locked memory.
+    """
+
+    def __init__(
+        self,
+        batches: Dataset[Batch],
+        indices: Callable[[], Iterator[list[int]]],
+        length: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batches, self.indices, self.length = batches, indices, length
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is the Trainer's step. Having it tells Lightning that the loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing, see :meth:`state_dict`."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from load(self.batches, self.num_workers, self.pin_memory, _Lazy(self.indices))
+
+
+def load(
+    batches: Dataset[Batch] | IterableDataset[Batch],
+    num_workers: int,
+    pin_memory: bool,
+    sampler: Iterable[Any] | None = None,
+) -> Iterator[Batch]:
+    """Batches that are there as such, made by torch's loader processes, which live through signals to the whole job."""
+    loader: DataLoader[Any] = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
+        worker_init_fn=obey_parent_only,
+    )
+    with signals_held():
+        return iter(loader)
+
+
+class _Lazy:
+    """A sampler of item ids per batch."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices()
