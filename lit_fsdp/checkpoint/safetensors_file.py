@@ -24,8 +24,6 @@ _CODES = {
     "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-DTYPES_BY_CODE = {code: name for name, code in _CODES.items()}
-"""Dtype names (``float32``) by safetensors' codes (``F32``)."""
 _HEADER_ALIGNMENT = 8
 _CONVERTED_AT_ONCE = 1 << 22
 

@@ -84,12 +84,6 @@ def restore(folder: Path) -> None:
             os.rename(path, folder)
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise CheckpointError if there is anything at ``folder``."""
-    if os.path.lexists(folder):
-        raise CheckpointError(f"{folder} exists already and is never overwritten; remove it or choose another place")
-
-
 def discard(hidden: Path) -> None:
     """Delete what is hidden as far as that is possible."""
     assert _HIDDEN.fullmatch(hidden.name), hidden

@@ -82,7 +82,9 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
 
 def fit_twice(folder: str, engine: str) -> list[list[str]]:
     """What the blocks do under one Trainer and, in the same module, under the next one, which keeps everything."""
-    strategies = [{"engine": engine, "precision": "fp32", "activation_checkpointing": mode} for mode in ("full", "none")]
+    strategies = [
+        {"engine": engine, "precision": "fp32", "activation_checkpointing": mode} for mode in ("full", "none")
+    ]
     trainers = [trainer_for(strategy, [], max_steps=1) for strategy in strategies]  # the first fit forgets WORLD_SIZE
     module, found = module_for(folder), []
     for trainer in trainers:

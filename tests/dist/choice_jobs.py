@@ -210,7 +210,7 @@ def settled(
     log.setLevel(logging.INFO)
     rank = int(os.environ["RANK"])
     try:
-        with mock.patch("lit_fsdp.parallel.precision.cpu_has_bf16", lambda: has_bf16[rank]):
+        with mock.patch("lit_fsdp.parallel.precision.cpu_has_bf16", return_value=has_bf16[rank]):
             losses = Losses()
             trainer = trainer_for(
                 strategy, [losses, Checkpoint(every_steps=2, keep_last=-1)], max_steps=steps, default_root_dir=run

@@ -11,11 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader
-
-from lit_fsdp import fsdp_strategy
 from transformers import Adafactor
 
-from tests.dist.foreign import ForeignNet, foreign_rows
+from lit_fsdp import fsdp_strategy
+from tests.dist.foreign import foreign_rows
 from tests.dist.foreign_options import ForeignNetWithValidation, own_part
 
 
@@ -252,7 +251,24 @@ class PartlyMeta(ForeignNetWithValidation):
         self.layers.to("meta")
 
 
-_ALL = (OwnPrecision, OwnReduction, PartlyMeta, ForeignNetWithValidation, Sgd, Unused, Own, Gan, Conv, Lstm, Bare, Looks, Thawed, Norm, Predicts, Exact)
+_ALL = (
+    OwnPrecision,
+    OwnReduction,
+    PartlyMeta,
+    ForeignNetWithValidation,
+    Sgd,
+    Unused,
+    Own,
+    Gan,
+    Conv,
+    Lstm,
+    Bare,
+    Looks,
+    Thawed,
+    Norm,
+    Predicts,
+    Exact,
+)
 MODULES = {one.__name__: one for one in _ALL}
 
 
@@ -329,7 +345,9 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
     for epochs, start in ((2, None), (4, str(path))):
         torch.manual_seed(3)
         chosen = "auto" if strategy is None else fsdp_strategy(**strategy)
-        trainer = Trainer(strategy=chosen, callbacks=[Rates()], max_epochs=epochs, use_distributed_sampler=False, **options)
+        trainer = Trainer(
+            strategy=chosen, callbacks=[Rates()], max_epochs=epochs, use_distributed_sampler=False, **options
+        )
         net = MODULES[module]()
         trainer.fit(net, DataLoader(batches, batch_size=None), ckpt_path=start)
         if start is None:

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model

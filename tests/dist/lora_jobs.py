@@ -6,13 +6,11 @@ from typing import Any
 
 import peft
 import torch
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import CausalLMModule, Checkpoint
 from lit_fsdp.checkpoint import export as export_module
-from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model

@@ -55,9 +55,7 @@ def test_losses_and_parameters_are_bit_equal(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_unit_that_is_called_last_is_gathered_once_per_step(
-    workers: Workers, tmp_path: Path, engine: str
-) -> None:
+def test_the_unit_that_is_called_last_is_gathered_once_per_step(workers: Workers, tmp_path: Path, engine: str) -> None:
     """Of an untied model the head: embedding and three blocks are gathered twice, head and root once."""
     LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False}).save_pretrained(tmp_path)
     strategy = {"engine": engine, "precision": "fp32"}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.audit import audit_recipe
-
+from lit_fsdp.config.parser import check_recipe
 from tests.dist.workers import Workers
 
 _KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +107,14 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
     few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke)
     assert few.returncode == 2
     assert "trainer.max_steps: got 3 with run/checkpoints/step-00000004" in few.stderr
-    words += ["--model.optim.lr", "0.001", "--trainer.strategy.init_args.engine", "fsdp1", "--trainer.strategy.init_args.sharding", "hybrid_shard"]
+    words += [
+        "--model.optim.lr",
+        "0.001",
+        "--trainer.strategy.init_args.engine",
+        "fsdp1",
+        "--trainer.strategy.init_args.sharding",
+        "hybrid_shard",
+    ]
     done = workers.run("command", 2, words=["fit", *SMOKE, *words], cwd=str(smoke))
     assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0]["err"]

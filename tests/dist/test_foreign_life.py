@@ -76,9 +76,7 @@ def test_the_batch_arrives_as_the_loader_gives_it(workers: Workers, precision: s
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_batch_norm_validates_as_its_checkpoint(
-    workers: Workers, tmp_path: Path, engine: str, precision: str
-) -> None:
+def test_batch_norm_validates_as_its_checkpoint(workers: Workers, tmp_path: Path, engine: str, precision: str) -> None:
     """Every rank has statistics of its own rows; from the validation on they are rank 0's."""
     job = {"strategy": {"engine": engine, "precision": precision}, "folder": str(tmp_path)}
     for live, saved in workers.run("validated_again", 2, **job):
@@ -88,7 +86,9 @@ def test_batch_norm_validates_as_its_checkpoint(
 def test_what_would_train_nothing_is_refused(workers: Workers) -> None:
     """An optimizer of tensors from before the sharding; parameters that a second backward pass would not find."""
     early = workers.run("refused", 2, module="Detached", strategy={"engine": "fsdp2"})
-    assert all("ContractError: optimizer 0 moves a tensor of shape (1, 12) that is no parameter" in text for text in early)
+    assert all(
+        "ContractError: optimizer 0 moves a tensor of shape (1, 12) that is no parameter" in text for text in early
+    )
     for text in workers.run("refused", 2, module="Own", strategy={"engine": "fsdp2"}):
         assert text.startswith("ConfigError: Own.automatic_optimization: got False with the parameter scale")
 

@@ -160,7 +160,17 @@ def test_a_recipe_with_adapters_resumes_bit_equal_through_the_command_line(
     recipe = (tmp_path / "a/recipe.yaml").read_bytes()
     for key, value, saved in (("alpha", "5", 32), ("use_rslora", "true", False), ("r", "8", 4)):
         for verb in ("fit", "validate"):
-            other = [*words[1:], *_RUN, "a", "--ckpt_path", "last", "--trainer.max_steps", "8", "--data.val", "rows.jsonl"]
+            other = [
+                *words[1:],
+                *_RUN,
+                "a",
+                "--ckpt_path",
+                "last",
+                "--trainer.max_steps",
+                "8",
+                "--data.val",
+                "rows.jsonl",
+            ]
             done = workers.run("command", 1, words=[verb, *other, f"--model.lora.{key}", value], cwd=str(tmp_path))
             assert done[0]["code"] == 2
             assert f"allowed: {saved}, as in a/checkpoints/step-00000004: it is a part of the model" in done[0]["err"]

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from lit_fsdp.config.strategy import WrapConfig
-from lit_fsdp.parallel.units import engines_already_there, units_already_wrapped
-from lit_fsdp.parallel.units import UnitPlan, plan_units
+from lit_fsdp.parallel.units import UnitPlan, engines_already_there, plan_units, units_already_wrapped
 from tests.dist.foreign import StepLosses, foreign_rows
 from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from tests.ports import own_port
 
-
 ROOT = Path(__file__).resolve().parents[2]
 _JOBS = (
     "activation_jobs",
