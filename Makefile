@@ -21,7 +21,7 @@ INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
-quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP processes, then show what it learnt
+quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP processes, then show what it learned
 	@$(BIN)/python recipes/quickstart.py
 
 precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learning rates: losses, and updates that vanish

@@ -356,8 +356,9 @@ class RecipeCLI(LightningCLI):
             if trainer.is_global_zero:
                 self.data_record.show(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
-        if isinstance(trainer.checkpoint_callback, Checkpoint):
-            trainer.checkpoint_callback.resumes = self.resume.path is not None
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, Checkpoint):
+                callback.resumes = self.resume.path is not None
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.verify_on_load = parsed.resume.verify

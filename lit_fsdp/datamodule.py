@@ -108,7 +108,7 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
-        trainer = self.trainer
+        trainer, self._stream, self._position = self.trainer, None, None
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
         if self.config.packing and not is_proved and is_first_process():

@@ -117,7 +117,7 @@ def train_once(model: str, mode: str, rate: float, steps: int) -> dict[str, Any]
         trainer.fit(module, datamodule=data)
         held_out = float(trainer.callback_metrics["val_loss"])
         in_fp32 = loss_in_fp32(model, module, data.val_dataloader())
-        dtypes = trainer.strategy.contract.report()["realised"]  # type: ignore[attr-defined]
+        dtypes = trainer.strategy.contract.report()["realized"]  # type: ignore[attr-defined]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

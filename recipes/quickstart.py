@@ -1,4 +1,4 @@
-"""Fine-tune a real model on real rows, sharded over two processes, and show what it learnt.
+"""Fine-tune a real model on real rows, sharded over two processes, and show what it learned.
 
 Called by ``make quickstart``; every step is a command that is printed, so that each can be run by hand. What is there
 already (the converted model, a finished training, an export) is used again; ``--fresh`` starts over.

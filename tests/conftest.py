@@ -167,7 +167,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Caches of tokenised rows and converted models go to a folder of this test run, never to the user's."""
+    """Caches of tokenized rows and converted models go to a folder of this test run, never to the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIT_FSDP_CACHE", str(tmp_path_factory.getbasetemp() / "lit_fsdp_cache"))
         yield

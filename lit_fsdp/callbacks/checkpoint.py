@@ -60,6 +60,7 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
+        self._is_untidy = False
         self._checkpoint_bytes: int | None = None
         self._own_steps: set[int] = set()
         self._lock: RunLock | None = None
@@ -157,7 +158,7 @@ class Checkpoint(ModelCheckpoint):
         self._agreed = False
         try:
             self.finish(trainer)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             _log.error("the checkpoint that was being written is not complete: %s", error)
 
     def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
@@ -200,7 +201,7 @@ class Checkpoint(ModelCheckpoint):
         except CheckpointError:
             self._pending = None
             raise
-        folder, self._pending = self._pending, None
+        folder, self._pending, self._is_untidy = self._pending, None, False
         metrics, self._late_metrics = self._late_metrics, {}
         self._complete(trainer, folder, metrics)
 
@@ -255,9 +256,13 @@ class Checkpoint(ModelCheckpoint):
             return
         is_news = self.last_model_path != str(self._pending)
         self.last_model_path = str(self._pending)
-        if trainer.is_global_zero and (is_news or self._late_metrics):
-            metrics, self._late_metrics = self._late_metrics, {}
-            self.best_model_path = self._tidy(trainer, self._pending, metrics)
+        if trainer.is_global_zero and (is_news or self._late_metrics) and not self._is_untidy:
+            try:
+                self.best_model_path = self._tidy(trainer, self._pending, self._late_metrics)
+                self._late_metrics = {}
+            except (CheckpointError, OSError) as error:  # finish tries again, and is collective
+                self._is_untidy = True
+                _log.warning("%s", error)
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
         """What comes after a save: all ranks learn what is the best now, or that tidying has failed.

@@ -191,7 +191,7 @@ def _states(strategy: Any, module: Any, batch: Mapping[str, Any]) -> torch.Tenso
 @contextmanager
 def _untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
-    counted = {what: dict(found) for what, found in strategy.contract.realised.items()}
+    counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
     generators, modes = rng_state(strategy.root_device), {child: child.training for child in module.modules()}
     module.eval()
     try:
@@ -200,7 +200,7 @@ def _untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
         for child, training in modes.items():
             child.training = training
         restore_rng(generators, strategy.root_device)
-        strategy.contract.realised = counted
+        strategy.contract.realized = counted
 
 
 def _shares_rounding(module: Any, strategy: Any) -> str | None:

@@ -62,15 +62,16 @@ class DataRecord(Callback):
         if trainer.is_global_zero:
             try:
                 self.show(datamodule, stage, Path(trainer.default_root_dir))
-            except DataError as error:
-                refused = str(error)
+            except Exception as error:
+                trainer.strategy.broadcast(str(error))
+                raise
         refused = trainer.strategy.broadcast(refused)
         if refused is not None:
             raise DataError(refused)
 
 
 class RunRecord(Callback):
-    """Prints the FSDP units before step 1 and the realised dtypes after it; ``audit.json`` and ``dtypes.json``."""
+    """Prints the FSDP units before step 1 and the realized dtypes after it; ``audit.json`` and ``dtypes.json``."""
 
     def __init__(self) -> None:
         self._before_bytes = 0
@@ -107,7 +108,7 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the realised dtypes once the first optimizer step has been compared with the declared ones."""
+        """Write the realized dtypes once the first optimizer step has been compared with the declared ones."""
         strategy = trainer.strategy
         if self._dtypes_written or not isinstance(strategy, EngineStrategy) or strategy.contract.watching:
             return
@@ -166,10 +167,10 @@ def print_audit(record: dict[str, Any]) -> None:
 
 
 def print_dtypes(report: dict[str, Any]) -> None:
-    """Print declared and realised dtypes as a table on standard error."""
+    """Print declared and realized dtypes as a table on standard error."""
     declared = ", ".join(f"{k} {v}" for k, v in report["declared"].items())
     console = wide_console(sys.stderr)
-    console.print(f"Realised dtypes; precision {report['mode']} declares {declared}", highlight=False)
+    console.print(f"Realized dtypes; precision {report['mode']} declares {declared}", highlight=False)
     console.print(dtypes_table(report))
 
 

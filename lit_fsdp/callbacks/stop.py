@@ -8,11 +8,13 @@ then broadcasts inside its SIGTERM handler, which can wait for good when one ran
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
@@ -25,13 +27,17 @@ class StopRequested(Exception):
     Args:
         exit_code: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1.
         step: The step that training has reached.
-        is_saved: Whether this run has taken a step, so that there is a checkpoint of it.
+        is_saved: Whether there is a checkpoint of it.
+        is_new: Whether this run has taken a step.
     """
 
-    def __init__(self, exit_code: int, step: int, is_saved: bool = True) -> None:
-        there = f"after step {step}; the checkpoint is complete; resume with --ckpt_path last"
-        nothing = f"before step {step + 1}, with nothing new to save; start it again with the same words"
-        super().__init__(f"stopped by a signal {there if is_saved else nothing}")
+    def __init__(self, exit_code: int, step: int, is_saved: bool = True, is_new: bool = True) -> None:
+        where = (
+            f"after step {step}; the checkpoint is complete; resume with --ckpt_path last" if is_saved
+            else f"after step {step}, which nothing saves: the Trainer has no checkpoint callback" if is_new
+            else f"before step {step + 1}, with nothing new to save; start it again with the same words"
+        )  # fmt: skip
+        super().__init__(f"stopped by a signal {where}")
         self.exit_code, self.step, self.is_saved = exit_code, step, is_saved
 
 
@@ -68,7 +74,7 @@ class StopOnSignal(Callback):
         interrupted, terminated = self._vote_now(trainer).tolist()
         if interrupted or terminated:
             code = EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
-            raise StopRequested(code, trainer.global_step, is_saved=False)
+            raise StopRequested(code, trainer.global_step, is_saved=False, is_new=False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Cast this rank's votes; our module sends them along with its token counts."""
@@ -84,14 +90,23 @@ class StopOnSignal(Callback):
         interrupted, terminated = self._agreed(trainer, pl_module)
         if not (interrupted or terminated):
             return
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, Checkpoint):
-                callback.save(trainer, on_signal=True)
-                callback.finish(trainer)
+        is_saved = self._save(trainer)
         # what Lightning does after the callbacks of a batch: the step has been taken, so it belongs into the log
         trainer._logger_connector.on_batch_end()
         trainer._logger_connector.update_train_step_metrics()
-        raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step)
+        raise StopRequested(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED, trainer.global_step, is_saved)
+
+    def _save(self, trainer: Trainer) -> bool:
+        """Save by our callback, or where there is none as Lightning's saves its last; whether either is there."""
+        ours = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoint)]
+        theirs = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in ours:
+            callback.save(trainer, on_signal=True)
+            callback.finish(trainer)
+        if theirs and not ours:
+            name = theirs[0].CHECKPOINT_NAME_LAST + theirs[0].FILE_EXTENSION
+            trainer.save_checkpoint(Path(str(theirs[0].dirpath)) / name)
+        return bool(theirs)
 
     def _vote_now(self, trainer: Trainer) -> torch.Tensor:
         votes = torch.tensor(self._votes(), device=trainer.strategy.root_device)

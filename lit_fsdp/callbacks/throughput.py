@@ -26,7 +26,7 @@ class Throughput(Callback):
     The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
     waited for at logged steps only, and nothing is sent between ranks.
 
-    ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` those that are learnt.
+    ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` supervised ones.
     ``padding_share`` is the share of positions that hold no token. ``data_wait_share`` is this rank's own: the time
     between two forward passes, in which the next batch is waited for and moved to the device. ``mfu`` and ``hfu`` are
     those of :class:`FlopMeter`; where one cannot be known, a line says why, once, and it is not logged.

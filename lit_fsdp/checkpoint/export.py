@@ -193,7 +193,7 @@ def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) 
 def _merged(pieces: Pieces, source: str, delta: Delta) -> torch.Tensor:
     """Return the weight ``source`` with its adapter, in fp32; peft's own operations in its order, so bit for bit.
 
-    LoRA: ``W + B A scaling``. DoRA: each output's weights are scaled to the length learnt for it.
+    LoRA: ``W + B A scaling``. DoRA: each output's weights are scaled to the length learned for it.
 
     Source: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353, equation 5.
     """

@@ -120,6 +120,7 @@ def choose(
     word = str(word_or_path)
     if word not in ("last", "best"):
         path = Path(word_or_path).expanduser()
+        staging.restore(path)
         read_manifest(path)
         return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
@@ -288,7 +289,7 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
     Returns:
         The best checkpoint that is there, if any has a value of the metric.
     """
-    found = checkpoints(run_folder)
+    found = [entry for entry in checkpoints(run_folder) if STEP_NAME.fullmatch(entry.path.name)]  # others' are not ours
     gone = to_remove(found, config, current)
     for old in gone:
         try:

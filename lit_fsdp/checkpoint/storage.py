@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +28,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -127,7 +136,7 @@ class Writer(StorageWriter):
         """
         rank, name = plan.storage_data
         draft = self._snapshot.folder.with_name(name)
-        if not draft.is_dir():
+        if not draft.is_dir() and (self._is_first or self._snapshot.layout == "sharded"):
             raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
         found: list[WriteResult] = []
         if self._snapshot.layout == "full":
@@ -226,6 +235,18 @@ class Reader(HuggingFaceStorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The description that was made from the manifest."""
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's slices.
+
+        Raises:
+            CheckpointError: A header is damaged. DCP sends the error itself to the other ranks, and that of
+                safetensors cannot be pickled.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: not a whole safetensors file ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.manifest import MANIFEST, read_manifest
 from lit_fsdp.checkpoint.run_folder import best, folder_of_checkpoints, looks_like_one, moved_aside, survey
 from lit_fsdp.checkpoint.run_lock import is_held
 from lit_fsdp.checkpoint.staging import hidden_folders
@@ -136,7 +136,8 @@ def _verify(argv: Sequence[str]) -> int:
     parser.add_argument("--sha256", action="store_true", help="also print one SHA-256 for each, to be kept elsewhere")
     options = parse(parser, argv)
     folder = _checkpoints_in("PATH", options.path)
-    paths = [options.path] if looks_like_one(options.path) else [entry.path for entry in survey(folder)]
+    is_one = looks_like_one(options.path) or (options.path / MANIFEST).is_file()  # one that was moved aside
+    paths = [options.path] if is_one else [entry.path for entry in survey(folder)]
     if not paths:
         raise CheckpointError(f"{options.path}: nothing to verify: there is no checkpoint in {folder}")
     results = {path: verify(path) for path in paths}

@@ -158,6 +158,9 @@ class DataConfig:
         given = f"true with supervise: {self.supervise}"
         fits = not self.train_on_prompt or self.supervise == "all"
         require(fits, "train_on_prompt", given, "supervise: all, as every token is learned", "drop one of the two")
+        given = f"drop with truncation: {self.truncation}"
+        fits = self.on_bad_row == "error" or self.truncation != "error"
+        require(fits, "on_bad_row", given, "truncation: drop, end or start", "set truncation: drop")
         for split in ("train", "val", "test", "predict"):
             entries = check_sources(split, getattr(self, split))
             fits = split == "train" or not any(entry.weight for entry in entries)

@@ -115,12 +115,12 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     name = ", ".join(source.name for source in found)
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_root()
     try:
+        seen = [source.seen() for source in found]
         digests = [source.digest(root) for source in found]
         parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
         fingerprint = _hash(json.dumps([_VERSION, parts, encoder.text])).hexdigest()
 
         def make(folder: Path) -> None:
-            seen = [source.seen() for source in found]
             meta = {"fingerprint": fingerprint, **_write(folder, found, digests, config, encoder)}
             if [source.seen() for source in found] != seen:
                 raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-_COLOURS = ("red", "green", "blue", "white", "black", "yellow")
+_COLORS = ("red", "green", "blue", "white", "black", "yellow")
 _THINGS = ("box", "ball", "cup", "book", "lamp", "hat")
 
 
@@ -26,16 +26,16 @@ def _sum(source: random.Random) -> list[dict[str, str]]:
 
 
 def _reverse(source: random.Random) -> list[dict[str, str]]:
-    words = [source.choice(_COLOURS + _THINGS) for _ in range(source.randint(2, 6))]
+    words = [source.choice(_COLORS + _THINGS) for _ in range(source.randint(2, 6))]
     system = _turn("system", "Repeat the words in reverse order.")
     return [system, _turn("user", " ".join(words)), _turn("assistant", " ".join(reversed(words)))]
 
 
 def _two_turns(source: random.Random) -> list[dict[str, str]]:
-    colour, thing = source.choice(_COLOURS), source.choice(_THINGS)
+    color, thing = source.choice(_COLORS), source.choice(_THINGS)
     return [
-        _turn("user", f"I have a {colour} {thing}."),
-        _turn("assistant", f"A {colour} {thing}, noted."),
-        _turn("user", f"Which colour is my {thing}?"),
-        _turn("assistant", f"Your {thing} is {colour}."),
+        _turn("user", f"I have a {color} {thing}."),
+        _turn("assistant", f"A {color} {thing}, noted."),
+        _turn("user", f"Which color is my {thing}?"),
+        _turn("assistant", f"Your {thing} is {color}."),
     ]

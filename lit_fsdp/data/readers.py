@@ -1,9 +1,9 @@
 """Readers of row files and data sets: chunks of rows as they lie there, and their parsing, which any process can do.
 
-JSON lines and text are read here, everything else by ``datasets``: its JSON reader infers one type for each key, which
-makes dates of texts like "2020-01-01", floats of whole numbers, and None of keys that only other rows have. Cutting a
-file into chunks is cheap and parsing them is not, so one process reads and many parse; every chunk knows from where
-reading can go on later.
+JSON lines, CSV and text are read here, everything else by ``datasets``: its JSON reader infers one type for each key,
+which makes dates of texts like "2020-01-01", floats of whole numbers, and None of keys that only other rows have; its
+CSV reader shifts the columns where the first record has a cell too many. Cutting a file into chunks is cheap and
+parsing them is not, so one process reads and many parse; every chunk knows from where reading can go on later.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import glob
 import gzip
 import io
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,13 @@ Row = tuple[str, dict[str, Any] | DataError]
 Position = Any
 """Where a chunk begins, for JSON: what it holds is the affair of the reader of that kind of file."""
 
+_log = logging.getLogger(__name__)
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 2**18
 _ROWS = 250
-_TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
-KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES)
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
 """Endings of row files; ``.gz`` may follow."""
 
 
@@ -88,8 +92,10 @@ class Part:
 
     def files(self) -> list[Path]:
         """What lies on this machine, in an order of its own."""
-        if self.kind == "saved":
-            return sorted(path for path in Path(self.name).rglob("*") if path.suffix in (".arrow", ".json"))
+        if self.kind == "saved":  # without the caches that datasets leaves beside them
+            state, folder = Path(self.name, "state.json"), Path(self.name)
+            arrows = [folder / named["filename"] for named in json.loads(state.read_text("utf-8"))["_data_files"]]
+            return sorted([state, folder / "dataset_info.json", *arrows])
         return [Path(self.name)] if self.kind.startswith(".") else []
 
     def chunks(self, start: Position = None) -> Iterator[Chunk]:
@@ -102,6 +108,8 @@ class Part:
             yield from self._listed(generated_rows(int(self.name.removeprefix(GENERATED))), start)
         elif self.kind == ".json" and not _has_an_object_per_line(self.name):
             yield from self._listed(_document(self.name), start)
+        elif self.kind in _SEPARATORS:
+            yield from self._records(start)
         elif self.kind in KINDS and self.kind not in _TABLES:
             yield from self._lines(start)
         else:
@@ -122,6 +130,31 @@ class Part:
         """Rows that are in memory. Position: row."""
         for first in range(start or 0, len(rows), _ROWS):
             yield Chunk(self.name, first, rows[first : first + _ROWS], _numbered_rows, first)
+
+    def _records(self, start: Position) -> Iterator[Chunk]:
+        """Rows of texts: "007" and "NA" stay what they are. Position: row; those before it are read again."""
+        csv.field_size_limit(2**31 - 1)  # cells may be whole documents
+        number = 0
+        with reading(self.name) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            records = csv.reader(text, delimiter=_SEPARATORS[self.kind], strict=True)
+            try:
+                names = next(records, [])
+                if len(set(names)) < len(names):
+                    raise DataError(f"{self.name}: two columns of one name among {', '.join(names)}")
+                full = filter(None, records)  # without empty lines
+                while cells := list(islice(full, _ROWS)):
+                    if number >= (start or 0):
+                        rows = [self._record(names, one, number + i) for i, one in enumerate(cells)]
+                        yield Chunk(self.name, number, rows, _numbered_rows, number)
+                    number += len(cells)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise unreadable(self.name, f", after row {number}", error) from error
+
+    def _record(self, names: list[str], cells: list[str], number: int) -> dict[str, str] | DataError:
+        if len(cells) == len(names):
+            return dict(zip(names, cells, strict=True))
+        problem = f"{len(cells)} cells for the {len(names)} columns {', '.join(names)}"
+        return DataError(f"{self.name}: row {number}: {problem}\n  fix:     quote cells that hold a separator")
 
     def _tables(self, start: Position) -> Iterator[Chunk]:
         """What ``datasets`` reads, in batches. Position: its own state, and the number of the row."""
@@ -156,15 +189,8 @@ class Part:
                 self.name, self.configuration, split=self.split, revision=self.revision, streaming=streaming
             )
             return loaded if streaming else loaded.to_iterable_dataset()
-        options: dict[str, Any] = {}
-        if _TABLES[self.kind] == "csv":  # cells are texts: "007" and "NA" stay what they are
-            separator = "\t" if self.kind == ".tsv" else ","
-            with reading(self.name) as file, io.TextIOWrapper(file, "utf-8-sig") as text:
-                columns = next(csv.reader(text, delimiter=separator), [])
-            texts = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-            options = {"sep": separator, "na_filter": False, "features": texts}
-        names: dict[str, Any] = {"data_files": glob.escape(self.name), "split": "train"}
-        return datasets.load_dataset(_TABLES[self.kind], streaming=True, **names, **options)
+        named: dict[str, Any] = {"data_files": glob.escape(self.name), "split": "train"}
+        return datasets.load_dataset(_TABLES[self.kind], streaming=True, **named)
 
 
 def kind_of(path: str) -> str:
@@ -198,9 +224,18 @@ def folder_parts(name: str, folder: str, split: str | None) -> list[Part]:
         except Exception as error:  # datasets raises its own, OSError and ValueError, by version
             raise unreadable(name, "", error) from error
         splits = {str(key): [file_part(path) for path in paths] for key, paths in found.items()}
+        _warn_of_others(Path(folder), {part.name for parts in splits.values() for part in parts})
     if (split or "train") not in splits:
         raise DataError(f"{name}: no split {split or 'train'!r}\n  allowed: {', '.join(splits)} (write name:split)")
     return splits[split or "train"]
+
+
+def _warn_of_others(folder: Path, taken: set[str]) -> None:
+    """Say so if ``datasets``, which takes files of one kind and with one way to name splits, leaves some out."""
+    names = sorted(str(path) for path in folder.rglob("*") if kind_of(str(path)) in KINDS and path.is_file())
+    left = [name for name in names if name not in taken and str(Path(name).resolve()) not in taken]
+    if left and not (folder / "README.md").is_file():  # which may declare just some of them
+        _log.warning("%s: %d of its files belong to no split and are left out, such as %s", folder, len(left), left[0])
 
 
 def hub_part(entry: SourceConfig, streaming: bool) -> Part:
@@ -215,6 +250,12 @@ def hub_part(entry: SourceConfig, streaming: bool) -> Part:
     except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
         where = f": no such file below {Path.cwd()}, and on the hub"
         raise unreadable(entry.source, where, error) from error
+    # without a network datasets takes whatever commit it finds in its cache
+    if entry.revision and type(builder).__name__ == "Cache" and builder.hash != entry.revision:
+        raise DataError(
+            f"{entry.source}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
+            f"revision {entry.revision}\n  fix:     start again where there is a network, or name that commit"
+        )
     kind = "hub stream" if streaming else "hub"
     return Part(base, kind, (split or "train") + bracket + rows, configuration or None, builder.hash)
 

@@ -112,7 +112,7 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     given = f"{environment.get(field)}: the {tasks} tasks are not spread evenly"
     require(len(set(counts)) < 2, field, given, f"{per_node} on each of {nodes} nodes", again)
     how = re.split("[:,]", environment.get("SLURM_DISTRIBUTION", "block"))[0]
-    given = f"{how}: neighbouring ranks lie on different nodes, and groups of ranks that share one copy with them"
+    given = f"{how}: neighboring ranks lie on different nodes, and groups of ranks that share one copy with them"
     is_in_order = nodes == 1 or per_node == 1 or how in ("block", "pack")
     require(is_in_order, "SLURM_DISTRIBUTION", given, "block", f"{again} --distribution=block")
 

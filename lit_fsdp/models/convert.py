@@ -30,7 +30,7 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 def convert_gguf(file: Path) -> Path:
     """The safetensors model folder of a GGUF file: weights in fp32, config, generation config, tokenizer, template.
 
-    fp32, as dequantised values (fp16 scale times integer plus fp16 offset) need up to 15 significant bits and bf16
+    fp32, as dequantized values (fp16 scale times integer plus fp16 offset) need up to 15 significant bits and bf16
     has 8. Converted at the first call; later calls find it by name, size, time and the first and last MiB.
 
     Raises:
@@ -89,7 +89,7 @@ def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
 def save_folder(model: PreTrainedModel, folder: Path) -> None:
     """Write config, generation config and weights under the module's own names, each tied tensor once.
 
-    Not ``save_pretrained``: it refuses models that were dequantised, and writes older names back.
+    Not ``save_pretrained``: it refuses models that were dequantized, and writes older names back.
     """
     config = json.loads(model.config.to_json_string())
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):

@@ -21,7 +21,7 @@ def model_files(
     """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
 
     The generation config names the tokenizer's pad token if it named none, and stops at the end of a turn of the chat
-    template too: a base model's own end of text is not what it has learnt to answer with. ``config.json`` keeps its
+    template too: a base model's own end of text is not what it has learned to answer with. ``config.json`` keeps its
     ``pad_token_id``: models make of it a row of the embedding without gradient.
 
     Args:

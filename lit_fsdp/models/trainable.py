@@ -28,7 +28,7 @@ def build_trainable(
     """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
     With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
-    learnt and the others move with them (as with peft's ``modules_to_save``, but in place: no second copy in memory,
+    learned and the others move with them (as with peft's ``modules_to_save``, but in place: no second copy in memory,
     and tied weights stay tied). ``freeze`` takes them out again.
 
     Args:

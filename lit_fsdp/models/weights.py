@@ -62,7 +62,7 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
 
     Args:
         source: A folder, or random initialization.
-        model: On meta and not yet wrapped; tied parameters are recognised as one object under several names.
+        model: On meta and not yet wrapped; tied parameters are recognized as one object under several names.
         seed: Of random initialization.
 
     Raises:

@@ -76,7 +76,7 @@ _AVERAGE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAv
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
     """A 1-D ``(dp_shard)`` mesh, or a 2-D ``(dp_replicate, dp_shard)`` one when there are several copies.
 
-    Neighbouring ranks form a shard group, so that a group stays inside a node. One rank gets a 1-D mesh of one. The
+    Neighboring ranks form a shard group, so that a group stays inside a node. One rank gets a 1-D mesh of one. The
     groups of a 2-D mesh are made here because those that torch makes wait for its own default timeout.
 
     Args:
@@ -168,7 +168,7 @@ class EngineStrategy(Checkpoints):
     def _no_sync(self) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
-    def realised_units(self) -> list[str]:
+    def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
         return [""]
 
@@ -337,7 +337,7 @@ class EngineStrategy(Checkpoints):
             "replicate_degree": self.world_size // shards,
             "replaced": config.replaced,
         }
-        different = set(self.realised_units()) ^ {unit.name for unit in plan.units}
+        different = set(self.realized_units()) ^ {unit.name for unit in plan.units}
         if config.is_sharded and different:
             raise ContractError(f"FSDP units differ from the plan: {sorted(different)}")
         if config.is_sharded and len(plan.units) == 1 and dist.get_rank() == 0:

@@ -138,8 +138,15 @@ class Checkpoints:
         if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
             return self._load_file(given)
         path = self._sound(given)
-        state = store.load_state(path)
-        saved = set(read_manifest(path).tensors)
+        ranks = Ranks()
+        read: dict[str, Any] = {}
+
+        def read_here() -> None:
+            read.update(state=store.load_state(path), rng=store.load_rank_state(path, ranks.rank))
+            read.update(tensors=set(read_manifest(path).tensors))
+
+        ranks.run(f"reading {path}", read_here)
+        state, saved = read["state"], read["tensors"]
         owner = self._state_owner()
         model = self.lightning_module_state_dict()
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
@@ -168,12 +175,13 @@ class Checkpoints:
             else:  # SGD without momentum has no tensors, but a learning rate
                 _restore_groups(optimizer, groups["param_groups"])
         self._check_after_load()
-        self._rng_after_load = store.load_rank_state(path, dist.get_rank())
+        self._rng_after_load = read["rng"]
         return state
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
-        content = dict(read_lightning_file(path))
+        content: dict[str, Any] = {}
+        Ranks().run(f"reading {path}", lambda: content.update(read_lightning_file(path)))
         owner, strict = self._state_owner(), self.lightning_module.strict_loading
         whole = dcp_state.StateDictOptions(full_state_dict=True, strict=strict)
         dcp_state.set_model_state_dict(owner, dict(content.pop("state_dict")), options=whole)

@@ -133,7 +133,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         assert not isinstance(config.backward_prefetch, int)
         return {
             "device_mesh": self._fsdp1_mesh(),
-            "sharding_strategy": _SHARDING[self._realised_sharding()],
+            "sharding_strategy": _SHARDING[self._realized_sharding()],
             "mixed_precision": mixed,
             "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
             "backward_prefetch": _PREFETCH[config.backward_prefetch],
@@ -146,11 +146,11 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     @contextmanager
     def _quietly(self) -> Iterator[None]:
         with warnings.catch_warnings():
-            # One rank shards nothing, and no_shard is deprecated in favour of DDP: both are said by the recipe.
+            # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
             warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
             yield
 
-    def _realised_sharding(self) -> Sharding:
+    def _realized_sharding(self) -> Sharding:
         """What hybrid sharding is at its ends: FSDP1 would not average copies of one rank, nor accept a single copy."""
         if self.mesh.size(self.mesh.ndim - 1) == 1:
             return "no_shard"
@@ -159,7 +159,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
 
     def _fsdp1_mesh(self) -> Any:
         """The 2-D mesh only for hybrid sharding; FSDP1 replicates ``no_shard`` over a 1-D mesh."""
-        if self.mesh.ndim == 1 or self._realised_sharding() in _ONE_COPY:
+        if self.mesh.ndim == 1 or self._realized_sharding() in _ONE_COPY:
             return self.mesh
         if self._flat_mesh is None:
             self._flat_mesh = init_device_mesh(self.root_device.type, (self.world_size,))
@@ -198,7 +198,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             found["state"].pop(self._names[id(param)], None)
         return found
 
-    def realised_units(self) -> list[str]:
+    def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
         assert self._root is not None
         found = self._root.named_modules()

@@ -118,7 +118,7 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
             elif isinstance(backward, int) and i:
                 unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
 
-    def realised_units(self) -> list[str]:
+    def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
         assert self._root is not None
         found = [name for name, module in self._root.named_modules() if isinstance(module, FSDPModule)]

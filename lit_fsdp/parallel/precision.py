@@ -209,7 +209,7 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str, emulat
 
 
 class DtypeContract:
-    """Compares declared and realised dtypes, and keeps both for ``dtypes.json``.
+    """Compares declared and realized dtypes, and keeps both for ``dtypes.json``.
 
     Args:
         config: The factory's arguments, with a precision mode that promises a row of dtypes.
@@ -220,7 +220,7 @@ class DtypeContract:
         self._gathered = self.row.compute if config.is_sharded else self.row.param  # autocast leaves them as they are
         self.is_error = config.contract != "warn"
         """Whether a difference ends the run; else it is said once per kind."""
-        self.realised: dict[str, dict[str, int]] = {}
+        self.realized: dict[str, dict[str, int]] = {}
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._first_step_done = False
@@ -327,9 +327,9 @@ class DtypeContract:
         self._first_step_done = True
 
     def report(self) -> dict[str, Any]:
-        """Declared and realised dtypes for ``dtypes.json``; what was not observed is absent."""
+        """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""
         declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
-        return {"mode": self.mode, "declared": declared, "realised": self.realised}
+        return {"mode": self.mode, "declared": declared, "realized": self.realized}
 
     def _gathered_hook(self, name: str, inner: tuple[str, ...], dtype: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -348,10 +348,10 @@ class DtypeContract:
         return hook
 
     def _note(self, what: str, found: Mapping[str, torch.dtype]) -> None:
-        counts = Counter(self.realised.get(what, {}))
+        counts = Counter(self.realized.get(what, {}))
         counts.update(dtype_name(dtype) for dtype in found.values())
         if found:
-            self.realised[what] = dict(counts)
+            self.realized[what] = dict(counts)
 
     def _compare(self, what: str, found: Mapping[str, torch.dtype], declared: str) -> None:
         name = next((name for name, dtype in found.items() if dtype_name(dtype) != declared), None)

@@ -1,6 +1,6 @@
 """Bytes that an optimizer step sends over the network, for each way of sharding.
 
-Every collective is counted as a ring over its ranks, neighbours in the same node side by side, as NCCL lays them: an
+Every collective is counted as a ring over its ranks, neighbors in the same node side by side, as NCCL lays them: an
 all-gather or reduce-scatter of S bytes over n ranks makes each rank pass on S (n-1)/n bytes in n-1 steps, an all-reduce
 twice that. A ring leaves a node once, so these are also the bytes that leave the node, however many of its ranks are in
 the ring; rings of different ranks of a node (the copies of hybrid sharding) add up.
@@ -74,7 +74,7 @@ class Traffic:
     """What one optimizer step sends."""
 
     rank_bytes: float
-    """From each rank to its neighbour, over whatever link is between them."""
+    """From each rank to its neighbor, over whatever link is between them."""
     node_bytes: float
     """Out of each node over the network; 0 on one node."""
     ring_steps: int

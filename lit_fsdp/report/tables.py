@@ -19,7 +19,7 @@ def wide_console(file: TextIO) -> Console:
 
 
 def units_table(record: dict[str, Any]) -> Table:
-    """The FSDP units of an audit; equal neighbours share a line."""
+    """The FSDP units of an audit; equal neighbors share a line."""
     columns = ("unit", "class", "parameters", "GiB", "share", "tied", "recompute")
     table = _table(f"FSDP units by {record['wrapped_by']}", columns)
     for first, last, count in _runs(record["units"]):
@@ -43,7 +43,7 @@ def parameter_counts(record: dict[str, Any]) -> str:
 
 
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
-    """What each rank of one copy of the model keeps between steps, in GiB; equal neighbours share a line."""
+    """What each rank of one copy of the model keeps between steps, in GiB; equal neighbors share a line."""
     title = "kept on each rank between steps, in GiB"
     table = _table(title, ("rank of a copy", "parameters", "weights", "gradients", "AdamW", "all"))
     start = 0
@@ -76,7 +76,7 @@ def places_table(ranks: list[dict[str, Any]]) -> Table:
 def dtypes_table(report: dict[str, Any]) -> Table:
     """The dtypes found in a live run, by what was looked at."""
     table = _table(None, ("what", "found"))
-    for what, found in report["realised"].items():
+    for what, found in report["realized"].items():
         table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
     return table
 
@@ -89,7 +89,7 @@ def _table(title: str | None, columns: tuple[str, ...]) -> Table:
 
 
 def _runs(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Neighbouring units that differ only in their names, as (first, last, count)."""
+    """Neighboring units that differ only in their names, as (first, last, count)."""
     runs: list[tuple[dict[str, Any], dict[str, Any], int]] = []
     for unit in units:
         same = {k: v for k, v in unit.items() if k != "name"}

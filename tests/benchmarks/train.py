@@ -58,7 +58,7 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     record["runs"] = runs
-    record["results"] = {side: summarise([run[side] for run in runs]) for side in options.sides}
+    record["results"] = {side: summarize([run[side] for run in runs]) for side in options.sides}
     record["ratios"] = ratios(runs, record["work"]["padded_fill"])
     path = place / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -94,7 +94,7 @@ def interleave(folder: Path, sides: list[str], repeats: int) -> list[dict[str, A
         run: dict[str, Any] = {}
         for side in sides if repeat % 2 == 0 else sides[::-1]:
             run[side] = one_side(folder, side)
-            figures = summarise([run[side]])
+            figures = summarize([run[side]])
             print(f"round {repeat + 1}, {side}: {figures['tokens_per_second']:.1f}/s", file=sys.stderr, flush=True)
         learnt = {side: sum(found["supervised"]) for side, found in run.items()}
         if len(set(learnt.values())) != 1:
@@ -110,7 +110,7 @@ def one_side(folder: Path, side: str) -> dict[str, Any]:
     return peer_trainer(folder, side)
 
 
-def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the runs of a side; the loss is weighted by tokens."""
     first = runs[0]
     learnt = sum(first["supervised"])

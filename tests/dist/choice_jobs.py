@@ -58,7 +58,7 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str, run: str | None = 
     rows = [tuple(t[rank * 8 // ranks : (rank + 1) * 8 // ranks] for t in foreign_rows(step)) for step in range(4)]
     trainer.fit(module, DataLoader(rows, batch_size=None))
     live: Any = trainer.strategy
-    return {"losses": losses, "units": sorted(live.realised_units()), "audit": live.audit}
+    return {"losses": losses, "units": sorted(live.realized_units()), "audit": live.audit}
 
 
 class Poison(Callback):
@@ -175,7 +175,7 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     return {
         "losses": losses.values,
         "reductions": counts.counts,
-        "dtypes": live.contract.report()["realised"],
+        "dtypes": live.contract.report()["realized"],
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
         "is_over_all_ranks": found_mesh is not None and found_mesh["data_parallel"].get_group() is dist.group.WORLD,
         "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),

@@ -84,7 +84,7 @@ class Witness(Callback):
 def gathered(trainer: Trainer) -> dict[str, str]:
     """A hash of every parameter and optimizer tensor, put together from the ranks' own parts; groups and schedule.
 
-    Both engines split a parameter in the order of its elements over neighbouring ranks, so that the parts of the first
+    Both engines split a parameter in the order of its elements over neighboring ranks, so that the parts of the first
     copy, one after the other, are the whole. Nothing of what saves a checkpoint is used here.
     """
     strategy: Any = trainer.strategy

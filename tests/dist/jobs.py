@@ -157,7 +157,7 @@ def train_with_checkpoints(
         "epoch": trainer.current_epoch,
         "lr": optimizer.param_groups[0]["lr"],
         "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
-        "realised": live.contract.report()["realised"],
+        "realized": live.contract.report()["realized"],
     }
 
 

@@ -53,7 +53,7 @@ def train_lora(
         "audit": live.audit,
         "changed": sorted(name for name, t in kept.items() if name in base and not torch.equal(t.float(), base[name])),
         "names": sorted(full),
-        "only_trained_are_optimised": held == trained,
+        "only_trained_are_optimized": held == trained,
     }
 
 

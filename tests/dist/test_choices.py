@@ -154,7 +154,7 @@ def test_auto_is_the_same_on_all_ranks_and_resumes_on_another_cpu(
         last = str(tmp_path / name / "checkpoints" / "step-00000002")
         again = run("auto", then, name, ckpt_path=last, steps=4)[0]
         assert len(again["losses"]) == 2
-        assert set(again["dtypes"]["realised"]["parameters after resume"]) == {"fp32"}
+        assert set(again["dtypes"]["realized"]["parameters after resume"]) == {"fp32"}
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])

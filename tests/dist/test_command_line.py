@@ -71,7 +71,7 @@ def test_the_run_folder(smoke: Path) -> None:
     assert len(audit["peak_host_memory_per_rank"]) == 2
     dtypes = json.loads((run / "dtypes.json").read_text())
     assert dtypes["declared"] == {"param": "fp32", "compute": "bf16", "reduce": "fp32"}
-    assert dtypes["realised"]["reductions"].keys() == {"fp32"}
+    assert dtypes["realized"]["reductions"].keys() == {"fp32"}
 
 
 def test_the_resolved_recipe_can_be_fed_back(smoke: Path, workers: Workers) -> None:
@@ -132,7 +132,7 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
     assert [row["step"] for row in after] == [str(step) for step in range(6)]
     assert "step-00000006" in {path.name for path in (smoke / "run/checkpoints").iterdir()}
     assert json.loads((smoke / "run/audit.json").read_text())["shard_degree"] == 1
-    assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realised"]
+    assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
 
 
 def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:

@@ -53,10 +53,10 @@ def test_files_are_loaded_bit_for_bit(workers: Workers, tiny_model: Path, engine
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_initialisers_that_write_to_children_leave_loaded_weights_alone(
+def test_initializers_that_write_to_children_leave_loaded_weights_alone(
     workers: Workers, tmp_path: Path, engine: str
 ) -> None:
-    """RecurrentGemma's attention initialises its projections, and computing one of its buffers calls it."""
+    """RecurrentGemma's attention initializes its projections, and computing one of its buffers calls it."""
     wanted = fingerprints(saved("recurrent_gemma", tmp_path))
     check(workers.run("load_and_fingerprint", 2, model=str(tmp_path), engine=engine), wanted)
     strategy = {"engine": engine, "precision": "fp32"}
@@ -70,7 +70,7 @@ def test_initialisers_that_write_to_children_leave_loaded_weights_alone(
 def test_random_weights_equal_those_of_one_process(
     workers: Workers, tmp_path: Path, engine: str, ranks: int, name: str
 ) -> None:
-    """The reference is built on meta and initialised module by module, in this process, with the same seed."""
+    """The reference is built on meta and initialized module by module, in this process, with the same seed."""
     config = CONFIGS[name]
     config.save_pretrained(tmp_path)
     model = build_on_meta(config)

@@ -61,7 +61,7 @@ def test_a_head_of_any_kind_trains_as_the_plain_way_does(workers: Workers, engin
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
 def test_in_bf16_too(workers: Workers, engine: str) -> None:
-    """The compute dtype rounds, so only to its precision; the realised dtypes are checked by the contract."""
+    """The compute dtype rounds, so only to its precision; the realized dtypes are checked by the contract."""
     losses = [
         workers.run(
             "train_with_loss",

@@ -128,14 +128,14 @@ def test_units_do_not_change_the_losses(workers: Workers, tiny_model: Path, want
     ("mode", "param", "compute", "reduce"),
     [("mixed", "fp32", "bf16", "fp32"), ("low_precision", "bf16", "bf16", "bf16"), ("fp32", "fp32", "fp32", "fp32")],
 )
-def test_realised_dtypes(
+def test_realized_dtypes(
     workers: Workers, tiny_model: Path, wanted: list[float], mode: str, param: str, compute: str, reduce: str
 ) -> None:
     for engine in ENGINES:
         strategy = {"engine": engine, "precision": mode}
         (result, _) = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=2)
-        realised = {what: set(found) for what, found in result["dtypes"]["realised"].items()}
-        assert realised == {
+        realized = {what: set(found) for what, found in result["dtypes"]["realized"].items()}
+        assert realized == {
             "parameters after set-up": {param},
             "gathered parameters in the forward": {compute},
             "activations": {compute},

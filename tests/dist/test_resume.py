@@ -39,8 +39,8 @@ def test_the_next_twenty_losses_are_bit_equal(
         assert after["lr"] == before["lr"]
         assert after["digest"] == before["digest"]
         stored = {"low_precision": "bf16"}.get(strategy.get("precision", "mixed"), "fp32")
-        assert set(after["realised"]["parameters after resume"]) == {stored}
-        assert set(after["realised"]["optimizer state after resume"]) == {stored}
+        assert set(after["realized"]["parameters after resume"]) == {stored}
+        assert set(after["realized"]["optimizer state after resume"]) == {stored}
     steps = sorted(folder.name for folder in (tmp_path / "cut" / "checkpoints").iterdir())
     assert steps == [f"step-{step:08d}" for step in (5, 10, 15, 20, 25)]
 

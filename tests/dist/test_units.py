@@ -113,7 +113,7 @@ def test_experts_as_units(workers: Workers, tiny_mixture: Path, engine: str, wra
     units += ["model.model.embed_tokens", "model.lm_head"]
     for result in workers.run("train_with_units", 2, folder=str(tiny_mixture), strategy=strategy):
         assert result["losses"] == pytest.approx(wanted, rel=1e-5)
-        assert result["realised"] == result["planned"] == sorted(units)
+        assert result["realized"] == result["planned"] == sorted(units)
 
 
 @engines
@@ -145,8 +145,8 @@ def test_patterns_and_classes_change_no_losses(workers: Workers, tiny_model: Pat
     named = workers.run("train_with_units", 2, **job)[0]
     assert named["losses"] == pytest.approx(auto["losses"], rel=1e-5)
     assert auto["losses"] == pytest.approx(reference_losses(str(tiny_model), steps=5), rel=1e-5)
-    assert named["realised"] == named["planned"]
-    assert len(named["realised"]) == (4 if len(wrap) == 1 else 10)
+    assert named["realized"] == named["planned"]
+    assert len(named["realized"]) == (4 if len(wrap) == 1 else 10)
 
 
 @engines
@@ -166,7 +166,7 @@ def test_experts_of_a_foreign_module_one_by_one(workers: Workers, engine: str) -
     assert found[0]["losses"] == pytest.approx(plain_losses(ExpertNet()), rel=1e-5)
     layers = ["layers.0", "layers.1"]
     experts = [f"{layer}.experts.{i}" for layer in layers for i in range(3)]
-    assert found[0]["realised"] == sorted(["", *layers, *experts])
+    assert found[0]["realized"] == sorted(["", *layers, *experts])
 
 
 @engines
@@ -192,7 +192,7 @@ def test_experts_that_only_some_ranks_call_get_their_own_gradients(workers: Work
         optimizer.zero_grad()
         wanted.append(sum(float(loss.detach()) for loss in losses))
     assert found[0]["losses"] == pytest.approx(wanted, rel=1e-5)
-    assert found[0]["realised"] == ["", "layers.0", "layers.1"]
+    assert found[0]["realized"] == ["", "layers.0", "layers.1"]
 
 
 @engines

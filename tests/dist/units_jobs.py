@@ -117,7 +117,7 @@ def train_with_units(folder: str, strategy: dict[str, Any], steps: int = 5) -> d
     return {
         "losses": losses.values,
         "planned": sorted(unit.name for unit in live.plan.units),
-        "realised": sorted(live.realised_units()),
+        "realized": sorted(live.realized_units()),
         "audit": live.audit,
     }
 
@@ -188,7 +188,7 @@ def train_expert_net(strategy: dict[str, Any], one_per_rank: bool = False) -> di
     rows = [tuple(p[rank * size : (rank + 1) * size] for p in foreign_rows(step)) for step in range(NUM_STEPS)]
     trainer.fit(ExpertNet(OneExpertBlock if one_per_rank else ExpertBlock), DataLoader(rows, batch_size=None))
     live: Any = trainer.strategy
-    return {"losses": losses.values, "realised": sorted(live.realised_units())}
+    return {"losses": losses.values, "realized": sorted(live.realized_units())}
 
 
 def wrapped_by_hand(engine: str) -> dict[str, Any]:

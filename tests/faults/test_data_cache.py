@@ -30,7 +30,7 @@ Prepare = Callable[..., None]
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """Tokenises 2,000 rows in small chunks with two workers, into the folder that is given."""
+    """Tokenizes 2,000 rows in small chunks with two workers, into the folder that is given."""
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 8000)
     monkeypatch.setattr(cache, "_ALONE", 4)
     source = tmp_path / "rows.jsonl"

@@ -153,7 +153,7 @@ def run_ours(case: Case, options: Any, config: Any, rows: list[Any], clock: Cloc
         loss={"backend": case.loss},
         lora=LORA if case.lora else None,
     )
-    module._tokenizer = _no_tokenizer()  # nothing is tokenised, and a config names none
+    module._tokenizer = _no_tokenizer()  # nothing is tokenized, and a config names none
     formula = flop_formula(module.build().model)  # type: ignore[arg-type]
     trainer = Trainer(
         accelerator="cpu" if options.dry_run else "gpu",

@@ -81,7 +81,7 @@ def train(
     data: LightningDataModule | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Losses, realised dtypes, peak memory and final state of a run; with a run folder it saves every five steps."""
+    """Losses, realized dtypes, peak memory and final state of a run; with a run folder it saves every five steps."""
     torch.manual_seed(7)
     losses, peak, state = Losses(), Peak(), State()
     callbacks: list[Callback] = [losses, peak, state]
@@ -108,7 +108,7 @@ def train(
     live: Any = trainer.strategy
     return {
         "losses": losses.values,
-        "realised": {what: set(found) for what, found in live.contract.report()["realised"].items()},
+        "realized": {what: set(found) for what, found in live.contract.report()["realized"].items()},
         "device": live.root_device.type,
         "peak_bytes": peak.num_bytes,
         "digest": state.digest,

@@ -31,8 +31,8 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path, accelerator: str, engine: st
     assert cut["losses"] == whole["losses"][:5]
     assert resumed["losses"] == whole["losses"][5:]
     assert resumed["digest"] == whole["digest"] != cut["digest"]
-    assert resumed["realised"]["parameters after resume"] == {"fp32"}
-    assert resumed["realised"]["optimizer state after resume"] == {"fp32"}
+    assert resumed["realized"]["parameters after resume"] == {"fp32"}
+    assert resumed["realized"]["optimizer state after resume"] == {"fp32"}
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])

@@ -17,7 +17,7 @@ ENGINES = ("fsdp2", "fsdp1")
 def test_fp16_with_a_loss_scale(tiny_model: Path, accelerator: str, device: str, engine: str) -> None:
     wanted = plain_losses(tiny_model, device, 6)
     found = train(tiny_model, accelerator, {"engine": engine, "precision": "fp16_mixed"}, max_steps=6)
-    assert found["realised"]["gradients"] == {"fp32"}
+    assert found["realized"]["gradients"] == {"fp32"}
     assert found["losses"] == pytest.approx(wanted, rel=5e-3)
 
 
@@ -30,7 +30,7 @@ def test_fp8_follows_bf16(tmp_path: Path, accelerator: str, device: str, engine:
     folder = save_model(tmp_path / "model", sizes)
     wanted = plain_losses(folder, device, 6)
     found = train(folder, accelerator, {"engine": engine, "precision": "fp8"}, max_steps=6)
-    assert found["realised"]["parameters after set-up"] == {"fp32"}
+    assert found["realized"]["parameters after set-up"] == {"fp32"}
     assert found["losses"] == pytest.approx(wanted, rel=0.1)
 
 

@@ -27,7 +27,7 @@ def test_dtypes_and_losses(tiny_model: Path, accelerator: str, device: str, mode
     for engine in ENGINES:
         result = train(tiny_model, accelerator, {"engine": engine, "precision": mode}, max_steps=6)
         assert result["device"] == device
-        dtypes = {what: found for what, found in result["realised"].items() if what != "reductions"}
+        dtypes = {what: found for what, found in result["realized"].items() if what != "reductions"}
         assert dtypes == {  # one rank need not reduce anything
             "parameters after set-up": {param},
             "gathered parameters in the forward": {compute},

@@ -97,4 +97,4 @@ def test_picture_has_something_in_it(study: ModuleType, tmp_path: Path) -> None:
         (length,) = struct.unpack(">I", data[at : at + 4])
         chunks += data[at + 8 : at + 8 + length] if data[at + 4 : at + 8] == b"IDAT" else b""
         at += 12 + length
-    assert len(set(zlib.decompress(chunks))) > 50  # text and lines in several colours, not one blank page
+    assert len(set(zlib.decompress(chunks))) > 50  # text and lines in several colors, not one blank page

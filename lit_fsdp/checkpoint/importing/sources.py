@@ -1,4 +1,4 @@
-"""What Lightning, Accelerate and the Transformers Trainer save, recognised by its files: weights, AdamW state, step."""
+"""What Lightning, Accelerate and the Transformers Trainer save, recognized by its files: weights, AdamW state, step."""
 
 from __future__ import annotations
 

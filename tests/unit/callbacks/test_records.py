@@ -40,7 +40,7 @@ def unit(name: str, cls: str = "Block", **changes: Any) -> dict[str, Any]:
     return {**row, "recompute": "full", **changes}
 
 
-def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixture[str]):
+def test_equal_neighbors_share_a_line_of_the_audit(capsys: pytest.CaptureFixture[str]):
     units = [unit("layers.0"), unit("layers.1"), unit("layers.2"), unit("(root)", "Net", tied=["head.weight"])]
     record = {
         "wrapped_by": "classes Block",
@@ -67,9 +67,9 @@ def test_equal_neighbours_share_a_line_of_the_audit(capsys: pytest.CaptureFixtur
 
 def test_dtypes_declared_and_found(capsys: pytest.CaptureFixture[str]):
     declared = {"param": "fp32", "compute": "bf16"}
-    print_dtypes({"mode": "mixed", "declared": declared, "realised": {"activations": {"bf16": 4, "fp32": 1}}})
+    print_dtypes({"mode": "mixed", "declared": declared, "realized": {"activations": {"bf16": 4, "fp32": 1}}})
     err = capsys.readouterr().err
-    assert "Realised dtypes; precision mixed declares param fp32, compute bf16" in err
+    assert "Realized dtypes; precision mixed declares param fp32, compute bf16" in err
     assert "│ activations │ 4 × bf16, 1 × fp32 │" in err
 
 

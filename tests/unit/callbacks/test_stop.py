@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp import signals
@@ -209,3 +210,34 @@ def test_lightnings_handlers_stay_out_under_slurm_too(
     assert (watched.seen == before) is ours
     assert environment.auto_requeue is not ours
     assert [signal.getsignal(number) for number in signals.STOPPING] == before
+
+
+class AsksToStop(Callback):
+    """A signal during the second step."""
+
+    def __init__(self, flags: SignalFlags) -> None:
+        self.flags = flags
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Before ranks vote."""
+        self.flags.terminated = trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
+@pytest.mark.parametrize("saves", [True, False])
+def test_where_lightnings_own_callback_saves_it_does_so_here_too(
+    tmp_path: Path, flags: SignalFlags, saves: bool
+) -> None:
+    theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
+    run = Trainer(
+        accelerator="cpu", devices=1, max_steps=5, logger=False, enable_checkpointing=saves,
+        callbacks=[AsksToStop(flags), StopOnSignal(flags), *theirs], enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    said = "the checkpoint is complete" if saves else "which nothing saves"
+    with pytest.raises(StopRequested, match=f"after step 2.* {said}") as caught:
+        run.fit(Watched(), torch.utils.data.DataLoader([torch.ones(1)] * 5, num_workers=0))
+    assert caught.value.is_saved == saves
+    if saves:
+        saved = torch.load(tmp_path / "theirs" / "last.ckpt", weights_only=True)
+        assert saved["global_step"] == 2

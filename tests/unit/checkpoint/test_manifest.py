@@ -1,4 +1,4 @@
-"""Manifests: what they say, and how anything else is recognised."""
+"""Manifests: what they say, and how anything else is recognized."""
 
 from __future__ import annotations
 

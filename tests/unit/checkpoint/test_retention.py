@@ -109,6 +109,14 @@ def test_retention_removes_and_names_the_best(tmp_path):
     assert run_folder.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
 
 
+def test_what_another_callback_saved_beside_them_stays(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    theirs = make(tmp_path, 1, "epoch=0-step=1.ckpt")
+    run_folder.retain(tmp_path, CheckpointConfig(keep_last=1))
+    assert {entry.path for entry in checkpoints(tmp_path)} == {theirs, step_folder(tmp_path, 3)}
+
+
 def test_a_removal_that_fails_is_a_warning_that_names_the_folder(tmp_path, monkeypatch, caplog):
     folder = make(tmp_path, 1)
     make(tmp_path, 2)

@@ -19,7 +19,7 @@ from lit_fsdp.checkpoint.state import decode, encode, read_states
 from lit_fsdp.errors import CheckpointError
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     RED = 1
 
 
@@ -145,7 +145,7 @@ def looped() -> list:
     [
         ({"callbacks": {"EarlyStopping": {"thing": object()}}}, "callbacks.EarlyStopping.thing", "builtins.object"),
         ({"a": [0, (lambda: 1)]}, "a.1", "function"),
-        ({"a": Colour.RED}, "a", "Colour"),
+        ({"a": Color.RED}, "a", "Color"),
         ({"a": Text("x")}, "a", "Text"),
         ({Text("key"): 1}, "key", "Text"),
         ({"a": {1: {2: slice(3)}}}, "a.1.2", "slice"),

@@ -74,7 +74,7 @@ def test_what_is_shown_is_what_is_trained_on(capsys: Out):
     assert record["data"]["splits"]["train"]["fingerprint"]
 
 
-def test_marks_stand_where_there_is_no_colour(capsys: Out):
+def test_marks_stand_where_there_is_no_color(capsys: Out):
     assert data("inspect", "--data.train", write("t.jsonl", chat("a\tq", "b\nc"))) == 0
     out = capsys.readouterr().out
     assert "<|im_start|>user↵\na⇥   q<|im_end|>↵\n<|im_start|>assistant↵\n⟦b↵\nc<|im_end|>⟧" in out
@@ -203,7 +203,7 @@ def test_the_split_that_fails_is_the_one_shown(capsys: Out):
         (["--split", "test"], "--split"),
         (["--plot", "nowhere/x.png"], "--plot"),
         (["--plot", "x.txt"], "--plot"),
-        (["--colour", "1"], "colour"),
+        (["--color", "1"], "color"),
         (["--print_config"], "--print_config"),
         (["--data.train", "null"], "data.train"),
     ],

@@ -137,7 +137,7 @@ def test_a_fragment_that_is_missing_here_is_offered_for_copying(tmp_path: Path, 
     assert shipped_name(Path("configs")) is None
 
 
-def test_an_installed_package_does_not_take_its_neighbours_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_installed_package_does_not_take_its_neighbors_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "configs" / "model").mkdir(parents=True)
     (tmp_path / "lit_fsdp").mkdir()
     monkeypatch.setattr("lit_fsdp.__file__", str(tmp_path / "lit_fsdp" / "__init__.py"))

@@ -209,6 +209,17 @@ def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Pat
     assert len(rows) == len(set(rows)) == 18
 
 
+def test_a_stream_begins_anew_under_a_second_trainer(tokenizer: Any, tmp_path: Path):
+    data = CausalLMDataModule(train="generated:40", global_batch_size=4, micro_batch_size=2, seed=3, streaming=True)
+    seen = []
+    for steps in (3, 2):
+        module, path = _Recorder(tokenizer), tmp_path / f"{steps}.ckpt"
+        _trainer(max_steps=steps, callbacks=[_SaveAt(1, path)]).fit(module, data)
+        seen.append(module.seen)
+        assert path.exists()
+    assert seen[1] == seen[0][:4]
+
+
 def test_validation_and_test_in_a_trainer(tokenizer: Any):
     module, _ = _fit(tokenizer, 3, val="generated:3")
     assert [rows for step, rows in module.seen if step == -1] == [[0, 1], [2]] * 2  # sanity check, and after the epoch

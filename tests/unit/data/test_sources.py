@@ -199,8 +199,24 @@ def test_files_that_are_damaged(tmp_path: Path):
             with pytest.raises(DataError) as told:
                 _read(tmp_path / name)
             assert str(told.value).startswith(str(tmp_path / name))
-    with pytest.raises(DataError, match=r"a\.csv, after row 0: cannot be read .*line 3"):
-        _read(_write(tmp_path / "a.csv", "prompt,completion\na,b\na,b,c\n"))
+    with pytest.raises(DataError, match=r"a\.csv: row 1: 3 cells for the 2 columns prompt, completion"):
+        raise _rows(_write(tmp_path / "a.csv", "prompt,completion\na,b\na,b,c\n"))[1]
+    for bad in ("a,b,c", "a"):  # in the first record too, where pandas would shift all columns
+        first, second = _rows(_write(tmp_path / "b.csv", f"prompt,completion\n{bad}\na,b\n"))
+        assert isinstance(first, DataError)
+        assert second == {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError, match=r"c\.csv: two columns of one name among a, b, a"):
+        _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
+
+
+def test_files_of_a_folder_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a.jsonl", "b.jsonl"):
+        _write(tmp_path / name, json.dumps(ROWS[0]))
+    assert len(_rows(tmp_path)) == 2
+    assert "left out" not in caplog.text
+    _write(tmp_path / "c.csv", "prompt,completion\na,b\n")
+    assert len(_rows(tmp_path)) == 2
+    assert f"1 of its files belong to no split and are left out, such as {tmp_path}/c.csv" in caplog.text
 
 
 def test_an_arrow_text_that_ends_beside_the_file(tmp_path: Path):

@@ -15,7 +15,7 @@ FEW = (
     *("llama", "gemma2", "gpt_oss", "gemma4_text", "openai-gpt", "modernbert-decoder", "diffllama"),
     *("recurrent_gemma", "falcon_mamba", "mamba2", "bamba", "nemotron_h", "qwen3_next", "deepseek_v3", "bloom"),
 )
-"""Each of these is unlike the others in what it initialises, shares, or computes attention with."""
+"""Each of these is unlike the others in what it initializes, shares, or computes attention with."""
 
 _MOST = {  # the largest value of a setting, by the names that transformers uses
     128: "vocab_size vocab_size_per_layer_input max_position_embeddings n_positions n_ctx seq_length",

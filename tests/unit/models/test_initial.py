@@ -1,4 +1,4 @@
-"""Random initialisation: as transformers does it, and the same for every order and sharding."""
+"""Random initialization: as transformers does it, and the same for every order and sharding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_padding_row_is_zero_and_ties_share_the_first_owner(tiny):
     assert torch.equal(weights.read("lm_head", model.lm_head, "weight"), embeddings)
 
 
-def test_code_that_initialises_nothing_is_refused(tiny, monkeypatch):
+def test_code_that_initializes_nothing_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, module: None)
     weights, model = _random(tiny("llama", tie_word_embeddings=False))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: the model's code"):

@@ -1,4 +1,4 @@
-"""The realised-dtype contract names the tensor that differs, and observes what the engines really do."""
+"""The realized-dtype contract names the tensor that differs, and observes what the engines really do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_parameter_of_another_dtype_is_named(contract: DtypeContract):
     text = str(caught.value)
     assert text.splitlines()[0] == "precision contract broken: parameters after set-up: b.weight is bf16"
     assert text.splitlines()[1] == "  declared: fp32 (mode mixed)"
-    assert "parameters after set-up" not in contract.report()["realised"]
+    assert "parameters after set-up" not in contract.report()["realized"]
 
 
 def test_integers_are_nobodys_business(contract: DtypeContract):
@@ -48,7 +48,7 @@ def test_integers_are_nobodys_business(contract: DtypeContract):
     assert contract.report() == {
         "mode": "mixed",
         "declared": {"param": "fp32", "compute": "bf16", "reduce": "fp32"},
-        "realised": {"parameters after set-up": {"fp32": 1}},
+        "realized": {"parameters after set-up": {"fp32": 1}},
     }
 
 
@@ -59,7 +59,7 @@ def test_gradients_and_moments_are_those_of_the_parameter(contract: DtypeContrac
     optimizer.step()
     contract.check_gradients([("w", param), ("frozen", torch.zeros(1))])
     contract.check_optimizer(optimizer, {id(param): "w"})
-    assert contract.realised == {"gradients": {"fp32": 1}, "optimizer state after the first step": {"fp32": 2}}
+    assert contract.realized == {"gradients": {"fp32": 1}, "optimizer state after the first step": {"fp32": 2}}
     optimizer.state[param]["exp_avg_sq"] = optimizer.state[param]["exp_avg_sq"].half()
     with pytest.raises(ContractError, match=r"optimizer state after resume: w\.exp_avg_sq is fp16"):
         contract.check_optimizer(optimizer, {id(param): "w"}, "after resume")
@@ -72,7 +72,7 @@ def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
         block(torch.zeros(1, 2))
     block.bfloat16()  # as the engine gathers it
     block(torch.zeros(1, 2, dtype=torch.bfloat16))
-    assert contract.realised == {"gathered parameters in the forward": {"bf16": 2}, "activations": {"bf16": 1}}
+    assert contract.realized == {"gathered parameters in the forward": {"bf16": 2}, "activations": {"bf16": 1}}
     assert contract.watching
     contract.finish_first_step()
     assert not contract.watching
@@ -92,7 +92,7 @@ def test_reductions_are_recorded_where_they_are_issued(contract: DtypeContract, 
         dist.all_reduce(torch.zeros(2))
         dist.all_reduce(torch.zeros(2, dtype=torch.int64))
     assert dist.all_reduce is collective
-    assert contract.realised == {"reductions": {"fp32": 1}}
+    assert contract.realized == {"reductions": {"fp32": 1}}
     with pytest.raises(ContractError, match="reductions: all_reduce is bf16"), contract.watch_reductions():
         dist.all_reduce(torch.zeros(2, dtype=torch.bfloat16))
     assert dist.all_reduce is collective
@@ -124,7 +124,7 @@ def test_a_warning_names_a_difference_once_and_goes_on(caplog: pytest.LogCapture
         contract.check_parameters(bad, "after set-up")
     (record,) = caplog.records
     assert record.getMessage().startswith("precision contract broken: parameters after set-up: w is bf16\n")
-    assert contract.realised == {"parameters after set-up": {"bf16": 2}}
+    assert contract.realized == {"parameters after set-up": {"bf16": 2}}
 
 
 def test_floating_buffers_are_cast_and_others_are_not() -> None:

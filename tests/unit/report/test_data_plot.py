@@ -1,4 +1,4 @@
-"""What is drawn of a split: the same numbers whether it is tokenised as a whole or streamed."""
+"""What is drawn of a split: the same numbers whether it is tokenized as a whole or streamed."""
 
 from __future__ import annotations
 

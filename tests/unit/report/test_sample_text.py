@@ -1,4 +1,4 @@
-"""Samples as text: colour or marks, nothing raw, nothing endless."""
+"""Samples as text: color or marks, nothing raw, nothing endless."""
 
 from __future__ import annotations
 
