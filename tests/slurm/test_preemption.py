@@ -17,10 +17,8 @@ from tests.slurm.conftest import ROOT, Cluster, losses
 
 pytestmark = pytest.mark.timeout(1500)
 only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
-# a name of a folder that a shell, sbatch and SLURM's file names could each take for something else
 ONE = {"num_nodes": 1, "devices": 1}
 """Where two nodes would show no more than one process does."""
-ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü [x]*?'
 
 
 def steps_logged(run_folder: Path) -> list[int]:
@@ -41,22 +39,6 @@ def check_whole(run_folder: Path) -> list[int]:
 def slow(phase: str) -> dict[str, Any]:
     """A ``slurm`` section whose command waits for 1.5 s in one phase and leaves a file when it begins."""
     return {"command": [sys.executable, str(ROOT / "tests/dist/slow_phases.py")], "env": {"SLOW_PHASE": phase}}
-
-
-def test_a_signal_saves_requeues_and_the_losses_are_those_of_a_run_without_one(cluster: Cluster):
-    """The run folder's name is odd as well; both runs go side by side."""
-    odd = {"trainer": {"default_root_dir": str(cluster.folder / ODD), "max_steps": 20}}
-    whole = cluster.recipe("whole", trainer={"max_steps": 20})
-    stopped = cluster.recipe("odd", **odd)
-    second, first = cluster.submit(stopped), cluster.submit(whole)
-    cluster.wait_for_step(ODD, 1)
-    cluster.signal(second)
-    state = cluster.wait_until(second, "COMPLETED")[0]
-    cluster.wait_until(first, "COMPLETED")
-    assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
-    assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
-    assert steps_logged(cluster.folder / ODD) == list(range(20))
-    assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
 
 
 @only_long

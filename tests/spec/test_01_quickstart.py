@@ -19,7 +19,7 @@ def test_it_learns_and_answers(reference: Path) -> None:
 
     out, _ = run("export", "--ckpt", checkpoint(reference, 6), "--out", "model", "--verify")
     assert "keys, tensors and logits are equal" in out
-    answer, _ = run("generate", "--model", "model", "--prompt", "Hello", "--max-new-tokens", "4")
+    answer, _ = run("generate", "--model", "model", "--prompt", "Hello", "--max_new_tokens", "4")
     assert answer.endswith("\n")
 
 

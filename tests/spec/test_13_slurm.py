@@ -10,6 +10,9 @@ import pytest
 from tests.slurm.conftest import Cluster, cluster, losses  # noqa: F401 (a fixture)
 from tests.spec.running import RECIPE, run
 
+# what a shell, sbatch and SLURM's file names could each take for something else
+ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü [x]*?'
+
 
 def test_render(tmp_path: Path) -> None:
     words = (
@@ -36,11 +39,14 @@ def test_render(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
-    whole, stopped = (cluster.recipe(name, trainer={"max_steps": 20}) for name in ("whole", "stopped"))
+    """With the losses of a run that was never stopped, in a folder whose name runs nothing."""
+    whole = cluster.recipe("whole", trainer={"max_steps": 20})
+    stopped = cluster.recipe("odd", trainer={"max_steps": 20, "default_root_dir": str(cluster.folder / ODD)})
     second, first = cluster.submit(stopped), cluster.submit(whole)
-    cluster.wait_for_step("stopped", 1)
+    cluster.wait_for_step(ODD, 1)
     cluster.signal(second)
     state = cluster.wait_until(second, "COMPLETED")[0]
     cluster.wait_until(first, "COMPLETED")
     assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
-    assert losses(cluster.folder / "stopped") == losses(cluster.folder / "whole")
+    assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
+    assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
