@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ _USAGE = """usage: lit-fsdp recipes VERB [options]
   show NAME                    print one
   cp NAME [DEST] [--force]     copy one to change it; default: into this folder
 """
-_TITLE = re.compile(r"# (?P<model>.+), (?P<method>[a-z-]+) fine-tune, (?P<hardware>.+)\.")
-_PARAMETERS = re.compile(r"([\d,]+) parameters")
+_TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [a-z-]+ fine-tune, (?P<hardware>.+)\.")
 
 
 def run_recipes(argv: Sequence[str]) -> int:
@@ -43,11 +42,11 @@ def _ls(argv: Sequence[str]) -> int:
     if options.configs:
         rows = [{"name": name, "what": _first_sentence(file)} for name, file in _configs().items()]
     else:
-        rows = [recipe_row(name, file) for name, file in _recipes().items()]
+        rows = sorted((recipe_row(name, file) for name, file in _recipes().items()), key=_by_model)
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
-    cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell or "-") for cell in row.values()] for row in rows]
+    cells = [[str(cell or "-") for cell in row.values()] for row in rows]
     print(columns([["config" if options.configs else "recipe", *list(rows[0])[1:]], *cells], right=("parameters",)))
     return 0
 
@@ -82,17 +81,21 @@ def _cp(argv: Sequence[str]) -> int:
     return 0
 
 
-def recipe_row(name: str, file: Path) -> dict[str, str | int | None]:
-    """What the head of a recipe says of it; its model and devices where it has no such head."""
+def recipe_row(name: str, file: Path) -> dict[str, str | None]:
+    """What the first line of a recipe says of it; its devices where it has no such line."""
     text, values = file.read_text(encoding="utf-8"), read_yaml(file)
-    title, count = _TITLE.fullmatch(text.split("\n", 1)[0]), _PARAMETERS.search(text)
+    title = _TITLE.fullmatch(text.split("\n", 1)[0])
     return {
         "name": name,
-        "model": Path(str(values["model"]["name"])).name,
-        "parameters": int(count[1].replace(",", "")) if count else None,
+        "parameters": title["parameters"] if title else None,
         "hardware": title["hardware"] if title else f"{values['trainer'].get('devices')} devices",
-        "method": title["method"] if title else None,
     }
+
+
+def _by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
+    """Families by name, then small models first."""
+    family, size = str(row["name"]).partition("-")[0], str(row["parameters"] or "0M")
+    return family, float(size[:-1]) * {"M": 1, "B": 1000}[size[-1]], str(row["name"])
 
 
 def find_shipped(name: str) -> Path:

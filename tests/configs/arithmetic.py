@@ -1,8 +1,9 @@
-"""The memory and disk arithmetic that stands at the head of each recipe, from shapes on meta."""
+"""The table of memory and disk in recipes/README.md from shapes on meta; ``python -m tests.configs.arithmetic`` writes it."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,22 @@ from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
 from lit_fsdp.parallel.units import plan_units
 
+README = Path(__file__).parents[2] / "recipes" / "README.md"
+RECIPES = sorted(README.parent.glob("*.yaml"))
+QUICKSTART_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+COLUMNS = (
+    "recipe",
+    "parameters",
+    "hardware",
+    "samples × tokens per step",
+    "tokens per forward",
+    "weights, gradients, AdamW",
+    "largest unit in use",
+    "inputs of all blocks",
+    "head's gradient and a chunk of logits",
+    "GiB per rank in all",
+    "one checkpoint",
+)
 GIB = 2**30
 STATE_BYTES = 16
 """Per parameter in the mode mixed: weight 4, gradient 4, AdamW 8."""
@@ -83,49 +100,40 @@ def total_gib(terms: Mapping[str, float]) -> float:
     return sum(gib for kind, gib in terms.items() if kind != "host")
 
 
-def head_lines(run: RunConfig, model: Any) -> list[str]:
-    """The lines that a recipe has to show, without the mark of a comment."""
-    config, params, terms = model.config, num_parameters(model), gib_per_rank(run, model)
-    assert run.world_size is not None
-    tokens = run.data.micro_batch_size * run.data.max_seq_length
-    ranks = mesh_shape(run.strategy, run.num_nodes, run.world_size)[1]
-    biggest = max(plan_units(Holder(model), run.strategy.wrap_config).units, key=lambda unit: unit.num_params)
-    kind = "block" if biggest.is_block else "embedding" if config.tie_word_embeddings else "head"
-    if "host" in terms:
-        copy = ranks * run.num_nodes // run.world_size
-        nodes = "" if copy == 1 else f" / {copy} nodes of a copy"
-        state = f"{params:,} x {STATE_BYTES} B{nodes} = {terms['host']:.2f} in host memory, none here"
-    else:
-        state = f"{params:,} x {STATE_BYTES} B / {ranks} rank{'s' * (ranks > 1)} = {terms['state']:.2f}"
-    lines = {
-        "weights, gradients, AdamW state": state,
-        "largest unit while in use": f"{kind} {biggest.num_params:,} x (2 weight + 2 gradient + 4 fp32 to reduce) B = "
+def row_of(recipe: Path) -> str:
+    """The recipe's row of the table in recipes/README.md."""
+    run = checked(recipe)
+    name = str(run.model.name)
+    model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else name)
+    params, terms = num_parameters(model), gib_per_rank(run, model)
+    title = re.fullmatch(r"# .+ fine-tune, (.+)\.", recipe.read_text(encoding="utf-8").split("\n", 1)[0])
+    samples, tokens = size_of_step(run)
+    cells = [
+        f"[{recipe.stem}]({recipe.name})",
+        f"{params:,}",
+        title[1] if title else "",
+        f"{samples} × {run.data.max_seq_length:,} = {tokens:,}",
+        f"{run.data.micro_batch_size * run.data.max_seq_length:,}",
+        f"{terms['host']:.0f} GiB of host memory per node" if "host" in terms else f"{terms['state']:.2f}",
         f"{terms['unit']:.2f}",
-    }
-    rest = "before the activations of all blocks"
-    if "inputs" in terms:
-        rest = "before what one block recomputes and what the allocator keeps"
-        lines[f"inputs of {config.num_hidden_layers} blocks"] = (
-            f"{config.num_hidden_layers} x {tokens:,} tokens x {config.hidden_size} x 2 B = {terms['inputs']:.2f}"
-        )
-    chunk = chunk_tokens(config.vocab_size, config.hidden_size)
-    lines["gradient of the head"] = (
-        f"{config.vocab_size * config.hidden_size:,} x 4 B = {terms['head']:.2f}, while the loss adds it up in fp32"
-    )
-    lines["logits of a chunk"] = (
-        f"{chunk:,} tokens x {config.vocab_size:,} x 10 B = {terms['logits']:.2f} (bf16, fp32, probabilities)"
-    )
-    lines["sum"] = f"{total_gib(terms):.1f}, {rest}"
-    plural = "s" if run.world_size > 1 else ""
-    first = (
-        f"Memory per rank in GiB, by arithmetic, not measured ({params:,} parameters, {run.world_size} rank{plural}, "
-        f"{tokens:,} tokens per forward):"
-    )
-    kept = run.checkpoint.keep_last + run.checkpoint.keep_best + 1
-    return [
-        first,
-        *(f"  {what:<34}{text}" for what, text in lines.items()),
-        f"A step has at most {size_of_step(run)[1]:,} tokens. A checkpoint takes {params:,} x {CHECKPOINT_BYTES} B = "
+        f"{terms['inputs']:.2f}" if "inputs" in terms else "all kept",
+        f"{terms['head'] + terms['logits']:.2f}",
+        f"**{total_gib(terms):.1f}**",
         f"{params * CHECKPOINT_BYTES / 1e9:.2f} GB",
-        f"(fp32 weights and AdamW's moments), and at most {kept} lie on the disk at the same time.",
     ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """The table of recipes/README.md: GiB per rank by arithmetic, for each recipe."""
+    rows = [row_of(recipe) for recipe in RECIPES]
+    return "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows]) + "\n"
+
+
+def with_table(text: str) -> str:
+    """The text of recipes/README.md with the table as the recipes give it."""
+    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)+", lambda _: table(), text)
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from tests.configs.communication_table import ROOT, lines, picked, rows
 
 README = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-TABLES = (("llama3.1-8b_full_fsdp2_8x80gb", 8), ("llama3.1-70b_full_fsdp2_64x80gb-hybrid", 32))
+TABLES = (("llama3.1-8b_full_fsdp2_8x80gb", 8), ("llama3.1-70b_full_fsdp2-hybrid_64x80gb", 32))
 
 
 @pytest.mark.parametrize(("recipe", "shard_ranks"), TABLES)

@@ -55,11 +55,11 @@ def test_the_recipes_and_fragments_that_are_promised_are_there():
         "quickstart",
         "smollm2-135m_full_fsdp2_2xcpu",
         "llama3.1-70b_full_fsdp2_32x80gb",
-        "llama3.1-70b_full_fsdp2_32x80gb-hybrid",
-        "llama3.1-70b_full_fsdp2_64xgpu",
-        "llama3.1-70b_full_fsdp2_64x80gb-hybrid",
+        "llama3.1-70b_full_fsdp2-hybrid_32x80gb",
+        "llama3.1-70b_full_fsdp2_64x80gb",
+        "llama3.1-70b_full_fsdp2-hybrid_64x80gb",
     }
-    on_one_node = {name.split("_")[0] for name in names if name.endswith(("_8x80gb", "_8xgpu"))}
+    on_one_node = {name.split("_")[0] for name in names if name.endswith(("_8x80gb", "_8x24gb"))}
     assert on_one_node == {name.split("_")[0] for name in names} - {"quickstart"}
     folders = {path.parent.name for path in FRAGMENTS}
     assert folders >= {"activation", "data", "debug", "engine", "hardware", "network", "precision", "sharding"}
@@ -93,7 +93,7 @@ def test_every_key_exists_and_every_section_builds(file: Path):
 @recipes
 def test_a_recipe_passes_every_rule(recipe: Path):
     run = _loaded(recipe).run
-    assert run.strategy.sharding == ("hybrid_shard" if recipe.stem.endswith("-hybrid") else "full_shard")
+    assert run.strategy.sharding == ("hybrid_shard" if "-hybrid_" in recipe.stem else "full_shard")
     assert run.world_size is not None
     assert run.trainer["default_root_dir"] == f"runs/{recipe.stem}"
 
@@ -108,7 +108,7 @@ def test_a_recipe_is_named_for_what_it_does(recipe: Path):
     plain = re.sub(r"[^a-z0-9.]", "", str(run.model.name).lower())
     assert model.replace("-", "") in plain
     assert method == "full"
-    assert engine == run.strategy.engine
+    assert engine == run.strategy.engine + "-hybrid" * run.strategy.sharding.startswith("hybrid")
     assert hardware.startswith(f"{run.world_size}x")
     assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
 

@@ -16,73 +16,50 @@ from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import audit, plan_units
 from tests.configs.arithmetic import (
     CHECKPOINT_BYTES,
+    QUICKSTART_MODEL,
+    README,
+    RECIPES,
     Holder,
     checked,
     chunk_tokens,
     gib_per_rank,
-    head_lines,
     meta_model,
-    size_of_step,
     total_gib,
+    with_table,
 )
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FULL = [path for path in RECIPES if path.stem != "quickstart"]
 GB = 1e9
 
-recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 full = pytest.mark.parametrize("recipe", FULL, ids=lambda path: path.stem)
-
-
-@full
-def test_the_head_of_a_recipe_shows_its_arithmetic(recipe: Path):
-    run = checked(recipe)
-    comment = [line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    expected = head_lines(run, meta_model(str(run.model.name)))
-    assert comment[1 : 1 + len(expected)] == expected
-    state = re.search(r"AdamW state +([\d,]+) x (\d+) B(?: / (\d+) [a-z ]+)? = ([\d.]+)", "\n".join(comment))
-    assert state
-    params, num_bytes, parts, gib = (float((text or "1").replace(",", "")) for text in state.groups())
-    assert params * num_bytes / parts / 2**30 == pytest.approx(gib, abs=0.005)
-
-
-def test_the_quickstart_shows_its_arithmetic():
-    recipe = ROOT / "recipes" / "quickstart.yaml"
-    run, model = checked(recipe), meta_model("HuggingFaceTB/SmolLM2-135M-Instruct")
-    params = num_parameters(model)
-    text = recipe.read_text(encoding="utf-8")
-    assert f"{params:,} parameters x 16 B / 2 ranks = {params * 16 / 2 / 2**30:.2f} GiB" in text
-    assert f"at most {size_of_step(run)[1]:,} tokens" in text
-    assert f"x 12 B = {params * 12 / GB:.2f} GB" in text
 
 
 def test_a_chunk_of_the_loss_is_as_large_as_the_arithmetic_says():
     from lit_fsdp.models.chunked_loss import chunk_rows
 
-    for recipe in RECIPES:
+    for recipe in FULL:
         config = meta_model(str(checked(recipe).model.name)).config
         assert chunk_tokens(config.vocab_size, config.hidden_size) == chunk_rows(config.vocab_size, config.hidden_size)
 
 
-@recipes
-def test_the_table_of_recipes_has_its_numbers(recipe: Path):
-    run = checked(recipe)
-    model = meta_model(str(run.model.name))
-    params, terms = num_parameters(model), gib_per_rank(run, model)
-    readme = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    row = next(line for line in readme.splitlines() if f"({recipe.name})" in line)
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    samples, tokens = size_of_step(run)
-    assert cells[1] == f"{params:,}"
-    assert cells[3:6] == [str(samples), str(run.data.max_seq_length), f"{tokens:,}"]
-    state = f"{terms['host']:.0f} GiB of host memory per node" if "host" in terms else f"{terms['state']:.2f} GiB"
-    assert cells[6].startswith(state)
-    assert cells[7] == f"{total_gib(terms):.1f} GiB"
-    assert cells[8] == f"{params * CHECKPOINT_BYTES / GB:.2f} GB"
-    if recipe in FULL:
-        first = recipe.read_text(encoding="utf-8").splitlines()[0]
-        assert first == f"# {first[2:].split(', full')[0]}, full fine-tune, {cells[2]}."
+def test_the_table_of_recipes_has_its_numbers():
+    text = README.read_text(encoding="utf-8")
+    assert text == with_table(text), "write it anew: python -m tests.configs.arithmetic"
+
+
+def test_a_recipe_is_short_and_begins_with_what_it_is():
+    for recipe in RECIPES:
+        lines = recipe.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 40, recipe.name
+        title = re.fullmatch(
+            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), full fine-tune, .+\.", lines[0]
+        )
+        assert title, recipe.name
+        name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(checked(recipe).model.name)
+        params = num_parameters(meta_model(name))
+        assert title[1] == name.rpartition("/")[2]
+        assert float(title[2]) == round(params / {"M": 1e6, "B": 1e9}[title[3]], 1)
 
 
 @full
@@ -92,9 +69,9 @@ def test_it_fits_into_the_machine_that_it_names(recipe: Path):
     terms = gib_per_rank(run, meta_model(str(run.model.name)))
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
     if run.trainer["accelerator"] == "gpu":
-        device = int(re.search(r"GPUs? of (\d+) GB", first)[1])  # type: ignore[index]
+        device = int(re.search(r"× (\d+) GB", first)[1])  # type: ignore[index]
         assert total_gib(terms) < 0.85 * device * GB / 2**30
-    host = re.search(r"and ([\d,]+) GB of host memory", first)
+    host = re.search(r"([\d,]+) GB host", first)
     assert (host is not None) == run.strategy.cpu_offload
     if host:
         assert terms["host"] < 0.75 * int(host[1].replace(",", "")) * GB / 2**30

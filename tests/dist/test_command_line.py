@@ -18,7 +18,7 @@ from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8xgpu.yaml")]
+RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")]
 SMOKE = [*RECIPE, "--config", str(ROOT / "configs/debug/smoke.yaml")]
 
 

@@ -18,7 +18,7 @@ from tests.dist.workers import ROOT, Workers
 
 ENGINES = [{"engine": "fsdp2", "precision": "fp32"}, {"engine": "fsdp1", "precision": "fp32"}]
 PLENTY = 2**40
-RECIPE = ["--config", str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml")]
+RECIPE = ["--config", str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml")]
 SMOKE = [*RECIPE, "--config", str(ROOT / "configs/debug/smoke.yaml"), "--trainer.default_root_dir", "run"]
 
 

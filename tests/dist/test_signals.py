@@ -18,7 +18,7 @@ from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
-SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8xgpu.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
+SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
 # One phase of the run made slow, so that a signal can fall into it; a script, as rank 1 is started with the same words.
 PHASES = str(ROOT / "tests/dist/slow_phases.py")
 PATIENCE = 240  # seconds for a start or an end; a busy machine needs many for the imports of two processes

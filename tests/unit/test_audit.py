@@ -17,7 +17,7 @@ from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig, WrapConfig
 from lit_fsdp.parallel.units import plan_units
 
 ROOT = Path(__file__).parents[2]
-RECIPE_70B = ROOT / "recipes" / "llama3.1-70b_full_fsdp2_64xgpu.yaml"
+RECIPE_70B = ROOT / "recipes" / "llama3.1-70b_full_fsdp2_64x80gb.yaml"
 SMALL = ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"
 _ARGS = "trainer.strategy.init_args"
 
