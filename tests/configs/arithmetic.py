@@ -1,4 +1,4 @@
-"""The table of memory and disk in recipes/README.md from shapes on meta; ``python -m tests.configs.arithmetic`` writes it."""
+"""The table of memory and disk in recipes/README.md, by shapes on meta: ``python -m tests.configs.arithmetic``."""
 
 from __future__ import annotations
 
