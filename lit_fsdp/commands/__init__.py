@@ -7,31 +7,40 @@ import sys
 
 from lit_fsdp.errors import ConfigError
 
-_TRAINER_VERBS = {
-    "fit": "train a model by a recipe",
-    "validate": "loss, perplexity and token accuracy on data.val",
-    "test": "the same on data.test",
-    "predict": "score every row of data.predict into predictions.jsonl",
+_GROUPS = {
+    "begin": {
+        "recipes": "list, show or copy the recipes and fragments that ship",
+        "convert": "a config of Accelerate, Transformers or DeepSpeed as a recipe",
+        "doctor": "look at this machine, or all nodes of a job: devices, disks, network",
+    },
+    "look before a run": {
+        "data": "see what a recipe trains on (inspect), tokenize ahead (prepare)",
+        "model": "fetch or convert a model ahead of a run (prepare)",
+        "audit": "what a recipe would do: FSDP units, mesh, dtypes, bytes per rank",
+    },
+    "run": {
+        "fit": "train a model by a recipe",
+        "validate": "loss, perplexity and token accuracy on data.val",
+        "test": "the same on data.test",
+        "predict": "score every row of data.predict into predictions.jsonl",
+        "slurm": "submit a recipe to a cluster, or print the sbatch file",
+    },
+    "use the result": {
+        "ckpt": "list the checkpoints of a run, or verify them",
+        "export": "a checkpoint as a Hugging Face folder",
+        "generate": "ask an exported model",
+    },
 }
-_OTHER_VERBS = {
-    "convert": "a configuration of Accelerate, Transformers or DeepSpeed as a recipe",
-    "audit": "what a recipe would do on so many ranks: FSDP units, mesh, dtypes, bytes per rank",
-    "data": "see what a recipe trains on (inspect), or tokenize it ahead (prepare)",
-    "model": "fetch or convert a model ahead of a run (prepare)",
-    "ckpt": "list the checkpoints of a run, or verify them",
-    "export": "a checkpoint as a Hugging Face folder",
-    "generate": "ask an exported model",
-    "doctor": "look at this machine, or all nodes of a job: versions, devices, disks, network, a trial save",
-    "recipes": "list, show or copy the recipes and fragments that ship",
-    "slurm": "submit a recipe to a cluster, or print the sbatch file",
-}
+_TRAINER_VERBS = ("fit", "validate", "test", "predict")
+_VERBS = [verb for group in _GROUPS.values() for verb in group]
 _USAGE = """usage: lit-fsdp VERB [options]
 
 {verbs}
 
-lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--ckpt_path last|best|PATH]
-  files are merged in order, later wins, flags last; --print_config shows the result, --help every key
-lit-fsdp VERB --help explains a verb; lit-fsdp recipes ls lists complete runs and fragments
+lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...]
+  files are merged in order, later wins, flags last; --print_config shows the
+  result, --help every key; --ckpt_path last|best|PATH resumes
+lit-fsdp VERB --help explains a verb
 """
 
 
@@ -42,7 +51,10 @@ def run(argv: list[str]) -> int:
         ConfigError: A verb, key or value that does not exist, or a rule that does not hold.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in {**_TRAINER_VERBS, **_OTHER_VERBS}.items())
+        lines = []
+        for title, group in _GROUPS.items():
+            lines += [f"{title}:", *(f"  {verb:<10}{text}" for verb, text in group.items())]
+        verbs = "\n".join(lines)
         print(_USAGE.format(verbs=verbs), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
@@ -55,11 +67,10 @@ def run(argv: list[str]) -> int:
         from lit_fsdp.commands.training import run_training_verb
 
         return run_training_verb(verb, rest)
-    if verb in _OTHER_VERBS:
+    if verb in _VERBS:
         return _other_verb(verb, rest)
-    known = [*_TRAINER_VERBS, *_OTHER_VERBS]
-    near = difflib.get_close_matches(verb, known, n=1) or ["fit"]
-    raise ConfigError("command line", verb, ", ".join(known), f"lit-fsdp {near[0]} ...")
+    near = difflib.get_close_matches(verb, _VERBS, n=1) or ["fit"]
+    raise ConfigError("command line", verb, ", ".join(_VERBS), f"lit-fsdp {near[0]} ...")
 
 
 def _other_verb(verb: str, argv: list[str]) -> int:

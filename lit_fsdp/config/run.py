@@ -170,7 +170,11 @@ def _has_a_model(run: RunConfig) -> None:
 def _has_data(run: RunConfig) -> None:
     split = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}.get(run.verb)
     there = split is None or "data" in run.foreign or run.data.has(split)
-    require(there, f"data.{split}", "null", f"a source of rows for {run.verb}", f"set data.{split}: rows.jsonl")
+    fix = f"""set data.{split}: rows.jsonl; or, with rows of your own, three commands:
+           lit-fsdp recipes cp NAME my.yaml       (lit-fsdp recipes ls shows the names)
+           lit-fsdp data inspect --config my.yaml --data.{split} rows.jsonl
+           lit-fsdp {run.verb} --config my.yaml --data.{split} rows.jsonl"""
+    require(there, f"data.{split}", "null", f"a source of rows for {run.verb}", fix)
 
 
 def _training_ends(run: RunConfig) -> None:
