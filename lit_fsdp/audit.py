@@ -61,8 +61,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     module = CausalLMModule(model)
     cast_parameters(module, TORCH_DTYPES[config.row.param])
     plan = plan_for(module, strategy, STRATEGY)
-    path = f"{STRATEGY}.activation_checkpointing"
-    prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile, path)
+    prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
     state = state_per_rank(module, plan, strategy, shards)
     return {
         **audit(plan, shards, recompute_by_unit(plan)),
@@ -145,7 +144,7 @@ def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ran
         own = [param for param in module.parameters() if id(param) not in seen]
         seen.update(id(param) for param in own)
         if config.engine == "fsdp1":
-            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
+            _add_flat(held, own, TORCH_DTYPES[row.compute].itemsize)
         else:
             _add_by_rows(held, own)
     size = TORCH_DTYPES[row.param].itemsize

@@ -53,7 +53,6 @@ from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.attention import check_attention
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel.activation import resolve_ops
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
@@ -326,7 +325,6 @@ class RecipeCLI(LightningCLI):
         if ours["trainer.strategy"]:
             mesh_shape(run.strategy, trainer.num_nodes, ranks, STRATEGY)
             check_device(run.strategy, strategy.root_device.type, STRATEGY)
-            resolve_ops(run.strategy.activation_config.ops, f"{STRATEGY}.activation_checkpointing.ops")
         if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
             self.resume.check(run)

@@ -147,19 +147,18 @@ class FlopMeter:
         if self._formula is None:
             return f"MFU –: FLOPs are not counted: {self._reason}"
         strategy: Any = trainer.strategy
-        chooses_ops = isinstance(strategy, EngineStrategy) and strategy.config.activation_config.ops is not None
         live = {name.replace("_fsdp_wrapped_module.", ""): module for name, module in pl_module.named_modules()}
         for name in self._formula.blocks:
             block = live.get(f"model.{name}")
-            if block is not None:  # products may be among the ops that are not kept
-                self._words[name] = "ops" if chooses_ops else recomputes(getattr(block, "module", block))
+            if block is not None:
+                self._words[name] = recomputes(getattr(block, "module", block))
         self._ranks, device, multiplies = trainer.world_size, strategy.root_device, _multiplies(trainer)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         self._peak = peak_flops(name, multiplies)
         if self._peak is None:
             return f"MFU –: no peak rate is known for {multiplies} on {name}"
         is_known = self._formula.recomputed_flops(Counter(), self._words) is not None
-        return "" if is_known else "HFU –: what is recomputed is up to the compiler or to chosen ops"
+        return "" if is_known else "HFU –: what is recomputed is up to the compiler"
 
     def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Those of ``model_tflops_per_rank``, ``mfu`` and ``hfu`` that are known; the counts are over all ranks."""

@@ -217,9 +217,8 @@ def load_tensors(
 def load_weights(module: Module, path: Path | str) -> Module:
     """Put the weights of a checkpoint into a plain module, in one process: to evaluate it, or to look at it.
 
-    Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
-    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here; with
-    ``strict_loading = False`` what the checkpoint lacks stays as it is.
+    A module that builds its layers in ``configure_model`` does so here; with ``strict_loading = False`` what the
+    checkpoint lacks stays as it is.
 
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.

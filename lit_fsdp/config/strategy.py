@@ -39,12 +39,10 @@ class WrapConfig:
     """Module class names, each instance of which is one FSDP unit."""
     patterns: list[str] | None = None
     """Module paths, each match of which is one FSDP unit; * stands for one part, as in model.layers.*.mlp; from the
-    LightningModule, or else from a transformers model in it."""
+    LightningModule, or else from a transformers model in it. Experts that are units must all be called by every rank
+    in every step."""
     min_num_params: float | None = None
     """Smallest unit in parameters: modules are grouped bottom-up until they hold this many."""
-    experts: bool = False
-    """Also make the experts of a mixture-of-experts model units of their own, inside their blocks; experts kept one
-    by one in a list must all be called by every rank in every step."""
     embedding_and_head: bool | None = None
     """Also make the input embedding and the output head units of their own unless they are tied; default: true, but
     false with min_num_params, where size decides."""
@@ -58,7 +56,7 @@ class WrapConfig:
         named, size = self.classes or self.patterns, self.min_num_params
         require(size is None or not named, "min_num_params", size, "classes and patterns, or min_num_params, not both")
         require(size is None or size >= 1, "min_num_params", size, "at least 1", "write min_num_params: 1.0e6")
-        others = named or size is not None or self.experts or self.embedding_and_head is not None
+        others = named or size is not None or self.embedding_and_head is not None
         require(not (self.manual and others), "manual", "true beside another choice", "manual alone")
         _check_patterns(self.patterns or [], "patterns")
         share = self.max_root_share
@@ -112,25 +110,19 @@ class PrecisionConfig:
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
     buffer_dtype: DtypeName | None = None
     """Dtype that floating-point buffers are cast to once; default: as the model made them."""
-    keep_norms_fp32: bool = False
-    """Normalization layers keep fp32 weights and inputs in the forward pass, as FSDP units of their own."""
     fp8_skip: list[str] | None = None
     """With fp8: linear layers, by part of their path, that stay in bf16; default: lm_head."""
 
     def __post_init__(self) -> None:
         mode = self.mode
         require(self.fp8_skip is None or mode == "fp8", "fp8_skip", f"{self.fp8_skip} with mode {mode}", "mode: fp8")
-        has_casts = mode not in ("low_precision", "fp32")
-        given = f"true with mode {mode}, which keeps all weights in {_ROWS[mode].param}"
-        require(has_casts or not self.keep_norms_fp32, "keep_norms_fp32", given, "mixed, fp16_mixed or fp8")
         allowed = {"fp32", "bf16", "fp16"} if mode == "fp32" else {"fp32", _ROWS[mode].compute}
         given, words = f"{self.reduce_dtype} with mode {mode}", " | ".join(sorted(allowed))
         require(self.reduce_dtype in (None, *allowed), "reduce_dtype", given, words, "drop reduce_dtype")
 
     def on(self, has_bf16: bool) -> PrecisionConfig:
-        """What ``auto`` is on devices with or without bf16 instructions; in fp32 norms are so anyway."""
-        norms = self.keep_norms_fp32 and has_bf16
-        return dataclasses.replace(self, mode="mixed" if has_bf16 else "fp32", keep_norms_fp32=norms)
+        """What ``auto`` is on devices with or without bf16 instructions."""
+        return dataclasses.replace(self, mode="mixed" if has_bf16 else "fp32")
 
     @property
     def row(self) -> DtypeRow:
@@ -144,22 +136,20 @@ class ActivationConfig:
     """An activation checkpointing mode and its details."""
 
     mode: ActivationMode = "none"
-    """none keeps all; full only block inputs; every_n does so in every n-th block; selective keeps chosen ops."""
+    """none keeps all; full only block inputs; every_n does so in every n-th block; selective keeps
+    matrix products and attention."""
     n: int | None = None
     """With every_n: one block in n recomputes; default 2."""
-    ops: list[str] | None = None
-    """With selective: ops whose results are kept, as aten.mm; default: matrix products and attention."""
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none)."""
     offload_activations: bool = False
     """Keep activations saved by the blocks, but not what selective keeps, in host memory until the backward pass."""
 
     def __post_init__(self) -> None:
-        for field, mode in (("n", "every_n"), ("ops", "selective"), ("memory_budget", "memory_budget")):
+        for field, mode in (("n", "every_n"), ("memory_budget", "memory_budget")):
             value = getattr(self, field)
             require(value is None or self.mode == mode, field, f"{value} with mode {self.mode}", f"mode: {mode}")
         require(self.n is None or self.n >= 1, "n", self.n, "a whole number >= 1 (1 is full)")
-        require(self.ops != [], "ops", "[]", "at least one op, or null for the default list", "write mode: full")
         budget = self.memory_budget
         fits = self.mode != "memory_budget" if budget is None else 0 <= budget <= 1
         require(fits, "memory_budget", budget, "0 to 1", "write {mode: memory_budget, memory_budget: 0.5}")
@@ -289,8 +279,7 @@ class StrategyConfig:
         found = {name: (getattr(self, name), neutral) for name, neutral in _WITHOUT_SHARDS.items()}
         if self.engine == "single":
             found["sync_each_micro_batch"] = (self.sync_each_micro_batch, True)
-        wrap = self.wrap_config
-        found["wrap.experts"], found["wrap.max_root_share"] = (wrap.experts, False), (wrap.max_root_share, None)
+        found["wrap.max_root_share"] = (self.wrap_config.max_root_share, None)
         return {
             name: f"{_word(given)} → {_word(neutral)} (engine {self.engine}: every rank holds the whole model)"
             for name, (given, neutral) in found.items()
@@ -340,8 +329,6 @@ def _check_engine(config: StrategyConfig) -> None:
         reduces = config.engine == "ddp" or precision.reduce_dtype is None
         given = f"{precision.reduce_dtype} with {engine}, which reduces nothing"
         require(reduces, "precision.reduce_dtype", given, "an engine with several ranks", "drop reduce_dtype")
-        given = f"true with {engine}, where autocast decides op by op"
-        require(not precision.keep_norms_fp32, "precision.keep_norms_fp32", given, "fsdp1 | fsdp2")
         require(not config.wrap_config.manual, "wrap", f"manual with {engine}", "fsdp1 | fsdp2", "drop wrap")
         return
     for name in ("backward_prefetch", "forward_prefetch"):
@@ -367,13 +354,8 @@ def _check_engine(config: StrategyConfig) -> None:
 
 def _check_details(config: StrategyConfig) -> None:
     precision, wrap = config.precision_config, config.wrap_config
-    inside = "experts" if wrap.experts else "keep_norms_fp32" if precision.keep_norms_fp32 else ""
-    first = "fp8" if precision.mode == "fp8" else "keep_norms_fp32" if precision.keep_norms_fp32 else ""
-    given = f"manual with precision {first}, which has to come before wrapping"
-    require(not (wrap.manual and first), "wrap", given, "auto, names or a size")
-    given = f"true with {inside}, which makes FSDP units inside blocks and breaks their graph"
-    fits = not (config.compile and config.is_sharded and inside)
-    require(fits, "compile", given, "blocks without units inside", "drop compile, or the units inside")
+    given = "manual with precision fp8, which has to come before wrapping"
+    require(not (wrap.manual and precision.mode == "fp8"), "wrap", given, "auto, names or a size")
     given = "false: parameter names, frozen parts and checkpoints of both engines rely on it"
     require(config.use_orig_params, "use_orig_params", given, "true", "drop use_orig_params")
     given = "true with sync_module_states false"

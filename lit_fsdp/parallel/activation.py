@@ -9,11 +9,10 @@ region (the compiler must see it to recompute inside its own backward), the mode
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel.units import UnitPlan
 
 BACKEND = "inductor"
@@ -30,7 +28,7 @@ BACKEND = "inductor"
 _EVERY_N_DEFAULT = 2
 # Matrix products and attention in all their kernels; which of them exist depends on the build of torch. Collectives
 # inside a block (tensor or expert parallel layers) are dear too.
-_DEFAULT_OPS = """
+_KEPT_OPS = """
 aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
 aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
 aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention
@@ -46,7 +44,6 @@ def prepare_blocks(
     blocks: Iterable[nn.Module],
     config: ActivationConfig,
     compile: bool = False,
-    path: str = "activation_checkpointing",
 ) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
 
@@ -57,13 +54,9 @@ def prepare_blocks(
     Args:
         blocks: In the order they run; none is inside another.
         config: The mode; ``memory_budget`` is for compiled blocks only.
-        compile: Compile each block with ``torch.compile``.
-        path: Where the mode stands in the recipe, for errors.
-
-    Raises:
-        ConfigError: An op in ``config.ops`` that does not exist.
+        compile: With ``torch.compile``, each block by itself.
     """
-    keep = resolve_ops(config.ops, f"{path}.ops") if config.mode == "selective" else ()
+    keep = kept_ops() if config.mode == "selective" else ()
     for index, block in enumerate(blocks):
         forward: Any = getattr(block.forward, "_original", block.forward)
         original = forward
@@ -169,50 +162,12 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
     return compile_within_budget
 
 
-def resolve_ops(names: Sequence[str] | None, path: str = "activation_checkpointing.ops") -> tuple[Op, ...]:
-    """The torch ops of names like ``aten.mm`` or ``aten.mm.default``.
-
-    Args:
-        names: ``namespace.op`` means its default overload; ``None``: matrix products, attention and collectives, as
-            far as this torch has them.
-        path: Where the list stands in the recipe, for errors.
-
-    Raises:
-        ConfigError: A name this torch does not know; names near to it are listed.
-    """
-    if names is None:
-        return tuple(op for op in map(_find, _DEFAULT_OPS) if op is not None)
-    found: dict[Op, None] = {}
-    for name in names:
-        op = _find(name)
-        if op is None:
-            near = difflib.get_close_matches(name, sorted(_registered()), n=3)
-            raise ConfigError(
-                path,
-                f"{name!r}, which torch {torch.__version__} does not know",
-                f"ops as aten.mm or aten.add.Tensor{''.join(f', {one}' for one in near)}",
-                "mend the name, or drop ops for matrix products and attention",
-            )
-        found[op] = None
-    return tuple(found)
-
-
-def _find(name: str) -> Op | None:
-    namespace, _, rest = name.partition(".")
-    packet_name, _, overload = rest.partition(".")
-    if not packet_name:
-        return None
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
-    if isinstance(packet, torch._ops.HigherOrderOperator):
-        return None if overload else packet
-    op = getattr(packet, overload or "default", None)
-    # aten.add.default exists too, but only TorchScript's strings have it
-    return op if isinstance(op, torch._ops.OpOverload) and op.name().replace("::", ".") in _registered() else None
-
-
 @functools.lru_cache
-def _registered() -> frozenset[str]:
-    return frozenset(name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
+def kept_ops() -> tuple[Op, ...]:
+    """What ``selective`` does not compute again: matrix products, attention, collectives, as far as torch has them."""
+    names = (name.split(".") for name in _KEPT_OPS)
+    found = [getattr(getattr(torch.ops, namespace), name, None) for namespace, name in names]
+    return tuple(getattr(op, "default", op) for op in found if op is not None)
 
 
 def resolve_gradient_checkpointing(
@@ -223,23 +178,18 @@ def resolve_gradient_checkpointing(
     Both at once would compute every block three times. Whoever switched it on wants to recompute: ``none`` becomes
     ``full``; any other mode of ours holds. Says so in one warning, on rank 0.
 
-    Args:
-        module: The LightningModule; flags of all modules in it are switched off in place.
-        config: The recipe's mode.
-        path: Where the mode stands, for the warning.
     """
-    flagged = [(name, m) for name, m in module.named_modules() if getattr(m, "gradient_checkpointing", False) is True]
+    flagged = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not flagged:
         return config
-    for _, child in flagged:
-        child.gradient_checkpointing = False
+    for child in flagged:
+        child.gradient_checkpointing = False  # type: ignore[assignment]
     ours = dataclasses.replace(config, mode="full") if config.mode == "none" else config
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(
-            f"gradient checkpointing is set in two places: in the model (model.gradient_checkpointing_enable() or "
-            f"its config; {len(flagged)} modules, first {flagged[0][0] or type(module).__name__!r}) and in {path} "
-            f"({config.mode}). The model's is switched off, {path} decides: {ours.mode}. Drop the model's, "
-            f"and write activation_checkpointing: {ours.mode}",
+            f"gradient checkpointing is set in two places, and {path} decides: {ours.mode}. The model's own "
+            f"(gradient_checkpointing_enable() or its config; {len(flagged)} modules) is switched off: drop it, and "
+            f"write activation_checkpointing: {ours.mode}",
             stacklevel=2,
         )
     return ours

@@ -25,7 +25,6 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
@@ -33,7 +32,7 @@ from lit_fsdp.host import free_port
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.checkpointing import Checkpoints
 from lit_fsdp.parallel.debug import write_rank
-from lit_fsdp.parallel.grads import StepGuard, build_guard
+from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
@@ -41,18 +40,14 @@ from lit_fsdp.parallel.precision import (
     apply_float8,
     cast_buffers,
     cast_inputs,
-    cast_outputs,
     cast_parameters,
     check_device,
     settle_precision,
-    without_autocast,
 )
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
-    clean_name,
     engines_already_there,
-    owners_by_unit,
     plan_for,
     tied_names,
     units_already_wrapped,
@@ -116,7 +111,6 @@ class EngineStrategy(Checkpoints):
         config: The factory's checked arguments.
     """
 
-    precision_class: Callable[[], Any]
     lightning_module: Any
     root_device: torch.device
     cluster_environment: Any
@@ -131,9 +125,10 @@ class EngineStrategy(Checkpoints):
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
-        self._plugin = self.precision_class()
-        self._plugin.guard = build_guard(config)
-        self._plugin.used_params, self._plugin.before_step = self.used_params, self._reshard
+        scale = LossScale() if config.precision_config.row.compute == "fp16" else None
+        self._plugin = GuardedSteps()
+        self._plugin.guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
+        self._plugin.before_step = self._reshard
         self._plugin.around_backward = self._averaging_alone
         self._root: nn.Module | None = None
         self._owner: Any = None
@@ -143,14 +138,10 @@ class EngineStrategy(Checkpoints):
         self._rng_before_window: dict[str, Any] | None = None
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
-        self.fp32_units: set[str] = set()
         self.contract = DtypeContract(config)
         self.checkpoint_files: dict[str, Path] = {}
         self.rank_summary: dict[str, Any] | None = None
         self.replicated: list[nn.Parameter] = []
-        self._names: dict[int, str] = {}
-        self._used: set[str] = set()
-        self._noted: dict[int, torch.Tensor] = {}
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
@@ -286,11 +277,10 @@ class EngineStrategy(Checkpoints):
         self._reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
-        self.contract.check_parameters(module.named_parameters(), "after set-up")
-        self.contract.check_buffers(module.named_buffers(), self.config.precision_config.buffer_dtype)
+        self._check_parameters("after set-up")
+        self.contract.check("buffers", module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
-            self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             self._check_optimized()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
@@ -303,7 +293,6 @@ class EngineStrategy(Checkpoints):
         others = ", ".join(engines_already_there(module) - {config.engine})
         require(not others, f"{self.path}.wrap", f"manual with units of {others}", config.engine, "change engine")
         plan = self.plan = self._prepare(module)
-        self.fp32_units = {unit.name for unit in plan.units if unit.keeps_fp32}
         self._ties = tied_names(module)
         seed = self.broadcast(torch.initial_seed())  # type: ignore[attr-defined]  # replicas would differ
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(seed)
@@ -313,16 +302,13 @@ class EngineStrategy(Checkpoints):
             for child in list(module.modules()):
                 materializer.fill(child)
         if not manual:  # torch splits dim 0, which these have not, and DDP passes over what is frozen by now
-            self.replicated = [
-                p for p in module.parameters() if not (p.dim() if config.is_sharded else p.requires_grad)
-            ]
+            params = module.parameters()
+            self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
             self._redirect_forward(module)
-            for unit, owners in owners_by_unit(module, plan).items():
-                self._note_use(unit, owners)
         if not is_ours:  # which is given token ids
-            self._cast_for_layers(module, plan)
+            self._cast_for_layers(module)
         self._broadcast_done.clear()
         self._to_device(module)
         if config.precision_config.buffer_dtype is not None:
@@ -346,7 +332,7 @@ class EngineStrategy(Checkpoints):
             folder = Path(module.trainer.default_root_dir)
             self.rank_summary = write_rank(folder, module, self._root, self.mesh, str(self.root_device))
         if self.contract.watching:
-            self.contract.watch(plan.modules, self.fp32_units)
+            self.contract.watch(plan.modules)
 
     def _prepare(self, module: Any) -> UnitPlan:
         """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
@@ -358,12 +344,14 @@ class EngineStrategy(Checkpoints):
         plan = plan_for(module, config, self.path)
         path = f"{self.path}.activation_checkpointing"
         activation = resolve_gradient_checkpointing(module, config.activation_config, path)
-        prepare_blocks(plan.blocks, activation, config.compile, path)
-        for unit in plan.units:
-            if unit.keeps_fp32:
-                cast_outputs(plan.modules[unit.name], TORCH_DTYPES[precision.row.compute])
+        prepare_blocks(plan.blocks, activation, config.compile)
         if config.engine == "fsdp2" and not module.automatic_optimization:
-            _refuse_root_parameters(owners_by_unit(module, plan).get(module, []), type(module).__name__)
+            inner = {p for unit in plan.modules.values() for p in unit.parameters()}
+            left = (n for n, p in module.named_parameters() if p.requires_grad and p.dim() and p not in inner)
+            name = next(left, "")  # the root is gathered once per step, not once per backward pass
+            given = f"False with the parameter {name}, which is in no child module that is called"
+            allowed, fix = "parameters in child modules, each with a forward of its own", "use engine ddp or single"
+            require(not name, f"{type(module).__name__}.automatic_optimization", given, allowed, fix)
         return plan
 
     def _redirect_forward(self, module: Any) -> None:
@@ -411,24 +399,15 @@ class EngineStrategy(Checkpoints):
                     dist.broadcast(tensor.data, src=0)
                     self._broadcast_done[id(tensor)] = tensor
 
-    def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
-        """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
-
-        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts. What
-        it computes with weights of its own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
-        """
-        row, units = self.config.precision_config.row, plan.modules.values()
-        if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
-            return
-        inside = {inner for unit in units for inner in unit.modules()} if row.compute != row.param else set()
-        for child in module.modules():
-            own = any(p is not None and p.dim() for p in child._parameters.values())
-            if child is not module and child not in inside and (own or is_parametrized(child)):
-                cast_inputs(child, TORCH_DTYPES[row.compute])
+    def _cast_for_layers(self, module: nn.Module) -> None:
+        """Let layers outside of units, for which no engine casts, take the batch as it comes."""
+        row = self.config.precision_config.row
+        compute = TORCH_DTYPES[row.compute]
         if row.compute != row.param:
-            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
-            for unit in units:
-                without_autocast(unit, self.root_device.type)
+            self._plugin.autocast = (self.root_device.type, compute)
+        for child in module.modules() if row.compute == row.param == "bf16" else ():
+            if child is not module and any(p is not None for p in child._parameters.values()):
+                cast_inputs(child, compute)
 
     def _take_over(self, before: EngineStrategy) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.
@@ -446,8 +425,7 @@ class EngineStrategy(Checkpoints):
                 f"{getattr(theirs, name)}, on {before.world_size} ranks",
                 "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it",
             )
-        names = ("plan", "audit", "fp32_units", "mesh", "replicated", "_root", "_ties")
-        for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
+        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_forward_redirection"):
             setattr(self, name, getattr(before, name))
         self._plugin.autocast = before._plugin.autocast
         self._owner = self.lightning_module
@@ -460,56 +438,15 @@ class EngineStrategy(Checkpoints):
         Raises:
             ContractError: One is none of them, so that training would change nothing.
         """
+        known = {id(param) for param in self.lightning_module.parameters()}
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
             for param in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(param) not in self._names:
+                if id(param) not in known:
                     raise ContractError(
                         f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
                         "sharded model\n"
                         "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
                     )
-
-    def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
-        """From now on, note which parameters of a unit, by full name, take part in a backward pass.
-
-        Args:
-            unit: Gathered when its forward begins.
-            owners: The modules, by name, whose parameters it gathers.
-        """
-
-        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
-            for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
-                if param is None or not param.requires_grad or isinstance(param, DTensor):
-                    continue
-                note = functools.partial(_add, self._used, f"{name}.{attribute}" if name else attribute)
-                if not param.is_leaf:
-                    param.register_hook(note)
-                elif self._noted.get(id(param)) is not param:
-                    self._noted[id(param)] = param
-                    param.register_post_accumulate_grad_hook(note)
-
-        getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
-
-    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
-
-        Engines put zeros there. Plain training has no gradient, and its optimizer passes such a parameter over instead
-        of decaying it.
-        """
-        if not self.config.is_sharded:
-            return [], torch.empty(0)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self._names.get(id(p), "") for p in params]
-        grads = [None if p.grad is None else _local(p.grad) for p in params]
-        has_grad = [n in self._used or (g is not None and bool(g.any())) for n, g in zip(names, grads, strict=True)]
-        self._used.difference_update(names)
-        return params, self._on_any_rank(has_grad)
-
-    def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
-        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
-        if self.world_size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found
 
     @contextmanager
     def _averaging_alone(self) -> Iterator[None]:
@@ -519,30 +456,10 @@ class EngineStrategy(Checkpoints):
         for param in alone:
             param.grad = None
         yield
-        has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
-        for param, old, has in zip(alone, before, has_grad, strict=True):
-            if has:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                dist.all_reduce(grad.div_(self.world_size))
-                param.grad = grad if old is None else old + grad
-            else:
-                param.grad = old
-
-    def _sync_buffers(self) -> None:
-        """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
-
-        Running statistics differ between ranks, which each see their own rows.
-        """
-        for child in self.lightning_module.modules() if self.world_size > 1 else ():
-            for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
-                    dist.broadcast(buffer, src=0)
-
-    def on_validation_start(self) -> None:
-        """Evaluate the model that a checkpoint would hold."""
-        self._sync_buffers()
-
-    on_test_start = on_predict_start = on_validation_start
+        for param, old in zip(alone, before, strict=True):
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad.div_(self.world_size))
+            param.grad = grad if old is None else old + grad
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -566,10 +483,10 @@ class EngineStrategy(Checkpoints):
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
         if self.contract.watching:
-            named = list(self.lightning_module.named_parameters())
-            self.contract.check_parameters(named, "after the first step")
-            self.contract.check_gradients(named)
-            self.contract.check_optimizer(optimizer, {id(p): n for n, p in named})
+            named = self.lightning_module.named_parameters()
+            grads = [(name, param.grad) for name, param in named if param.grad is not None]
+            self.contract.check("gradients", grads, self.contract.row.param)
+            self._check_parameters("after the first step", [optimizer])
             self.contract.finish_first_step()
         return result
 
@@ -587,21 +504,6 @@ class EngineStrategy(Checkpoints):
 def _sharded_by(module: Any) -> Any:
     """The strategy that has sharded a LightningModule, of whichever Trainer; ``None`` for none."""
     return getattr(module.forward, "strategy", None)
-
-
-def _refuse_root_parameters(owners: list[tuple[str, nn.Module]], name: str) -> None:
-    """Refuse weights in fsdp2's root under manual optimization: it is gathered once per step, not once per pass."""
-    for owner, attribute, param in ((n, a, p) for n, module in owners for a, p in module._parameters.items()):
-        full = f"{owner}.{attribute}" if owner else attribute
-        given = f"False with the parameter {full}, which is in no child module that is called"
-        wrong = param is not None and param.requires_grad and param.dim()
-        allowed = "parameters in child modules, each with a forward of its own"
-        fix = f"put {attribute} into a child module, or use engine ddp or single"
-        require(not wrong, f"{name}.automatic_optimization", given, allowed, fix)
-
-
-def _add(names: set[str], name: str, _: torch.Tensor) -> None:
-    names.add(name)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

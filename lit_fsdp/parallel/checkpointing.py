@@ -26,7 +26,7 @@ from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.parallel.precision import DtypeContract
+from lit_fsdp.parallel.precision import DtypeContract, moments
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class Checkpoints:
     _in_background = False
     _root: nn.Module | None
     _ties: dict[str, str]
-    _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None
     _rng_before_window: dict[str, Any] | None
 
@@ -102,7 +101,6 @@ class Checkpoints:
             self.background.wait()
             save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
-        self._sync_buffers()
         checkpoint = dict(checkpoint)
         tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
         groups = []
@@ -174,7 +172,7 @@ class Checkpoints:
                 dcp_state.set_optimizer_state_dict(owner, optimizer, found, options=partial)
             else:  # SGD without momentum has no tensors, but a learning rate
                 _restore_groups(optimizer, groups["param_groups"])
-        self._check_after_load()
+        self._check_parameters("after resume", self.optimizers)
         self._rng_after_load = read["rng"]
         return state
 
@@ -207,7 +205,7 @@ class Checkpoints:
             }
             lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
             dcp_state.set_optimizer_state_dict(owner, inner, state, options=lenient)
-        self._check_after_load()
+        self._check_parameters("after resume", self.optimizers)
         return content
 
     def check_hyperparameters(self, trainer: Any) -> None:
@@ -244,11 +242,12 @@ class Checkpoints:
             _log.warning("going on from %s instead of %s (resume.fallback)", path, first)
         return path
 
-    def _check_after_load(self) -> None:
+    def _check_parameters(self, when: str, optimizers: Sequence[Any] = ()) -> None:
         named = list(self.lightning_module.named_parameters())
-        self.contract.check_parameters(named, "after resume")
-        for optimizer in self.optimizers:
-            self.contract.check_optimizer(optimizer, {id(p): n for n, p in named}, "after resume")
+        self.contract.check(f"parameters {when}", named, self.contract.row.param)
+        for optimizer in optimizers:
+            found = moments(optimizer, {id(param): name for name, param in named})
+            self.contract.check(f"optimizer state {when}", found, self.contract.row.param)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint folder, on rank 0; a warning if that fails."""

@@ -6,7 +6,6 @@ its compute dtype. The engines cast whole units instead, so losses agree to the 
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,20 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan
-
-
-class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
-    """Guards and clips."""
 
 
 class ReplicatedStrategy(EngineStrategy, DDPStrategy):
@@ -35,8 +28,6 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
 
     Built by :func:`lit_fsdp.fsdp_strategy`.
     """
-
-    precision_class = _Precision
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -71,10 +62,8 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
         # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-        options: dict[str, Any] = {buffers: False, "find_unused_parameters": self.config.find_unused_parameters}
-        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, **options)
+        finds = self.config.find_unused_parameters
+        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=finds)
         # not the function itself: DDP compares its annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped

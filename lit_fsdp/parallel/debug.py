@@ -26,13 +26,6 @@ from lit_fsdp.redaction import redact_values
 def write_rank(run_folder: Path, module: nn.Module, root: nn.Module, mesh: DeviceMesh, device: str) -> dict[str, Any]:
     """Write this rank's file, and let SIGUSR2 write its stacks.
 
-    Args:
-        run_folder: ``debug/`` is made in it.
-        module: Sharded.
-        root: What the engine made of it.
-        mesh: Replicas and shards.
-        device: Of this rank.
-
     Returns:
         Where this rank is and how much it holds, without the single parameters.
     """

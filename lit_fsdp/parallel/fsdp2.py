@@ -9,21 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan, last_unit
-
-
-class _Precision(GuardedSteps, Precision):  # type: ignore[misc]  # Lightning types the optimizer otherwise
-    """Casts nothing (the engine does); guards and clips over shards."""
 
 
 class _Root(nn.Module):
@@ -42,8 +36,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     Built by :func:`lit_fsdp.fsdp_strategy`.
     """
-
-    precision_class = _Precision
 
     def _start_process_group(self) -> None:
         ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh
@@ -85,14 +77,12 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         options = {**self.unit_options(), "ignored_params": set(self.replicated)}
-        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
-        norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
         for unit in plan.units[:-1]:
             child = plan.modules[unit.name]
             if isinstance(child, FSDPModule):  # wrap: manual
                 continue
             self._broadcast(child)
-            fully_shard(child, **{**options, "mp_policy": norms} if unit.name in self.fp32_units else options)
+            fully_shard(child, **options)
         self._broadcast(module)
         root: Any = _Root(module)
         policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.config.strategy import NonFinite, StrategyConfig
-from lit_fsdp.errors import ConfigError, NonFiniteGradientError
+from lit_fsdp.config.strategy import NonFinite
+from lit_fsdp.errors import NonFiniteGradientError
 
 _log = logging.getLogger(__name__)
 
@@ -115,14 +116,10 @@ class StepGuard:
             self.loss_scale.good_steps = int(state["good_steps"])
 
 
-def build_guard(config: StrategyConfig) -> StepGuard:
-    """The guard that a strategy's arguments ask for."""
-    is_fp16 = config.precision_config.row.compute == "fp16"
-    return StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, LossScale() if is_fp16 else None)
+class GuardedSteps(Precision):
+    """Lightning's precision plugin of all engines: scale, unscale, clip over shards, step only on finite gradients.
 
-
-class GuardedSteps:
-    """A mixin for Lightning's precision plugins: scale, unscale, clip over shards, and step only on finite gradients.
+    It casts nothing: that is the engines' business.
 
     ``shard_group`` are the ranks that together hold one copy of the gradients (``None``: each holds all of it);
     ``has_copies`` says that there are several copies, which must decide alike.
@@ -136,11 +133,7 @@ class GuardedSteps:
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
-    used_params: Callable[[Any], tuple[list[torch.Tensor], torch.Tensor]] = staticmethod(
-        lambda optimizer: ([], torch.empty(0))
-    )
-    """Asked once all gradients of an optimizer step are there: parameters, and which of them any rank has used."""
+    """What the strategy does with each backward pass; it puts its own in place, as of the next."""
     before_step: Callable[[], None] = staticmethod(lambda: None)
     """The last thing before parameters change."""
     _own_loss: torch.Tensor | float = 0.0
@@ -152,38 +145,28 @@ class GuardedSteps:
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass, before ``on_after_backward`` looks at gradients."""
         with self.around_backward():
-            super().backward(*args, **kwargs)  # type: ignore[misc]
+            super().backward(*args, **kwargs)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """The loss that is differentiated: times the loss scale of fp16."""
-        tensor = super().pre_backward(tensor, module)  # type: ignore[misc]
+        tensor = super().pre_backward(tensor, module)
         self._own_loss = self._own_loss + tensor.detach()  # read only when something went wrong
         return tensor if self.guard.loss_scale is None else tensor * self.guard.loss_scale.value
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank.
 
-        Raises:
-            ConfigError: An optimizer that calls the closure itself (L-BFGS).
+        An optimizer must step once per backward pass: L-BFGS, which calls the closure itself, does not work.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
-        params, used = self.used_params(optimizer)
         if self.guard.loss_scale is not None and (local := local_tensors(_grads(optimizer))):
             torch._foreach_mul_(local, 1.0 / self.guard.loss_scale.value)
         self.last_grad_norm = None
-        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        self._after_closure(model, optimizer)
         if self.last_grad_norm is None:
             self._measure(optimizer)
-        norm = self._agreed_norm()
-        norm_and_used = torch.cat(
-            [norm.view(1), used.to(norm)]
-        ).tolist()  # the one time that a step waits for the device
-        for param, is_used in zip(params, norm_and_used[1:], strict=True):
-            if not is_used:
-                param.grad = None
-        allowed = self.guard.allows(norm_and_used[0], self._ranks_without_finite_loss)
+        norm = self._agreed_norm().item()  # the one time that a step waits for the device
+        allowed = self.guard.allows(norm, self._ranks_without_finite_loss)
         self._own_loss = 0.0
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lit_fsdp.host import return_freed_memory
 from lit_fsdp.parallel.units import tied_names
@@ -76,26 +77,11 @@ class Materializer:
             return nn.Parameter(data.clone() if data.storage_offset() else data, param.requires_grad)
         filled: Any = torch.empty_like(param, device=self.device)
         local = filled.to_local()
-        rows = local_rows(param)
+        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         self._read_bytes += local.nbytes
         if local.numel():
-            local.copy_(self.read(name, module, attribute, rows))
+            local.copy_(self.read(name, module, attribute, slice(offset[0], offset[0] + shape[0])))
         return nn.Parameter(filled, param.requires_grad)
-
-
-def local_rows(param: DTensor) -> slice | None:
-    """The rows (dim 0) of the full tensor that this rank holds; ``None`` for all of them.
-
-    ``fully_shard`` splits dim 0 into equal chunks of ``ceil(rows / ranks)``; the last chunks may be short or empty.
-    """
-    for axis, placement in enumerate(param.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0
-            ranks, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)
-            chunk = -(-param.shape[0] // ranks)
-            start = min(rank * chunk, param.shape[0])
-            return slice(start, min(start + chunk, param.shape[0]))
-    return None
 
 
 def reset_parameters_reader(seed: int) -> Reader:

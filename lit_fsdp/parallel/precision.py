@@ -49,12 +49,8 @@ def has_bf16(device_type: str) -> bool:
 def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[[bool], bool]) -> StrategyConfig:
     """Decide what ``precision: auto`` is, alike on all ranks, whose machines may differ, and say so on rank 0.
 
-    Any other mode stays, with a warning where a CPU has to emulate its bf16.
-
-    Args:
-        config: The factory's arguments.
-        device_type: ``cpu`` or ``cuda``.
-        on_all: Whether something holds on all ranks; collective.
+    Any other mode stays, with a warning where a CPU has to emulate its bf16. ``on_all`` tells, as a collective, whether
+    something holds on all ranks.
     """
     given, own = config.precision_config, has_bf16(device_type)
     everywhere = on_all(own)
@@ -74,12 +70,7 @@ def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[
 
 
 def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
-    """Refuse what this kind of device cannot do.
-
-    Args:
-        config: The factory's arguments.
-        device_type: ``cpu`` or ``cuda``.
-        path: Where the strategy's arguments stand in the recipe.
+    """Refuse what this kind of device (``cpu`` or ``cuda``) cannot do.
 
     Raises:
         ConfigError: FSDP1's CPU offload or NCCL without an accelerator, fp8 without a GPU that multiplies in it or
@@ -133,56 +124,14 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     )
 
 
-def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast every floating-point tensor that ``module.forward`` returns, in plain containers and model outputs."""
-    module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
-
-
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, values)
 
 
-def without_autocast(module: nn.Module, device_type: str) -> None:
-    """Let ``module.forward`` choose its dtypes by its weights alone, whatever autocast is on around it."""
-    entered: list[Any] = []
-
-    def enter(_module: nn.Module, _args: Any) -> None:
-        entered.append(torch.autocast(device_type, enabled=False))
-        entered[-1].__enter__()
-
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def fp32_norms(model: nn.Module, config: StrategyConfig) -> list[nn.Module]:
-    """Norms with weights that stay fp32: all that the recipe asks for, and batch norms, where torch mixes no dtypes."""
-    precision = config.precision_config
-    mixes = config.is_sharded and not config.wrap_config.manual and precision.row.compute != precision.row.param
-    return [
-        m
-        for m in model.modules()
-        if "norm" in type(m).__name__.lower()
-        and any(p is not None for p in m._parameters.values())
-        and not list(m.children())
-        if precision.keep_norms_fp32 or (mixes and isinstance(m, nn.modules.batchnorm._BatchNorm))
-    ]
-
-
-def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str, emulate: bool = False) -> list[str]:
+def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:
     """Replace the model's linear layers by torchao's float8 ones in place, before it is sharded.
 
-    Args:
-        model: On meta or not; parameters are kept as they are.
-        skip: Parts of paths of layers to leave alone; default: the output head.
-        path: Of ``precision`` in the recipe.
-        emulate: Compute with casts instead of fp8 kernels, on any device, for tests.
-
-    Returns:
-        Paths of the layers replaced.
+    ``skip`` are parts of paths of layers to leave alone, by default the output head.
 
     Raises:
         ConfigError: Nothing is left to replace.
@@ -198,22 +147,16 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str, emulat
     allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
     fix = "set precision: mixed, or shorten fp8_skip"
     require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed, fix)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import convert_to_float8_training
 
-    config = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _module, name: name in names)
-    return sorted(names)
+    convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
 
 
 # -- the contract
 
 
 class DtypeContract:
-    """Compares declared and realized dtypes, and keeps both for ``dtypes.json``.
-
-    Args:
-        config: The factory's arguments, with a precision mode that promises a row of dtypes.
-    """
+    """Compares declared and realized dtypes, and keeps both for ``dtypes.json``."""
 
     def __init__(self, config: StrategyConfig) -> None:
         self.row, self.mode = config.precision_config.row, config.precision_config.mode
@@ -221,57 +164,56 @@ class DtypeContract:
         self.is_error = config.contract != "warn"
         """Whether a difference ends the run; else it is said once per kind."""
         self.realized: dict[str, dict[str, int]] = {}
+        self.watching = True
+        """Whether the first optimizer step is still to come."""
         self._warned: set[str] = set()
         self._handles: list[Any] = []
-        self._first_step_done = False
 
-    def check_parameters(self, named: Iterable[tuple[str, torch.Tensor]], when: str) -> None:
-        """Parameters at rest, e.g. ``when="after set-up"``; raises ContractError naming the first that differs."""
-        self._compare(f"parameters {when}", {n: p.dtype for n, p in named if p.is_floating_point()}, self.row.param)
-
-    def check_buffers(self, named: Iterable[tuple[str, torch.Tensor]], declared: str | None) -> None:
-        """Floating-point buffers against the dtype declared for them; ``None`` declares nothing, and they are noted."""
-        floating = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
-        if declared is None:
-            self._note("buffers", floating)
-        else:
-            self._compare("buffers", floating, declared)
-
-    def check_gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Gradients as the optimizer is about to see them: the dtype of their parameters."""
-        self._compare("gradients", {n: p.grad.dtype for n, p in named if p.grad is not None}, self.row.param)
-
-    def check_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], when: str = "after the first step"
-    ) -> None:
-        """Floating-point moments of the optimizer, except its 0-dim step counters.
+    def check(self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None) -> None:
+        """Count the dtypes of these floating-point tensors, and compare each with the one declared for them.
 
         Args:
-            optimizer: Its ``state`` is read; one without state yet is not compared.
-            names: Parameter names by ``id``.
-            when: For messages and for the key in ``dtypes.json``.
-        """
-        found = {
-            f"{names.get(id(param), '?')}.{key}": value.dtype
-            for param, state in optimizer.state.items()
-            for key, value in state.items()
-            if torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0
-        }
-        self._compare(f"optimizer state {when}", found, self.row.param)
+            what: Key in ``dtypes.json``, as ``parameters after set-up``.
+            named: Tensors by name.
+            declared: Short name of a dtype; ``None`` declares nothing.
 
-    def watch(self, units: Mapping[str, nn.Module], fp32_units: Iterable[str] = ()) -> None:
-        """Record, in the next forward passes, the dtype of gathered parameters and of the outputs of these units.
-
-        Args:
-            units: By name; units may lie inside others, whose parameters they are not.
-            fp32_units: Those that are gathered in fp32 whatever the mode says.
+        Raises:
+            ContractError: A tensor has another one, and differences are errors; names the first.
         """
+        found = [(name, dtype_name(tensor.dtype)) for name, tensor in named if tensor.is_floating_point()]
+        wrong = next((f"{name} is {dtype}" for name, dtype in found if declared not in (None, dtype)), "")
+        if wrong and (self.is_error or what not in self._warned):
+            text = (
+                f"precision contract broken: {what}: {wrong}\n"
+                f"  declared: {declared} (mode {self.mode})\n"
+                "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), choose the "
+                "precision mode that says so, or set contract: warn"
+            )
+            if self.is_error:
+                raise ContractError(text)
+            self._warned.add(what)
+            _log.warning("%s", text)
+        if found:
+            self.realized[what] = dict(Counter(self.realized.get(what, {})) + Counter(dtype for _, dtype in found))
+
+    def watch(self, units: Mapping[str, nn.Module]) -> None:
+        """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""
         for name, module in units.items():
-            if any(p.is_floating_point() for p in module.parameters()):  # after the gather, and before it is freed
-                inner = tuple(f"{other.removeprefix(f'{name}.')}." for other in units if other.startswith(f"{name}."))
-                dtype = "fp32" if name in fp32_units else self._gathered
-                self._handles.append(module.register_forward_pre_hook(self._gathered_hook(name, inner, dtype)))
-                self._handles.append(module.register_forward_hook(self._output_hook(name), prepend=True))
+            inner = tuple(f"{other.removeprefix(f'{name}.')}." for other in units if other.startswith(f"{name}."))
+
+            def before(module: nn.Module, args: Any, name: str = name, inner: tuple[str, ...] = inner) -> None:
+                named = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters())
+                own = [(f"{name}.{n}", p) for n, p in named if p.dim() and not n.startswith(inner)]
+                self.check("gathered parameters in the forward", own, self._gathered)
+
+            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                tensors = [
+                    (f"output {i} of {name}", t) for i, t in enumerate(tree_leaves(output)) if torch.is_tensor(t)
+                ]
+                self.check("activations", tensors, None)  # a block may keep its residual stream in another dtype
+
+            self._handles.append(module.register_forward_pre_hook(before))  # after the gather
+            self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def watch_autocast(self, model: nn.Module) -> None:
         """Compare, in the next forward passes, what linear layers return under autocast with the compute dtype."""
@@ -279,28 +221,25 @@ class DtypeContract:
         def hook(module: Any, args: Any, output: torch.Tensor) -> None:
             is_step = torch.is_autocast_enabled(output.device.type)  # a call outside of any step is not
             if is_step and output.shape[-1] == module.out_features:  # a head may return the loss of its rows instead
-                self._compare("linear layers under autocast", {type(module).__name__: output.dtype}, self.row.compute)
+                self.check("linear layers under autocast", [(type(module).__name__, output)], self.row.compute)
 
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         self._handles.extend(module.register_forward_hook(hook, prepend=True) for module in linears)
 
     @contextlib.contextmanager
     def watch_reductions(self) -> Iterator[None]:
-        """Record the dtype of every floating-point reduction the engine issues inside this context.
+        """Compare, until the first step, the dtype of every floating-point reduction issued inside this context.
 
         The collectives of ``torch.distributed`` are looked up there at call time by both engines.
         """
-        if self._first_step_done:
-            yield
-            return
-        seen: dict[str, torch.dtype] = {}
-        originals = {name: getattr(dist, name) for name in _REDUCTIONS if hasattr(dist, name)}
+        seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        originals = {name: getattr(dist, name) for name in _REDUCTIONS if self.watching and hasattr(dist, name)}
 
         def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 tensor = kwargs.get("tensor", kwargs.get("output", args[0] if args else None))
-                if torch.is_tensor(tensor) and tensor.is_floating_point():
-                    seen[name if seen.get(name, tensor.dtype) == tensor.dtype else f"{name} again"] = tensor.dtype
+                if torch.is_tensor(tensor):
+                    seen[name, tensor.dtype] = torch.empty(0, dtype=tensor.dtype)
                 return original(*args, **kwargs)
 
             return call
@@ -312,58 +251,24 @@ class DtypeContract:
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
-        self._compare("reductions", seen, self.row.reduce)
-
-    @property
-    def watching(self) -> bool:
-        """Whether the first optimizer step is still to come."""
-        return not self._first_step_done
+        self.check("reductions", [(name, like) for (name, _), like in seen.items()], self.row.reduce)
 
     def finish_first_step(self) -> None:
-        """Stop recording: hooks are removed, later steps cost nothing."""
+        """Stop looking: hooks are removed, later steps cost nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._first_step_done = True
+        self.watching = False
 
     def report(self) -> dict[str, Any]:
         """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""
         declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
         return {"mode": self.mode, "declared": declared, "realized": self.realized}
 
-    def _gathered_hook(self, name: str, inner: tuple[str, ...], dtype: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters()]
-            own = [(n, p) for n, p in named if p.is_floating_point() and p.dim() and not n.startswith(inner)]
-            self._compare("gathered parameters in the forward", {f"{name}.{n}": p.dtype for n, p in own}, dtype)
 
-        return hook
-
-    def _output_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point()]
-            outputs = {f"output {i} of {name}": tensor.dtype for i, tensor in enumerate(tensors)}
-            self._note("activations", outputs)  # a block may well keep its residual stream in another dtype
-
-        return hook
-
-    def _note(self, what: str, found: Mapping[str, torch.dtype]) -> None:
-        counts = Counter(self.realized.get(what, {}))
-        counts.update(dtype_name(dtype) for dtype in found.values())
-        if found:
-            self.realized[what] = dict(counts)
-
-    def _compare(self, what: str, found: Mapping[str, torch.dtype], declared: str) -> None:
-        name = next((name for name, dtype in found.items() if dtype_name(dtype) != declared), None)
-        if name is not None and (self.is_error or what not in self._warned):
-            text = (
-                f"precision contract broken: {what}: {name} is {dtype_name(found[name])}\n"
-                f"  declared: {declared} (mode {self.mode})\n"
-                "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), choose the "
-                "precision mode that says so, or set contract: warn"
-            )
-            if self.is_error:
-                raise ContractError(text)
-            self._warned.add(what)
-            _log.warning("%s", text)
-        self._note(what, found)
+def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an optimizer's state by name, without 0-dim step counters; ``names`` of parameters by ``id``."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.dim():
+                yield f"{names.get(id(param), '?')}.{key}", value

@@ -8,8 +8,9 @@ meta tensors and changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.parallel.precision import fp32_norms
 
 _LARGE_ROOT = 10_000_000
 """Parameters that are too many to be left in the root by a choice that nobody made by name."""
@@ -27,6 +27,7 @@ _SMALL_LIST = 0.1
 """A list that holds less than this share of what the largest one holds is not worth a gather per member."""
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WRAPPER = "_fsdp_wrapped_module"
+_NO_MATCH = "which matches no module with parameters and a forward"
 # Their forward reads the weights of modules inside them without calling these, so that no hook would gather them.
 _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -48,8 +49,6 @@ class Unit:
     """Names under which a weight of this unit appears again."""
     is_block: bool = False
     """Whether activation checkpointing applies to it."""
-    keeps_fp32: bool = False
-    """Whether it is gathered in fp32 whatever the precision mode says."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class UnitPlan:
 
     units: tuple[Unit, ...]
     source: str
-    """What decided: the model's FSDP plan, no-split classes or module lists; classes, patterns, a size; manual."""
+    """What decided: the model's no-split classes or module lists; classes, patterns, a size; manual."""
     num_params: int
     modules: dict[str, nn.Module] = field(repr=False, default_factory=dict)
     """The modules of all units but the root, by name."""
@@ -76,53 +75,44 @@ class UnitPlan:
 def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     """The units that the factory's arguments give this module.
 
-    Args:
-        module: The LightningModule.
-        config: The factory's arguments.
-        path: Where they stand in the recipe, for errors.
-
     Raises:
         ConfigError: As :func:`plan_units`; units inside blocks that are to be compiled, whose hooks break the graph.
     """
     wrap = config.wrap_config
     if not config.is_sharded:  # units only say what is recomputed and compiled
-        wrap = dataclasses.replace(wrap, max_root_share=1.0, experts=False)
-    plan = plan_units(module, wrap, f"{path}.wrap", fp32_norms(module, config))
+        wrap = dataclasses.replace(wrap, max_root_share=1.0)
+    plan = plan_units(module, wrap, f"{path}.wrap")
     if config.compile and config.is_sharded:
         inside = {inner for block in plan.blocks for inner in block.modules() if inner is not block}
-        names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside and not unit.keeps_fp32]
+        names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside]
         given = f"true with {len(names)} FSDP units inside blocks ({', '.join(names[:1])}, …), made by {plan.source}"
         fix = "drop compile, or set wrap: auto"
         require(not names, f"{path}.compile", given, "blocks without units inside", fix)
     return plan
 
 
-def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Sequence[nn.Module] = ()) -> UnitPlan:
+def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPlan:
     """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
     A module that holds a weight which is also used outside of it is never a unit of its own: tied weights stay in the
     unit that encloses all their users.
 
-    Args:
-        model: The LightningModule (or any module) about to be sharded.
-        wrap: The recipe's choice.
-        path: Where the choice stands in the recipe, for errors.
-        fp32: Modules that become units of their own, gathered in fp32.
-
     Raises:
-        ConfigError: A class or pattern that matches no module (what exists is listed), experts or wrapped modules
-            that are not there, nothing to wrap, or more than ``max_root_share`` of the parameters left in the root.
+        ConfigError: A class or pattern that matches no module (what exists is listed), wrapped modules that are not
+            there, or more than ``max_root_share`` of the parameters left in the root.
     """
     ends = embeddings_and_heads(model)
     if wrap.manual:
-        live = list(read_live_units(model, path).values())
-        plan = _count(model, live, _outermost(model, live, ends), "manual", ())
+        live = list(units_already_wrapped(model).values())
+        fix = "wrap the blocks in configure_model, by fully_shard (fsdp2) or FullyShardedDataParallel (fsdp1)"
+        require(live, path, "manual, but nothing in the model is wrapped", "a module that wraps its parts", fix)
+        plan = _count(model, live, _outermost(model, live, ends), "manual")
     else:
         chosen, recomputed, source = _choose(model, wrap, ends, path)
-        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model), *fp32]) if m is not model]
+        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model)]) if m is not model]
         shares = _shares_outside(model, [*chosen, *recomputed])
         blocks = _outermost(model, [m for m in recomputed if not shares[m]], ends)
-        plan = _count(model, [m for m in chosen if not shares[m]], blocks, source, fp32)
+        plan = _count(model, [m for m in chosen if not shares[m]], blocks, source)
         kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
         plan = dataclasses.replace(plan, kept_together=kept)
     _check_root(model, plan, wrap, path)
@@ -166,19 +156,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return again
 
 
-def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
-    """For each unit, ``model`` as the root among them, the modules by name whose own parameters it gathers."""
-    units = set(plan.modules.values())
-    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
-    unit_of: dict[nn.Module, nn.Module] = {}
-    for name, module in model.named_modules():  # parents first
-        unit = module if module is model or module in units else unit_of[module]
-        unit_of.update((child, unit) for child in module.children() if child not in unit_of)
-        if any(p is not None for p in module._parameters.values()):
-            found.setdefault(unit, []).append((clean_name(name), module))
-    return found
-
-
 def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
     """The unit that is called last, as far as the module tree tells; ``None`` without units.
 
@@ -189,14 +166,12 @@ def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
     return next((m for m in reversed(list(model.modules())) if m in units and m not in inside), None)
 
 
-def _count(
-    model: nn.Module, chosen: Iterable[nn.Module], blocks: list[nn.Module], source: str, fp32: Sequence[nn.Module]
-) -> UnitPlan:
+def _count(model: nn.Module, chosen: Iterable[nn.Module], blocks: list[nn.Module], source: str) -> UnitPlan:
     """The plan for modules that are chosen, and the blocks among, inside or around them."""
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    is_block, keeps_fp32, whole = set(blocks), set(fp32), unsharded_numels(model)
+    is_block, whole = set(blocks), unsharded_numels(model)
     ties: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(param), []).append(clean_name(name))
@@ -214,7 +189,6 @@ def _count(
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
                 is_block=module in is_block,
-                keeps_fp32=module in keeps_fp32,
             )
         )
     total = sum(unit.num_params for unit in units)
@@ -267,7 +241,7 @@ def _choose(
     model: nn.Module, wrap: WrapConfig, ends: list[nn.Module], path: str
 ) -> tuple[list[nn.Module], list[nn.Module], str]:
     """Modules that shall be units, those that shall be recomputed, and who said so."""
-    found, others, own_source = find_units(model, path)
+    found, others, own_source = find_units(model)
     named: list[nn.Module] = []
     sources: list[str] = []
     if wrap.classes is not None:
@@ -286,10 +260,7 @@ def _choose(
     chosen = [*named, *([] if sources else [*found, *others])]
     has_ends = wrap.min_num_params is None if wrap.embedding_and_head is None else wrap.embedding_and_head
     chosen = [*(m for m in chosen if m not in set(ends)), *(ends if has_ends else set(ends).intersection(named))]
-    if wrap.experts:
-        chosen += expert_modules(model, f"{path}.experts")
-    words = [*(sources or [own_source]), *(["experts"] if wrap.experts else [])]
-    return chosen, recomputed, ", ".join(words)
+    return chosen, recomputed, ", ".join(sources) or own_source
 
 
 def _manual_parts(model: nn.Module) -> list[nn.Module]:
@@ -324,9 +295,9 @@ def modules_of_classes(model: nn.Module, classes: Iterable[str], path: str) -> l
     allowed = f"classes in this model: {class_list(model)}"
     found: list[nn.Module] = []
     for name in classes:
-        matches = [m for m in model.modules() if type(m).__name__ == name]
-        require(matches, path, f"{name!r}, which matches no module", allowed, "name one of these, or set wrap: auto")
-        found += _usable(matches, name, path, allowed)
+        matches = [m for m in model.modules() if type(m).__name__ == name and can_be_unit(m)]
+        require(matches, path, f"{name!r}, {_NO_MATCH}", allowed, "name one of these, or set wrap: auto")
+        found += matches
     return found
 
 
@@ -334,61 +305,30 @@ def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) ->
     """Every module at one of these paths, in which ``*`` stands for one part.
 
     A path starts at ``model`` (the LightningModule) or, where nothing is found from there, at a transformers model
-    inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``. Where a last ``*`` finds
-    no parameters because the module above packs them into weights of its own, as transformers packs experts, that
-    module is meant.
+    inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``.
 
     Raises:
-        ConfigError: A pattern that matches nothing; the part of it that does match is named, with what is below it.
+        ConfigError: A pattern that matches no module; the paths that do exist are listed.
     """
     found: list[nn.Module] = []
     for pattern in patterns:
-        parts = pattern.split(".")
-        reached = [_follow(start, parts) for start in dict.fromkeys([model, *_transformers_models(model)])]
-        levels = next((one for one in reached if len(one) > len(parts)), None) or max(
-            [*reached[1:], reached[0]], key=len
-        )
-        if len(levels) <= len(parts):
-            matched, below = ".".join(parts[: len(levels) - 1]), sorted({n for m in levels[-1] for n in m._modules})
-            names = {module: name for name, module in model.named_modules()}
-            where = (
-                f"{matched} matches {len(levels[-1])} ({names[levels[-1][0]]}, …)"
-                if matched
-                else "at the top of the model"
-            )
-            raise ConfigError(
-                path,
-                f"{pattern!r}, which matches no module",
-                f"{where}; below it: {', '.join(below) or 'nothing'}",
-                "mend the path; * stands for exactly one part",
-            )
-        is_packed = parts[-1] == "*" and not any(True for m in levels[-1] for _ in m.parameters())
-        packed = [m for m in levels[-2] if m._parameters and can_be_unit(m)] if is_packed else []
-        allowed = "paths of modules that hold parameters and have a forward"
-        found += packed or _usable(levels[-1], pattern, path, allowed)
+        starts = [model, *_transformers_models(model)]
+        matches = next((matches for start in starts if (matches := _at(start, pattern))), [])
+        names = (name for name, m in model.named_modules() if name and can_be_unit(m))
+        known = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)
+        allowed = f"paths in this model: {', '.join(known)}"
+        require(matches, path, f"{pattern!r}, {_NO_MATCH}", allowed, "mend the path; * stands for exactly one part")
+        found += matches
     return found
 
 
-def _follow(start: nn.Module, parts: list[str]) -> list[list[nn.Module]]:
-    """Modules reached after 0, 1, 2, … parts of a path, as far as it matches."""
-    levels = [[start]]
-    for part in parts:
-        children = [item for module in levels[-1] for item in module._modules.items()]
-        below = dict.fromkeys(child for name, child in children if child is not None and fnmatchcase(name, part))
-        if not below:
-            break
-        levels.append(list(below))
-    return levels
-
-
-def _usable(matches: list[nn.Module], name: str, path: str, allowed: str) -> list[nn.Module]:
-    """Those with parameters; a list among them is refused, as is a match without any parameter."""
-    holding = [m for m in matches if any(True for _ in m.parameters())]
-    never_called = [m for m in holding if not can_be_unit(m)]
-    if holding and not never_called:
-        return holding
-    why = f"only a {type(never_called[0]).__name__}, never called itself" if never_called else "no parameters"
-    raise ConfigError(path, f"{name!r}, which matches {why}", allowed, "name modules that hold them and are called")
+def _at(start: nn.Module, pattern: str) -> list[nn.Module]:
+    wanted, found = pattern.split("."), []
+    for name, module in start.named_modules():
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) and can_be_unit(module):
+            found.append(module)
+    return found
 
 
 def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
@@ -409,51 +349,19 @@ def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return grouped
 
 
-def expert_modules(model: nn.Module, path: str) -> list[nn.Module]:
-    """The experts of a mixture-of-experts model: each module called ``experts``, or the members of such a list.
-
-    Packed experts (3-D weights, one forward for all) are one unit per block. Of a plain list each member is a unit of
-    its own; every rank must then call every expert in every step, with no rows if need be, as it takes part in the
-    expert's gathers and reductions.
-
-    Raises:
-        ConfigError: The model has none.
-    """
-    found: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "experts":
-            found += [m for m in ([module] if can_be_unit(module) else module.children()) if can_be_unit(m)]
-    given = "true, but the model has no module called experts that holds parameters"
-    allowed = f"a mixture-of-experts model; classes in this model: {class_list(model)}"
-    require(found, path, given, allowed, "drop experts, or name the class or the path of its experts")
-    return found
-
-
 # -- what the model shows
 
 
-def find_units(model: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module], str]:
+def find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str]:
     """The repeated blocks a model declares or shows, its embedding, head and the like, and what told so.
 
-    By the first way that finds any: its FSDP plan, its no-split classes, its module lists; a model in which nothing
-    repeats has no blocks.
-
-    Raises:
-        ConfigError: A model without parameters.
+    Its no-split classes, else its module lists; a model in which nothing repeats has no blocks.
     """
-    given = "a model without parameters"
-    require(any(True for _ in model.parameters()), path, given, "a model with parameters", "build the model first")
     ends = embeddings_and_heads(model)
     declared, single = _no_split_modules(model)
-    blocks, freed, entries = _fsdp_plan(model)
-    covered = {m for block in blocks for m in block.modules()}
-    # transformers gives a plan to parts of a model too, and to models whose paths differ
-    if blocks and all(m in covered or covered.intersection(m.modules()) for m in declared):
-        return blocks, [*freed, *ends], f"the model's FSDP plan ({', '.join(entries)})"
     if declared:
         return declared, [*single, *ends], f"the model's no-split classes ({_classes(declared)})"
-    members = _members_of_lists(model)
-    if members:
+    if members := _members_of_lists(model):
         return members, ends, f"the model's module lists ({_classes(members)})"
     return [], ends, "nothing that repeats"
 
@@ -479,32 +387,6 @@ def _transformers_models(model: nn.Module) -> list[Any]:
 
 def _classes(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted({type(m).__name__ for m in modules}))
-
-
-def _fsdp_plan(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """What the model's authors planned: repeated blocks, other modules to be freed, and the entries with ``*``.
-
-    Entries that shall stay gathered (``keep_full_weight``: the final norm) are left in the root, which stays gathered
-    anyway: as a unit each would cost one more gather for a few kilobytes.
-    """
-    blocks: dict[nn.Module, None] = {}
-    freed: dict[nn.Module, None] = {}
-    entries: dict[str, None] = {}
-    inside: set[nn.Module] = set()
-    for owner in model.modules():
-        plan = getattr(owner, "fsdp_plan", None)
-        if owner in inside or not isinstance(plan, dict):
-            continue
-        reached = {entry: _follow(owner, entry.split(".")) for entry in plan}
-        found = {entry: levels[-1] for entry, levels in reached.items() if len(levels) == len(entry.split(".")) + 1}
-        repeated = [entry for entry in found if "*" in entry.split(".")]
-        if repeated:
-            inside.update(owner.modules())
-            entries.update(dict.fromkeys(repeated))
-            blocks.update(dict.fromkeys(m for entry in repeated for m in found[entry]))
-            others = (entry for entry in found if entry not in repeated and plan[entry] != "keep_full_weight")
-            freed.update(dict.fromkeys(m for entry in others for m in found[entry] if can_be_unit(m)))
-    return list(blocks), list(freed), list(entries)
 
 
 def _no_split_modules(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -551,22 +433,6 @@ def engines_already_there(module: nn.Module) -> set[str]:
     """``fsdp1`` and ``fsdp2``, as far as ``module`` or something in it is wrapped by them."""
     classes = {"fsdp1": FullyShardedDataParallel, "fsdp2": FSDPModule}
     return {engine for engine, cls in classes.items() if any(isinstance(m, cls) for m in module.modules())}
-
-
-def read_live_units(module: nn.Module, path: str) -> dict[str, nn.Module]:
-    """The units inside a module that wrapped its parts itself, by the names they had before.
-
-    Raises:
-        ConfigError: Nothing is wrapped, ``module`` itself is, or both engines are used.
-    """
-    found = units_already_wrapped(module)
-    fix = "wrap the blocks in configure_model, by fully_shard (fsdp2) or FullyShardedDataParallel (fsdp1)"
-    require(found, path, "manual, but nothing in the model is wrapped", "a module that wraps its parts", fix)
-    is_root = isinstance(module, (FullyShardedDataParallel, FSDPModule))
-    require(not is_root, path, "manual, and the LightningModule itself is wrapped", "its parts only", "leave the root")
-    one = len(engines_already_there(module)) == 1
-    require(one, path, "manual with units of both engines", "units of one engine", "use one of the two")
-    return found
 
 
 def clean_name(name: str) -> str:

@@ -16,10 +16,6 @@ MODES: dict[str, tuple[Any, list[str]]] = {
     "full": ("full", ["full"] * 3),
     "every_n": ({"mode": "every_n", "n": 2}, ["full", "no", "full"]),
     "selective": ("selective", ["selective"] * 3),
-    "attention": (
-        {"mode": "selective", "ops": ["aten._scaled_dot_product_flash_attention_for_cpu"]},
-        ["selective"] * 3,
-    ),
     "offload": ({"offload_activations": True}, ["no, offloaded"] * 3),
     "full_offload": ({"mode": "full", "offload_activations": True}, ["full, offloaded"] * 3),
     "selective_offload": ({"mode": "selective", "offload_activations": True}, ["selective, offloaded"] * 3),

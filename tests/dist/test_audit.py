@@ -26,7 +26,6 @@ _CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fsdp1": (2, {"engine": "fsdp1", "precision": "mixed"}),
     "fsdp1 uneven": (3, {"engine": "fsdp1", "precision": "low_precision", "activation_checkpointing": "full"}),
-    "fsdp1 norms in fp32": (2, {"engine": "fsdp1", "precision": {"mode": "mixed", "keep_norms_fp32": True}}),
     "ddp": (2, {"engine": "ddp", "precision": "fp32"}),
     "fsdp1 whole": (2, {"engine": "fsdp1", "precision": "fp32", "sharding": "no_shard"}),
 }

@@ -109,16 +109,6 @@ def test_parts_of_a_precision_mode(workers: Workers, tiny_model: Path, engine: s
     assert set(found["dtypes"]["gradients"]) == {"fp32"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_norms_in_fp32(workers: Workers, tiny_model: Path, engine: str) -> None:
-    found = look(workers, tiny_model, engine=engine, precision={"mode": "mixed", "keep_norms_fp32": True})
-    gathered = found["dtypes"]["gathered parameters in the forward"]
-    assert gathered["fp32"] == 7  # two norms in each of three blocks, and the last one
-    assert gathered["bf16"] == 3 * 7
-    norms = [unit for unit in found["audit"]["units"] if unit["class"] == "LlamaRMSNorm"]
-    assert len(norms) == 7
-
-
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
 def test_auto_is_the_same_on_all_ranks_and_resumes_on_another_cpu(
     workers: Workers, tiny_model: Path, tmp_path: Path, engine: str

@@ -51,7 +51,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cpu_seconds() - before < 240
     assert "miniature: trainer.accelerator: 'gpu' → 'cpu'" in done.stderr
     assert " → llama of 2 layers, hidden size 64, random init" in done.stderr
-    assert "FSDP units by the model's FSDP plan (model.layers.*)" in done.stderr
+    assert "FSDP units by the model's no-split classes (LlamaDecoderLayer)" in done.stderr
     return cwd
 
 

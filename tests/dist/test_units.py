@@ -102,7 +102,7 @@ def test_frozen_weights_as_units_of_their_own(workers: Workers, engine: str, wra
     assert found[0]["losses"] == pytest.approx(plain_losses(net), rel=1e-5)
 
 
-@pytest.mark.parametrize("wrap", ["auto", {"experts": True}, PATTERNS], ids=["auto", "experts", "patterns"])
+@pytest.mark.parametrize("wrap", ["auto", PATTERNS], ids=["auto", "patterns"])
 @engines
 def test_experts_as_units(workers: Workers, tiny_mixture: Path, engine: str, wrap: Any) -> None:
     strategy = {"engine": engine, "precision": "fp32", "wrap": wrap}
@@ -119,7 +119,7 @@ def test_experts_as_units(workers: Workers, tiny_mixture: Path, engine: str, wra
 @engines
 def test_experts_inside_recomputed_blocks_in_mixed_precision(workers: Workers, tiny_mixture: Path, engine: str) -> None:
     """A unit inside a block is gathered again while the block is recomputed."""
-    strategy = {"engine": engine, "wrap": {"experts": True}, "activation_checkpointing": "full", "precision": "mixed"}
+    strategy = {"engine": engine, "wrap": PATTERNS, "activation_checkpointing": "full", "precision": "mixed"}
     found = workers.run("train_with_units", 2, folder=str(tiny_mixture), strategy=strategy)
     assert found[0]["losses"] == pytest.approx(reference_losses(str(tiny_mixture), steps=5), rel=3e-2)
     recomputed = [unit["name"] for unit in found[0]["audit"]["units"] if unit["recompute"] != "no"]
@@ -160,7 +160,7 @@ def test_a_class_of_a_foreign_module(workers: Workers, engine: str) -> None:
 
 @engines
 def test_experts_of_a_foreign_module_one_by_one(workers: Workers, engine: str) -> None:
-    strategy = {"engine": engine, "precision": "fp32", "wrap": {"experts": True}}
+    strategy = {"engine": engine, "precision": "fp32", "wrap": ["layers.*", "layers.*.experts.*"]}
     found = workers.run("train_expert_net", 2, strategy=strategy)
     torch.manual_seed(5)
     assert found[0]["losses"] == pytest.approx(plain_losses(ExpertNet()), rel=1e-5)

@@ -198,7 +198,7 @@ def wrapped_by_hand(engine: str) -> dict[str, Any]:
     torch.manual_seed(5)
     net = ExpertNet()
     net.layers[0].router.requires_grad_(False)
-    wrap = WrapConfig(experts=True)
+    wrap = WrapConfig(patterns=["layers.*", "layers.*.experts.*"])
     before = plan_units(net, wrap)
     for layer in list(net.layers):
         if engine == "fsdp2":

@@ -13,7 +13,7 @@ from torch import nn
 from lit_fsdp.__main__ import main
 from lit_fsdp.audit import audit_recipe, state_per_rank
 from lit_fsdp.config.parser import load_recipe
-from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig, WrapConfig
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.parallel.units import plan_units
 
 ROOT = Path(__file__).parents[2]
@@ -85,47 +85,41 @@ def test_what_is_replaced_is_said(no_hub, capsys):
     assert "replaced: sharding: full_shard → no_shard" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_cannot_be_is_refused(no_hub, capsys):
+    for words, said in (
         (["--ranks", "0"], "--nodes: got 1 for 0 ranks"),
         (["--ranks", "8", "--nodes", "3"], "--nodes: got 3 for 8 ranks\n  allowed: a divisor of 8"),
         (["--nodes", "2"], "--nodes: got 2 without --ranks"),
         (["--trainer.devices", "3"], "data.global_batch_size: got 16 with micro_batch_size"),
         (["--trainer.accelerator", "cpu", f"--{_ARGS}.process_group_backend", "nccl"], "nccl on CPU"),
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
-    ],
-)
-def test_what_cannot_be_is_refused(no_hub, capsys, words, said):
-    assert main(["audit", "--config", str(SMALL), *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err
-    assert "allowed:" in err
+    ):
+        assert main(["audit", "--config", str(SMALL), *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+        assert "allowed:" in err
 
 
-def test_a_config_without_weights_is_enough(tmp_path, no_hub):
+def test_a_config_is_enough(tmp_path, no_hub):
+    """Without weights, and for fp8 without torchao."""
     source = json.loads((ROOT / "configs" / "model" / "Llama-3.2-1B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(source))
-    flags = ["--config", str(SMALL), "--model.name", str(tmp_path)]
-    by_folder = audit_recipe(load_recipe(flags, "fit").run)
-    flags[-1] = "meta-llama/Llama-3.2-1B"
-    by_name = audit_recipe(load_recipe(flags, "fit").run)
+    flags = ["--config", str(SMALL), f"--{_ARGS}.precision", "fp8", "--model.name"]
+    by_folder, by_name = (
+        audit_recipe(load_recipe([*flags, name], "fit").run) for name in (str(tmp_path), "meta-llama/Llama-3.2-1B")
+    )
     assert by_folder == by_name
-    assert by_name["num_params"] == 1_235_814_400
+    assert (by_name["num_params"], by_name["precision"]["mode"]) == (1_235_814_400, "fp8")
 
 
-def test_fp8_needs_no_torchao_here(no_hub):
-    flags = ["--config", str(SMALL), f"--{_ARGS}.precision", "fp8"]
-    record = audit_recipe(load_recipe(flags, "fit").run)
-    assert record["precision"]["mode"] == "fp8"
-    assert {unit["class"] for unit in record["units"]} == {"LlamaDecoderLayer", "CausalLMModule"}
-
-
-@pytest.mark.parametrize(("flags", "ranks"), [([], 2), (["--ranks", "6"], 6), (["--ranks", "8", "--nodes", "2"], 8)])
-def test_the_recipes_own_ranks_or_others(flags: list[str], ranks: int, no_hub, capsys):
-    assert main(["audit", "--config", str(SMALL), "--json", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == ranks
+def test_the_recipes_own_ranks_or_others(no_hub, capsys):
+    """Where the batch sizes do not fit them, a note says so."""
+    for flags, ranks in (([], 2), (["--ranks", "6"], 6), (["--ranks", "8", "--nodes", "2"], 8), (["--ranks", "3"], 3)):
+        assert main(["audit", "--config", str(SMALL), "--json", *flags]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["ranks"] == ranks
+        assert ranks != 3 or "note: a run on 3 ranks would need other batch sizes: data.global_batch_size: got" in err
 
 
 class _Net(nn.Module):
@@ -137,22 +131,19 @@ class _Net(nn.Module):
         self.extra = nn.Parameter(torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    ("engine", "ranks", "params", "stored"),
-    [
+def test_rows_and_flat_parts_on_each_rank():
+    net = _Net()
+    plan = plan_units(net, WrapConfig(classes=["Linear"]))
+    for engine, ranks, params, stored in (
         ("fsdp2", 1, [43], [43]),
         ("fsdp2", 4, [12 + 1, 12 + 1, 12 + 1, 4], [13, 13, 13, 13]),  # ceil(10 / 4) = 3 rows, ceil(3 / 4) = 1
         ("fsdp1", 4, [10 + 1, 10 + 1, 10 + 1, 10], [11, 11, 11, 11]),  # 40 / 4, and 3 padded to 4
-    ],
-)
-def test_rows_and_flat_parts_on_each_rank(engine, ranks, params, stored):
-    config = StrategyConfig(engine=engine, precision=PrecisionConfig(mode="fp32"))
-    net = _Net()
-    plan = plan_units(net, WrapConfig(classes=["Linear"]))
-    found = state_per_rank(net, plan, config, ranks)
-    assert [one["num_params"] for one in found] == params
-    assert [one["parameter_bytes"] // 4 for one in found] == [one["gradient_bytes"] // 4 for one in found] == stored
-    assert [one["optimizer_bytes"] for one in found] == [8 * one["num_params"] for one in found]
+    ):
+        found = state_per_rank(net, plan, StrategyConfig(engine=engine, precision="fp32"), ranks)
+        assert [one["num_params"] for one in found] == params
+        for kind in ("parameter", "gradient"):
+            assert [one[f"{kind}_bytes"] // 4 for one in found] == stored
+        assert [one["optimizer_bytes"] for one in found] == [8 * one["num_params"] for one in found]
 
 
 def test_frozen_parameters_have_no_gradient_and_no_moments():
@@ -166,10 +157,3 @@ def test_frozen_parameters_have_no_gradient_and_no_moments():
         "gradient_bytes": 2 * 2,
         "optimizer_bytes": 2 * 2 * 2,
     }
-
-
-def test_ranks_that_the_batch_sizes_do_not_fit_get_tables_and_a_note(no_hub, capsys):
-    assert main(["audit", "--config", str(SMALL), "--ranks", "3", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["ranks"] == 3
-    assert "note: a run on 3 ranks would need other batch sizes: data.global_batch_size: got 16" in err

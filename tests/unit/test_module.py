@@ -117,29 +117,17 @@ def check_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], batches
 
 
 def test_gradients_are_those_of_the_mean_over_supervised_tokens():
-    batches = [rows(1, 6), rows(7, 3)]
-    net, recorder = fit(batches)
-    for grads, logged, batch in zip(recorder.grads, recorder.logged, batches, strict=True):
-        check_gradients(net, grads, [batch])
-        assert logged["train_loss"] == pytest.approx(mean_loss(net, [batch]).item(), rel=1e-6)
-
-
-def test_an_accumulated_step_is_one_mean_and_not_a_mean_of_means():
+    """Of a global batch, not a mean of means; a short last accumulation is scaled alike."""
     batches = [rows(1, 6), rows(7, 3), rows(4, 4)]
-    net, recorder = fit(batches, accumulate=3)
-    assert len(recorder.grads) == 1
-    check_gradients(net, recorder.grads[0], batches)
-    assert recorder.logged[0]["train_loss"] == pytest.approx(mean_loss(net, batches).item(), rel=1e-6)
-    means = sum(mean_loss(net, [batch]) for batch in batches) / 3
-    assert abs(means.item() - recorder.logged[0]["train_loss"]) > 1e-3
-
-
-def test_a_short_last_accumulation_is_scaled_alike():
-    batches = [rows(1, 6), rows(7, 3), rows(4, 4)]
-    net, recorder = fit(batches, accumulate=2)
-    assert len(recorder.grads) == 2
-    check_gradients(net, recorder.grads[0], batches[:2])
-    check_gradients(net, recorder.grads[1], batches[2:])
+    for accumulate, windows in (
+        (1, [batches[:1], batches[1:2], batches[2:]]),
+        (3, [batches]),
+        (2, [batches[:2], batches[2:]]),
+    ):
+        net, recorder = fit(batches, accumulate=accumulate)
+        for grads, logged, window in zip(recorder.grads, recorder.logged, windows, strict=True):
+            check_gradients(net, grads, window)
+            assert logged["train_loss"] == pytest.approx(mean_loss(net, window).item(), rel=1e-6)
 
 
 def test_a_global_batch_without_supervised_tokens_gives_zero():
@@ -170,15 +158,12 @@ def test_totals_of_the_step_travel_in_one_vector():
     assert (interrupted, terminated) == (0, 0)
 
 
-def test_the_learning_rate_follows_the_schedule():
+def test_the_learning_rate_follows_the_schedule_to_the_earlier_end():
     net = module(lr=1e-3, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
     _, recorder = fit([rows(1)] * 8, net=net, max_steps=6)
     optim = OptimConfig(lr=1e-3, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
     wanted = [1e-3 * schedule_factor(optim, step, 6) for step in range(6)]
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx(wanted, rel=1e-6)
-
-
-def test_a_schedule_falls_towards_the_earlier_end():
     _, recorder = fit([rows(1)] * 4, net=module(lr=1.0, schedule="linear"), max_steps=100)
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
@@ -199,19 +184,13 @@ def test_what_a_failed_run_had_counted_is_forgotten():
 
 
 def test_a_schedule_needs_an_end():
-    trainer = quiet(max_epochs=-1, max_time={"seconds": 1})
-    with pytest.raises(ConfigError) as caught:
-        trainer.fit(module(), DataLoader([rows(1)], batch_size=None))
-    assert caught.value.field == "trainer.max_steps"
-    assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
-
-
-def test_epochs_of_a_stream_are_no_end():
-    stream = (rows(1) for _ in range(3))  # without a length, as a stream
-    trainer = quiet(max_epochs=2, max_time={"seconds": 1})
-    with pytest.raises(ConfigError) as caught:
-        trainer.fit(module(schedule="linear"), stream)
-    assert caught.value.field == "trainer.max_steps"
+    """Epochs of a stream are none."""
+    stream = (rows(1) for _ in range(3))
+    for epochs, batches in ((-1, DataLoader([rows(1)], batch_size=None)), (2, stream)):
+        with pytest.raises(ConfigError) as caught:
+            quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(module(), batches)
+        assert caught.value.field == "trainer.max_steps"
+        assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
 
 
 def test_decay_is_for_matrices_only():
@@ -266,16 +245,13 @@ def test_built_on_meta_once_and_the_same_weights_for_a_seed():
     assert not any(tensor.is_meta for tensor in weights[0].values())
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_wrong_options_are_refused():
+    for options, field in (
         ({}, "model.name"),
         ({"name": "x", "learning_rate": 1e-4}, "model.learning_rate"),
         ({"name": "x", "optim": {"lr": -1}}, "model.optim.lr"),
         ({"name": "x", "attn_implementation": "flash"}, "model.attn_implementation"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], field: str):
-    with pytest.raises(ConfigError) as caught:
-        CausalLMModule(**options)
-    assert caught.value.field == field
+    ):
+        with pytest.raises(ConfigError) as caught:
+            CausalLMModule(**options)
+        assert caught.value.field == field

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 import lit_fsdp
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
@@ -18,13 +18,12 @@ from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.strategy import fsdp_strategy
 
 
-@pytest.mark.parametrize(("engine", "base"), [("fsdp2", ModelParallelStrategy), ("fsdp1", FSDPStrategy)])
-def test_a_strategy_of_lightnings(engine: Any, base: type[Strategy]):
-    strategy = fsdp_strategy(engine=engine)
-    assert isinstance(strategy, base)
-    assert isinstance(strategy, EngineStrategy)
-    assert strategy.config == StrategyConfig(engine=engine)
-    assert lit_fsdp.fsdp_strategy is fsdp_strategy
+def test_a_strategy_of_lightnings():
+    for engine, base in (("fsdp2", ModelParallelStrategy), ("fsdp1", FSDPStrategy), ("ddp", DDPStrategy)):
+        strategy: Any = lit_fsdp.fsdp_strategy(engine=engine)
+        assert isinstance(strategy, base)
+        assert isinstance(strategy, EngineStrategy)
+        assert strategy.config == StrategyConfig(engine=engine)
 
 
 def test_every_field_is_an_argument_with_the_same_default():
@@ -47,40 +46,31 @@ def test_every_argument_arrives():
     assert strategy.contract.mode == "low_precision"
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"engine": "ddp2"}, "fsdp_strategy.engine"),
-        ({"sharding": "FULL_SHARD"}, "fsdp_strategy.sharding"),
-        ({"replicate_degree": 2}, "fsdp_strategy.replicate_degree"),
-        ({"wrap": {"min_params": 1}}, "fsdp_strategy.wrap.min_params"),
-        ({"precision": "bf16"}, "fsdp_strategy.precision"),
-        ({"activation_checkpointing": True}, "fsdp_strategy.activation_checkpointing"),
-        ({"state_dict": "local"}, "fsdp_strategy.state_dict"),
-    ],
-)
-def test_wrong_values_are_refused(options: dict[str, Any], field: str):
-    with pytest.raises(ConfigError) as caught:
-        fsdp_strategy(**options)
-    assert caught.value.field == field
+def test_wrong_values_are_refused():
+    cases: dict[str, Any] = {
+        "engine": "ddp2",
+        "sharding": "FULL_SHARD",
+        "replicate_degree": 2,
+        "precision": "bf16",
+        "activation_checkpointing": True,
+        "state_dict": "local",
+    }
+    for field, value in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            fsdp_strategy(**{field: value})
+        assert caught.value.field == f"fsdp_strategy.{field}"
 
 
 @pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-def test_precision_is_the_strategys_alone(engine: Any, precision: Any):
-    with pytest.raises(ConfigError) as caught:
-        Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=precision, logger=False)
-    assert caught.value.field == "Trainer(precision=...)"
-    assert caught.value.given == precision
-    assert "fsdp_strategy(precision='mixed')" in caught.value.fix
-
-
-@pytest.mark.filterwarnings("ignore:.*GPU available but not used")
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_lightnings_default_precision_is_no_choice(engine: Any):
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=fsdp_strategy(engine=engine), precision=32, logger=False)
-    assert isinstance(trainer.strategy, EngineStrategy)
+def test_precision_is_the_strategys_alone(engine: Any):
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    for precision in ("bf16-mixed", "bf16-true", "16-true"):
+        with pytest.raises(ConfigError) as caught:
+            Trainer(strategy=fsdp_strategy(engine=engine), precision=precision, **options)
+        assert (caught.value.field, caught.value.given) == ("Trainer(precision=...)", precision)
+        assert "fsdp_strategy(precision='mixed')" in caught.value.fix
+    trainer = Trainer(strategy=fsdp_strategy(engine=engine), precision=32, **options)  # Lightning's default
     assert trainer.precision == "32-true"
 
 

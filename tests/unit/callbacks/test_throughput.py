@@ -185,7 +185,7 @@ def test_no_hfu_where_the_compiler_chooses(monkeypatch: pytest.MonkeyPatch) -> N
     module = Module()
     monkeypatch.setattr(throughput, "recomputes", lambda block: "budget 0.5")
     found, said = meter(module, "cuda", "NVIDIA H200", monkeypatch)
-    assert said == "HFU –: what is recomputed is up to the compiler or to chosen ops"
+    assert said == "HFU –: what is recomputed is up to the compiler"
     assert "mfu" in found.rates(COUNTS, 1.0)
     assert "hfu" not in found.rates(COUNTS, 1.0)
 

@@ -46,11 +46,11 @@ def test_later_files_win_flags_are_last_and_mappings_merge(load: Any) -> None:
     found = load(
         *("--model.optim.lr", "3e-4", "--model.freeze+=a.*", "--model.freeze+", "b"),
         second="trainer: {strategy: {init_args: {wrap: {min_num_params: 1e6}}}}\nmodel: {optim: {lr: 1, eps: 1e-6}}",
-        third="trainer: {strategy: {init_args: {wrap: {experts: true}}}}",
+        third="trainer: {strategy: {init_args: {wrap: {max_root_share: 1.0}}}}",
     )
     run = found.run
     assert run.model.optim == OptimConfig(lr=3e-4, warmup_steps=2, eps=1e-6)
-    assert (run.strategy.wrap_config.min_num_params, run.strategy.wrap_config.experts) == (1e6, True)
+    assert (run.strategy.wrap_config.min_num_params, run.strategy.wrap_config.max_root_share) == (1e6, 1.0)
     assert run.model.freeze == ["a.*", "b"]
     assert run.trainer["default_root_dir"] == "runs/base"
     assert found.values["trainer"]["strategy"]["class_path"] == FACTORY

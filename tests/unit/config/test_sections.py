@@ -154,7 +154,7 @@ def test_engines_without_shards_say_what_they_replace():
     }
     assert strategy_config({"engine": "single", "sharding": "no_shard"}).replaced == {}
     given = {"sharding": "hybrid_shard", "shard_degree": 2, "cpu_offload": True, "forward_prefetch": 2}
-    given |= {"sync_each_micro_batch": False, "wrap": {"experts": True}}
+    given |= {"sync_each_micro_batch": False, "wrap": {"max_root_share": 0.7}}
     config = strategy_config({"engine": "single", **given})
     assert not config.offloads
     assert mesh_shape(config, 1, 1) == (1, 1)
@@ -164,7 +164,7 @@ def test_engines_without_shards_say_what_they_replace():
         "cpu_offload": "true → false",
         "forward_prefetch": "2 → false",
         "sync_each_micro_batch": "false → true",
-        "wrap.experts": "true → false",
+        "wrap.max_root_share": "0.7 → null",
     }
     assert "sync_each_micro_batch" not in strategy_config({"engine": "ddp", **given}).replaced
     assert strategy_config({}).replaced == {}

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_fsdp.config.strategy import ActivationConfig
-from lit_fsdp.errors import ConfigError
-from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing, resolve_ops
+from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing
 
 WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
 LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
@@ -24,7 +23,6 @@ MODES = {
     "full": {"mode": "full"},
     "every_n": {"mode": "every_n", "n": 2},
     "selective": {"mode": "selective"},
-    "attention": {"mode": "selective", "ops": ["aten._scaled_dot_product_flash_attention_for_cpu"]},
     "offload": {"offload_activations": True},
     "full_offload": {"mode": "full", "offload_activations": True},
     "selective_offload": {"mode": "selective", "offload_activations": True},
@@ -103,7 +101,6 @@ def test_flops_of_none_are_as_counted_by_hand(plain):
         ("full", 2 * BLOCKS, BLOCKS),
         ("every_n", 2 * 3, 3),  # blocks 0, 2 and 4
         ("selective", 0, 0),
-        ("attention", 2 * BLOCKS, 0),
         ("offload", 0, 0),
         ("full_offload", 2 * BLOCKS, BLOCKS),
         ("selective_offload", 0, 0),
@@ -154,54 +151,23 @@ def test_names_stay_and_the_last_mode_holds(plain):
     torch.manual_seed(0)
     net = Net()
     names = [name for name, _ in net.named_parameters()]
-    for name, wanted in (("full", "full"), ("selective", "selective"), ("full", "full"), ("none", "no")):
-        prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
-        assert [recomputes(block) for block in net.blocks] == [wanted] * BLOCKS
-        assert not hasattr(getattr(net.blocks[0].forward, "__wrapped__", None), "__wrapped__")
+    for options, wanted in (
+        (MODES["full"], ["full"] * 5),
+        (MODES["selective"], ["selective"] * 5),
+        (MODES["offload"], ["no, offloaded"] * 5),
+        (MODES["full_offload"], ["full, offloaded"] * 5),
+        (MODES["every_n"], ["full", "no", "full", "no", "full"]),  # the first one always
+        ({"mode": "every_n", "n": 3}, ["full", "no", "no", "full", "no"]),
+        ({"mode": "every_n", "n": 9}, ["full", "no", "no", "no", "no"]),
+        (MODES["full"], ["full"] * 5),
+        (MODES["none"], ["no"] * 5),
+    ):
+        prepare_blocks(net.blocks, ActivationConfig(**options))
+        assert [recomputes(block) for block in net.blocks] == wanted
     assert [name for name, _ in net.named_parameters()] == names
     with FlopCounterMode(display=False) as counter:
         net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
     assert counter.get_total_flops() == plain[0][0]
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("none", ["no"] * 5),
-        ("full", ["full"] * 5),
-        ("every_n", ["full", "no", "full", "no", "full"]),
-        ("selective", ["selective"] * 5),
-        ("offload", ["no, offloaded"] * 5),
-        ("full_offload", ["full, offloaded"] * 5),
-    ],
-)
-def test_what_each_block_says_it_does(name: str, wanted: list[str]):
-    net = Net()
-    prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
-    assert [recomputes(block) for block in net.blocks] == wanted
-
-
-@pytest.mark.parametrize(("n", "wanted"), [(1, [0, 1, 2, 3, 4]), (3, [0, 3]), (9, [0])])
-def test_every_n_begins_with_the_first(n: int, wanted: list[int]):
-    net = Net()
-    prepare_blocks(net.blocks, ActivationConfig(mode="every_n", n=n))
-    assert [i for i, block in enumerate(net.blocks) if recomputes(block) != "no"] == wanted
-
-
-# -- selective
-
-
-def test_ops_by_name():
-    mm = torch.ops.aten.mm.default
-    assert resolve_ops(["aten.mm", "aten.mm.default"]) == (mm,)
-    assert {mm, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, ATTENTION} <= set(resolve_ops(None))
-
-
-@pytest.mark.parametrize("name", ["aten.mmm", "mm", "aten.mm.wrong", "aten.add"])
-def test_an_unknown_op_is_refused(name: str):
-    with pytest.raises(ConfigError, match="does not know") as caught:
-        prepare_blocks(Net().blocks, ActivationConfig(mode="selective", ops=["aten.bmm", name]), path="here")
-    assert caught.value.field == "here.ops"
 
 
 # -- offload
@@ -222,38 +188,28 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
 # -- transformers' own switch
 
 
-@pytest.mark.parametrize(("ours", "wanted"), [("none", "full"), ("full", "full"), ("selective", "selective")])
-def test_their_switch_becomes_ours_with_one_warning(ours: str, wanted: str):
-    net = Net()
-    for block in net.blocks:
-        block.gradient_checkpointing = True
-    with pytest.warns(UserWarning, match="two places") as caught:
-        resolved = resolve_gradient_checkpointing(net, ActivationConfig(mode=ours), "a.b.activation_checkpointing")
-    assert len(caught) == 1
-    assert "gradient_checkpointing_enable()" in str(caught[0].message)
-    assert "a.b.activation_checkpointing" in str(caught[0].message)
-    assert f"{BLOCKS} modules, first 'blocks.0'" in str(caught[0].message)
-    assert resolved.mode == wanted
-    assert not any(block.gradient_checkpointing for block in net.blocks)
-
-
-def test_without_their_switch_nothing_is_said():
-    config = ActivationConfig(mode="every_n", n=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_gradient_checkpointing(Net(), config) is config
-
-
-def test_a_transformers_model_with_it_enabled():
+def test_a_transformers_model_with_its_own_switch_on():
+    """It becomes ours, with one warning that names both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    for ours, wanted in (("none", "full"), ("full", "full"), ("selective", "selective")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for it
+            model.gradient_checkpointing_enable()
+        switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+        assert switched
+        with pytest.warns(UserWarning, match="two places") as caught:
+            resolved = resolve_gradient_checkpointing(
+                model, ActivationConfig(mode=ours), "a.b.activation_checkpointing"
+            )
+        (warning,) = caught
+        for text in ("gradient_checkpointing_enable()", f"a.b.activation_checkpointing decides: {wanted}"):
+            assert text in str(warning.message)
+        assert resolved.mode == wanted
+        assert not any(m.gradient_checkpointing for m in switched)
+    config = ActivationConfig(mode="every_n", n=3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for it
-        model.gradient_checkpointing_enable()
-    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    assert switched
-    with pytest.warns(UserWarning, match="two places"):
-        assert resolve_gradient_checkpointing(model, ActivationConfig()).mode == "full"
-    assert not any(m.gradient_checkpointing for m in switched)
+        warnings.simplefilter("error")
+        assert resolve_gradient_checkpointing(Net(), config) is config

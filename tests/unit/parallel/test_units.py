@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 
-from lit_fsdp.config.strategy import WrapConfig
+from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.parallel.units import UnitPlan, audit, plan_units, tied_names
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
+from lit_fsdp.parallel.units import UnitPlan, audit, plan_for, plan_units, tied_names
 
 AUTO = WrapConfig()
-# Older transformers have no FSDP plans: the no-split classes decide.
-LLAMA_SOURCE = (
-    "the model's FSDP plan (model.layers.*)"
-    if hasattr(PreTrainedModel, "fsdp_plan")
-    else "the model's no-split classes (LlamaDecoderLayer)"
-)
+LAYER = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 12 + 2 * 8  # q and o, k and v, gate, up and down, two norms
+MLP = 3 * 8 * 12
+LAYERS = ["model.model.layers.0", "model.model.layers.1"]
+ENDS = ["model.model.embed_tokens", "model.lm_head"]
 
 
 class Holder(nn.Module):
-    """Stands for the LightningModule around a model."""
+    """Stands for the LightningModule around these parts."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Block(nn.Module):
+    """Twelve parameters and somewhere to call them."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Linear(3, 3)
+
+    def forward(self, x: object) -> object:
+        return self.inner(x)
+
+
+class Mixture(nn.Module):
+    """Experts in a list or a dict beside a router."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(3, 2), experts
+
+    def forward(self, x: object) -> object:
+        return x
 
 
 def llama(tied: bool, vocab: int = 10) -> Holder:
-    config = LlamaConfig(
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Holder(
+        model=build_on_meta(
+            LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=vocab, tie_word_embeddings=tied),
+        )
     )
-    return Holder(build_on_meta(config))
-
-
-LAYER = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 12 + 2 * 8  # q and o, k and v, gate, up and down, two norms
 
 
 def sizes(plan: UnitPlan) -> dict[str, int]:
@@ -57,60 +75,90 @@ def refused(model: nn.Module, wrap: WrapConfig) -> ConfigError:
 
 
 def test_what_a_transformers_model_declares():
-    plan = plan_units(llama(tied=True), AUTO)
-    assert sizes(plan) == {"model.model.layers.0": LAYER, "model.model.layers.1": LAYER, "": 10 * 8 + 8}
-    assert plan.source == LLAMA_SOURCE
-    assert plan.kept_together == ("model.model.embed_tokens", "model.lm_head")
+    model = llama(tied=True)
+    before = [(name, id(module), type(module)) for name, module in model.named_modules()]
+    plan = plan_units(model, AUTO)
+    assert sizes(plan) == {LAYERS[0]: LAYER, LAYERS[1]: LAYER, "": 10 * 8 + 8}
+    assert plan.source == "the model's no-split classes (LlamaDecoderLayer)"
+    assert plan.kept_together == tuple(ENDS)
     assert [unit.is_block for unit in plan.units] == [True, True, False]
     assert plan.units[-1].tied == ("model.lm_head.weight",)
-    assert plan.num_params == 2 * LAYER + 88
-    assert plan.root_share == 88 / plan.num_params
+    assert (plan.num_params, plan.root_share) == (2 * LAYER + 88, 88 / (2 * LAYER + 88))
+    untied = plan_units(llama(tied=False), AUTO)
+    assert sizes(untied) == {**dict.fromkeys(LAYERS, LAYER), **dict.fromkeys(ENDS, 80), "": 8}
+    assert [type(block).__name__ for block in untied.blocks] == ["LlamaDecoderLayer"] * 2
+    # nothing has changed
+    assert [(name, id(module), type(module)) for name, module in model.named_modules()] == before
+    assert all(param.is_meta for param in model.parameters())
 
 
-def test_an_untied_embedding_and_head_are_units_but_no_blocks():
-    plan = plan_units(llama(tied=False), AUTO)
-    assert sizes(plan) == {
-        "model.model.layers.0": LAYER,
-        "model.model.layers.1": LAYER,
-        "model.model.embed_tokens": 80,
-        "model.lm_head": 80,
-        "": 8,
-    }
-    assert [unit.name for unit in plan.units if unit.is_block] == ["model.model.layers.0", "model.model.layers.1"]
-    assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2
+def test_untied_embedding_and_head_are_units_of_their_own():
+    size = {"min_num_params": 10**9, "max_root_share": 1.0}
+    for wrap, ends in (
+        (WrapConfig(classes=["LlamaDecoderLayer"]), True),
+        (WrapConfig(classes=["LlamaDecoderLayer"], embedding_and_head=False), False),
+        (WrapConfig(patterns=["model.layers.*"]), True),
+        (WrapConfig(embedding_and_head=False), False),
+        (WrapConfig(**size), False),
+        (WrapConfig(**size, embedding_and_head=True), True),
+    ):
+        assert set(sizes(plan_units(llama(tied=False), wrap))).intersection(ENDS) == (set(ENDS) if ends else set())
 
 
-def test_the_members_of_module_lists():
-    net = nn.Module()
-    net.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    net.acts = nn.ModuleList(nn.ReLU() for _ in range(3))  # nothing to shard
-    net.single = nn.ModuleList([nn.Linear(3, 3)])  # a list of one repeats nothing
-    plan = plan_units(net, AUTO)
-    assert sizes(plan) == {"blocks.0": 12, "blocks.1": 12, "blocks.2": 12, "": 12}
-    assert plan.source == "the model's module lists (Linear)"
+def test_lists_of_modules():
+    """Their members are the units: of the outermost list, in which several modules hold parameters."""
+    blocks = nn.ModuleList([Block(Holder(inner=nn.ModuleList([Block(), Block()]))), Block()])
+    stages = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
+    mlp = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    large, small = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)]), nn.ModuleList([nn.LayerNorm(2), nn.LayerNorm(2)])
+    for parts, wanted in (
+        ({"blocks": nn.ModuleList(nn.Linear(3, 3) for _ in range(3))}, ["blocks.0", "blocks.1", "blocks.2"]),
+        ({"acts": nn.ModuleList(nn.ReLU() for _ in range(3)), "one": nn.ModuleList([nn.Linear(3, 3)])}, []),
+        ({"net": nn.Sequential(Block(), Block()), "mlp": mlp}, ["net.0", "net.1"]),  # all of one class
+        ({"layers": blocks}, ["layers.0", "layers.1"]),
+        ({"stages": stages}, ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]),  # a list is never called
+        ({"decoder": large, "norms": small}, ["decoder.0", "decoder.1"]),
+    ):
+        assert list(sizes(plan_units(Holder(**parts), AUTO))) == [*wanted, ""]
+    assert plan_units(Holder(net=nn.Sequential(Block(), Block())), AUTO).source == "the model's module lists (Block)"
 
 
-def test_named_classes_also_inside_each_other_inner_first():
+def test_classes_and_patterns():
+    """Also inside each other, inner ones first; a star is one part or the rest of one."""
+    mlps = [f"{layer}.mlp" for layer in LAYERS]
     plan = plan_units(llama(tied=True), WrapConfig(classes=["LlamaDecoderLayer", "LlamaMLP"]))
-    mlp = 3 * 8 * 12
-    assert list(sizes(plan).items()) == [
-        ("model.model.layers.0.mlp", mlp),
-        ("model.model.layers.1.mlp", mlp),
-        ("model.model.layers.0", LAYER - mlp),
-        ("model.model.layers.1", LAYER - mlp),
-        ("", 88),
-    ]
-    # recomputing a block recomputes what is inside it already
-    assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2
+    assert list(sizes(plan).items()) == [(n, MLP) for n in mlps] + [(n, LAYER - MLP) for n in LAYERS] + [("", 88)]
+    assert [type(block).__name__ for block in plan.blocks] == ["LlamaDecoderLayer"] * 2  # not what is inside them
+    wrap = WrapConfig(patterns=["model.layers.*.mlp", "lm_head"], classes=["LlamaDecoderLayer"])
+    plan = plan_units(llama(tied=False), wrap)
+    assert set(sizes(plan)) == {*mlps, *LAYERS, *ENDS, ""}
+    assert plan.source == "classes LlamaDecoderLayer, patterns model.layers.*.mlp, lm_head"
+    assert [unit.name for unit in plan.units if unit.is_block] == LAYERS
+    wrap = WrapConfig(patterns=["model.layers.1.mlp.*_proj"], max_root_share=1.0, embedding_and_head=False)
+    found = list(sizes(plan_units(llama(tied=False), wrap)))
+    assert found == [*(f"model.model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")), ""]
 
 
-def test_frozen_parameters_count_in_the_root_share_and_are_told_apart():
-    model = llama(tied=True)
-    model.model.requires_grad_(False)
-    model.model.model.layers[1].mlp.requires_grad_(True)
-    plan = plan_units(model, AUTO)
-    assert [unit.num_trainable for unit in plan.units] == [0, 3 * 8 * 12, 0]
-    assert plan.root_share == 88 / (2 * LAYER + 88)
+def test_what_matches_nothing_names_what_exists():
+    for wrap, name, allowed in (
+        (WrapConfig(classes=["LlamaMLP", "GPT2Block"]), "GPT2Block", "LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP"),
+        (WrapConfig(classes=["ModuleList"]), "ModuleList", "LlamaDecoderLayer"),  # never called itself
+        (
+            WrapConfig(patterns=["model.layer.*"]),
+            "model.layer.*",
+            "model.model.layers.*, model.model.layers.*.self_attn",
+        ),
+        (WrapConfig(patterns=["model.layers"]), "model.layers", "model.model.layers.*.mlp.down_proj"),
+        (WrapConfig(patterns=["model.layers.*.mlp.act_fn"]), "model.layers.*.mlp.act_fn", "model.lm_head"),
+    ):
+        error = refused(llama(tied=True), wrap)
+        assert error.field == ("wrap.classes" if wrap.classes else "wrap.patterns")
+        assert error.given == f"{name!r}, which matches no module with parameters and a forward"
+        assert allowed in error.allowed
+    for pattern in ("model..mlp", ".model", "model.**", "model."):
+        with pytest.raises(ConfigError, match="in which \\* is one part"):
+            WrapConfig(patterns=[pattern])
+    assert refused(llama(tied=True), WrapConfig(manual=True)).given == "manual, but nothing in the model is wrapped"
 
 
 def test_units_by_size_are_grouped_bottom_up():
@@ -118,47 +166,36 @@ def test_units_by_size_are_grouped_bottom_up():
     assert sizes(plan_units(net, WrapConfig(min_num_params=30))) == {"1": 40, "2": 110, "": 20}
     assert sizes(plan_units(net, WrapConfig(min_num_params=20)))["0"] == 20  # exactly the size is enough
     assert sizes(plan_units(net, WrapConfig(min_num_params=1000))) == {"": 170}  # too small to be split
-    with torch.device("meta"):
-        large = nn.Sequential(nn.Linear(4000, 4000))
-    assert refused(large, WrapConfig(min_num_params=10**8)).given.startswith(
-        "units by min_num_params 100000000 leave 100% of 16,004,000 parameters in the root unit"
-    )
+    reads = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))  # the weights inside it, without calling them
+    assert sizes(plan_units(reads, WrapConfig(min_num_params=20))) == {"0": 80, "1": 20, "": 0}
 
 
-def test_a_module_that_reads_the_weights_inside_it_is_grouped_as_a_whole():
-    net = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
-    assert sizes(plan_units(net, WrapConfig(min_num_params=20))) == {"0": 80, "1": 20, "": 0}
+def test_experts_are_units_one_by_one():
+    for experts in (nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.ModuleDict({"0": Block(), "1": Block()})):
+        model = Holder(layers=nn.ModuleList([Block(Mixture(experts)), Block()]))
+        plan = plan_units(model, WrapConfig(patterns=["layers.*", "layers.*.inner.experts.*"]))
+        inner = {"layers.0.inner.experts.0": 12, "layers.0.inner.experts.1": 12}
+        assert sizes(plan) == {**inner, "layers.0": 8, "layers.1": 12, "": 0}
+        assert [unit.is_block for unit in plan.units] == [False, False, True, True, False]
 
 
-def test_a_weight_used_elsewhere_keeps_its_module_out_of_the_units():
-    net = nn.Module()
-    net.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-    net.again = nn.Linear(4, 4, bias=False)
-    net.again.weight = net.blocks[1].weight
-    plan = plan_units(net, AUTO)
+def test_tied_weights_stay_in_the_unit_around_all_their_users():
+    outside = Holder(blocks=nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    outside.again = nn.Linear(4, 4, bias=False)
+    outside.again.weight = outside.blocks[1].weight
+    plan = plan_units(outside, AUTO)
     assert sizes(plan) == {"blocks.0": 16, "blocks.2": 16, "": 16}
-    assert plan.units[-1].tied == ("again.weight",)
-    assert plan.num_params == 48
-    assert tied_names(net) == {"again.weight": "blocks.1.weight"}
-
-
-def test_a_weight_tied_inside_one_unit_does_no_harm():
-    net = nn.Module()
-    net.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    net.blocks[0][1].weight = net.blocks[0][0].weight
-    plan = plan_units(net, AUTO)
+    assert (plan.units[-1].tied, plan.num_params) == (("again.weight",), 48)
+    assert tied_names(outside) == {"again.weight": "blocks.1.weight"}
+    inside = Holder(blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    inside.blocks[0][1].weight = inside.blocks[0][0].weight
+    plan = plan_units(inside, AUTO)
     assert sizes(plan) == {"blocks.0": 24, "blocks.1": 40, "": 0}
     assert plan.units[0].tied == ("blocks.0.1.weight",)
 
 
-def test_a_class_that_matches_nothing_names_those_that_exist():
-    error = refused(llama(tied=True), WrapConfig(classes=["LlamaDecoderLayer", "GPT2Block"]))
-    assert error.field == "wrap.classes"
-    assert error.given == "'GPT2Block', which matches no module"
-    assert "LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, LlamaRMSNorm" in error.allowed
-
-
 def test_too_much_in_the_root_is_refused_with_the_share():
+    """What nobody chose by name only from ten million parameters on; what is tied has to stay there."""
     error = refused(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"]))
     assert error.given == (
         "units by classes LlamaRMSNorm leave 96% of 1,000 parameters in the root unit "
@@ -168,65 +205,75 @@ def test_too_much_in_the_root_is_refused_with_the_share():
     assert "{max_root_share: 1.0} to allow it" in error.fix
     allowed = plan_units(llama(tied=True), WrapConfig(classes=["LlamaRMSNorm"], max_root_share=0.97))
     assert len(allowed.units) == 6
-
-
-def test_a_model_in_which_nothing_repeats_is_one_unit_while_it_is_small():
-    assert refused(nn.Sequential(nn.ReLU()), AUTO).given == "a model without parameters"
-    plan = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
-    assert sizes(plan) == {"": 6}
-    assert plan.source == "nothing that repeats"
+    assert plan_units(llama(tied=True, vocab=5000), AUTO).root_share > 0.9
+    small = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
+    assert (sizes(small), small.source) == ({"": 6}, "nothing that repeats")
     with torch.device("meta"):
-        large = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(12000, 1000), nn.ReLU())
-    assert refused(large, AUTO).given.startswith("units by nothing that repeats leave 100%")
-
-
-def test_what_is_tied_cannot_be_split_and_is_no_reason_to_refuse():
-    model = llama(tied=True, vocab=5000)
-    plan = plan_units(model, AUTO)
-    assert plan.root_share > 0.9
-    assert refused(model, WrapConfig(classes=["LlamaRMSNorm"])).given.startswith("units by classes LlamaRMSNorm leave")
+        large = nn.Sequential(nn.Linear(4000, 4000))
+    assert refused(large, AUTO).given.startswith("units by nothing that repeats leave 100% of 16,004,000")
+    assert refused(large, WrapConfig(min_num_params=10**8)).given.startswith("units by min_num_params 100000000 leave")
 
 
 def test_metrics_inside_do_not_disturb_the_order():
     """A metric compares equal to anything, so that list.index and remove would find the wrong module."""
-
-    def net() -> nn.Module:
-        made = nn.Module()
-        made.first = MeanMetric()
-        made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
-        made.last = MeanMetric()
-        return made
-
-    plans = [plan_units(net(), AUTO) for _ in range(5)]
-    assert {tuple(sizes(plan)) for plan in plans} == {("blocks.0", "blocks.1", "blocks.2", "blocks.3", "")}
+    made = Holder(first=MeanMetric())
+    made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
+    made.last = MeanMetric()
+    assert list(sizes(plan_units(made, AUTO))) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
 
 
-def test_the_model_is_not_changed():
-    model = llama(tied=True)
-    before = [(name, id(module), type(module)) for name, module in model.named_modules()]
-    plan_units(model, AUTO)
-    assert [(name, id(module), type(module)) for name, module in model.named_modules()] == before
-    assert all(param.is_meta for param in model.parameters())
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        WrapConfig(patterns=["model.layers.*.mlp"], max_root_share=1.0),
+        WrapConfig(classes=["LlamaMLP"], max_root_share=1.0),
+        WrapConfig(min_num_params=1),
+        WrapConfig(min_num_params=10**9, max_root_share=1.0),
+        WrapConfig(classes=["LlamaModel"], max_root_share=1.0),
+    ],
+)
+def test_blocks_are_recomputed_whatever_the_units_are(wrap: WrapConfig):
+    model = llama(tied=False)
+    plan = plan_units(model, wrap)
+    assert list(plan.blocks) == list(model.model.model.layers)
+    prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
+    words = recompute_by_unit(plan)
+    for unit in plan.units:
+        inside = re.match(r"model\.model\.layers\.\d", unit.name)
+        around = unit.name == ("model.model" if wrap.classes == ["LlamaModel"] else "")
+        expected = "full" if inside else "2 blocks full" if around else "no"
+        assert words.get(unit.name, "no") == expected, unit.name
+
+
+def test_units_inside_blocks_cannot_be_compiled():
+    config = strategy_config({"wrap": ["model.layers.*", "model.layers.*.mlp"], "compile": True})
+    with pytest.raises(ConfigError, match="2 FSDP units inside blocks") as caught:
+        plan_for(llama(tied=False), config, "strategy")
+    assert caught.value.field == "strategy.compile"
 
 
 def test_the_audit_is_the_plan_as_plain_data():
-    plan = plan_units(llama(tied=True), AUTO)
-    found = audit(plan, shard_degree=4, recompute={"model.model.layers.1": "full"})
+    """Frozen parameters count, and are told apart."""
+    model = llama(tied=True)
+    model.model.requires_grad_(False)
+    model.model.model.layers[1].mlp.requires_grad_(True)
+    plan = plan_units(model, AUTO)
+    found = audit(plan, shard_degree=4, recompute={LAYERS[1]: "full"})
     assert {key: value for key, value in found.items() if key != "units"} == {
-        "wrapped_by": LLAMA_SOURCE,
-        "kept_together_by_tied_weights": ["model.model.embed_tokens", "model.lm_head"],
+        "wrapped_by": "the model's no-split classes (LlamaDecoderLayer)",
+        "kept_together_by_tied_weights": ENDS,
         "num_params": 2 * LAYER + 88,
-        "num_trainable": 2 * LAYER + 88,
+        "num_trainable": MLP,
         "num_units": 3,
         "root_share": 88 / (2 * LAYER + 88),
         "shard_degree": 4,
     }
-    assert [row["recompute"] for row in found["units"]] == ["no", "full", "no"]
+    assert [(row["recompute"], row["num_trainable"]) for row in found["units"]] == [("no", 0), ("full", MLP), ("no", 0)]
     assert found["units"][-1] == {
         "name": "(root)",
         "class": "Holder",
         "num_params": 88,
-        "num_trainable": 88,
+        "num_trainable": 0,
         "num_bytes": 352,
         "share": 88 / plan.num_params,
         "tied": ["model.lm_head.weight"],
