@@ -39,11 +39,9 @@ def run_export(argv: Sequence[str]) -> int:
 def _export_check() -> Callable[..., list[str]]:
     from lit_fsdp.checkpoint.export_verify import find_export_differences
     from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
-    from lit_fsdp.models.quiet import no_progress_bars
 
     def check(place: Path, manifest: Any, plan: Any) -> list[str]:
-        with no_progress_bars():
-            return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
+        return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
 
     return check
 

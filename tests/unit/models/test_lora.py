@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.trainable import freeze_parameters
 from lit_fsdp.models.weights import open_weights
 
 IDS = torch.arange(20).reshape(2, 10)
