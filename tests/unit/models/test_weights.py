@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
@@ -44,20 +43,6 @@ def test_equal_to_from_pretrained(family, saved, fill, tensors):
     folder = saved(family)
     weights, model = _opened(folder)
     _assert_like_from_pretrained(folder, weights, model, fill, tensors)
-
-
-def test_rows_are_parts_of_the_whole(family, saved):
-    weights, model = _opened(saved(family))
-    for name, module in model.named_modules():
-        for attribute, param in module._parameters.items():
-            if param is None:
-                continue
-            whole = weights.read(name, module, attribute)
-            cuts = [0, 3, 3, len(whole) // 2 + 1, len(whole)]
-            parts = [weights.read(name, module, attribute, slice(a, b)) for a, b in itertools.pairwise(cuts)]
-            assert parts[1].shape == (0, *whole.shape[1:])
-            assert torch.equal(torch.cat(parts), whole)
-            assert all(part.untyped_storage().nbytes() == part.nbytes for part in [whole, *parts])
 
 
 def test_several_files_with_an_index(saved, fill, tensors):
