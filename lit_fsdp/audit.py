@@ -14,9 +14,8 @@ from torch import nn
 from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
-from lit_fsdp.models.attention import check_architecture
+from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.resolve import resolve_architecture
-from lit_fsdp.models.trainable import build_trainable
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, has_bf16
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_for
@@ -57,7 +56,6 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
     hf_config = resolve_architecture(model_config)
     model = build_trainable(hf_config, model_config)[0]
-    check_architecture(model, attention)
     module = CausalLMModule(model)
     cast_parameters(module, TORCH_DTYPES[config.row.param])
     plan = plan_for(module, strategy, STRATEGY)

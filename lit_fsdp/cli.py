@@ -51,7 +51,7 @@ from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
-from lit_fsdp.models.attention import check_attention
+from lit_fsdp.models.build import check_attention
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device

@@ -25,20 +25,16 @@ from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.metrics.counts import STEP_COUNTS, batch_counts
-from lit_fsdp.metrics.losses import EvalMetrics, score_totals, step_metrics
-from lit_fsdp.models.attention import check_attention
-from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.description import model_entry, model_files
+from lit_fsdp.metrics.step_metrics import STEP_COUNTS, EvalMetrics, batch_counts, step_metrics
+from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
+from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.lora import LoraWeights
-from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, refuse_cpu, sample_losses
+from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
 from lit_fsdp.models.muon import MuonWithAdamW
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer
-from lit_fsdp.models.trainable import build_trainable, kept_with_adapters
-from lit_fsdp.models.weights import Weights, open_weights
+from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer
 
@@ -125,8 +121,6 @@ class CausalLMModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
-        if strategy and self.trainer.training:
-            refuse_cpu(self.config.loss.backend, strategy.root_device.type)
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)
@@ -158,9 +152,9 @@ class CausalLMModule(LightningModule):
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
         loss = self._forward(batch)
-        sums = torch.stack([loss.num_tokens.double(), loss.nll_sum.double()])
-        scores = score_totals(loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
-        counts = torch.cat([sums, batch_counts(batch).to(sums.device), scores])
+        sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
+        sums_6 = torch.stack([value.detach().double() for value in sums])
+        counts = torch.cat([sums_6[:2], batch_counts(batch).to(sums_6.device), sums_6[2:]])  # as STEP_COUNTS
         self._window = counts if self._window is None else self._window + counts
         return loss.loss_sum / self._loss_divisor
 
@@ -251,7 +245,7 @@ class CausalLMModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
-        self.log_dict(self._val_metrics.finish("val"), prog_bar=True, sync_dist=True)
+        self._log_means(self._val_metrics, "val")
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
         """Add a batch to the test metrics."""
@@ -259,7 +253,7 @@ class CausalLMModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log loss, perplexity, token accuracy and entropy over all supervised test tokens of all ranks."""
-        self.log_dict(self._test_metrics.finish("test"), sync_dist=True)
+        self._log_means(self._test_metrics, "test")
 
     def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
         """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
@@ -280,9 +274,12 @@ class CausalLMModule(LightningModule):
 
     def _evaluate(self, metrics: EvalMetrics, batch: Mapping[str, torch.Tensor]) -> None:
         loss = self._forward(batch)
-        assert loss.num_correct is not None  # every backend tells them where nothing is trained
-        assert loss.entropy_sum is not None
-        metrics.add(loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+        metrics.update(loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+
+    def _log_means(self, metrics: EvalMetrics, stage: str) -> None:
+        means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}
+        metrics.reset()
+        self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
         assert self.model is not None

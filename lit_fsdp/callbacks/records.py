@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.callbacks.resume import resumed_from
 from lit_fsdp.errors import DataError
-from lit_fsdp.metrics.memory import GIB, peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.host import GIB
+from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data_tables import print_data

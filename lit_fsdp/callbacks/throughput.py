@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lit_fsdp.metrics.counts import step_counts
+from lit_fsdp.host import GIB
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula
-from lit_fsdp.metrics.hardware import peak_flops
-from lit_fsdp.metrics.memory import GIB, peak_device_bytes, peak_reserved_bytes
+from lit_fsdp.metrics.hardware import peak_device_bytes, peak_flops, peak_reserved_bytes
+from lit_fsdp.metrics.step_metrics import step_counts
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.base import EngineStrategy
 

@@ -57,7 +57,7 @@ def run_import(argv: Sequence[str]) -> int:
 def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Target:
     """Names, shapes and ties of the model, with its config and tokenizer; nothing of it is in memory."""
     from lit_fsdp.checkpoint.importing.convert import Target
-    from lit_fsdp.models.description import model_entry
+    from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.module import CausalLMModule
 
     module = CausalLMModule(name=model, tokenizer=tokenizer, trust_remote_code=trust_remote_code).build()

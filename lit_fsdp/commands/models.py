@@ -37,13 +37,15 @@ def run_export(argv: Sequence[str]) -> int:
 
 
 def _export_check() -> Callable[..., list[str]]:
+    from transformers.utils.logging import disable_progress_bar
+
     from lit_fsdp.checkpoint.export_verify import find_export_differences
     from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
-    from lit_fsdp.models.quiet import no_progress_bars
+
+    disable_progress_bar()
 
     def check(place: Path, manifest: Any, plan: Any) -> list[str]:
-        with no_progress_bars():
-            return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
+        return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
 
     return check
 
@@ -56,7 +58,10 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     options = parse(parser, argv)
+    from transformers.utils.logging import disable_progress_bar
+
     from lit_fsdp.models.generate import chat
 
+    disable_progress_bar()
     print(chat(options.model, options.prompt, options.system, options.max_new_tokens))
     return 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, size_words, verb_parser
+from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError, require
 
 
@@ -78,7 +77,7 @@ node, say, for compute nodes without a network. What is there already is only lo
 
     words += [f"--model.name={options.name}"] if options.name else []
     config = load_recipe(words, "model", flags_of(parser)).run.model
-    from lit_fsdp.models.prepared import prepare_model
+    from lit_fsdp.models.resolve import prepare_model
     from lit_fsdp.speak import speak
 
     speak()
@@ -87,11 +86,5 @@ node, say, for compute nodes without a network. What is there already is only lo
         print(json.dumps(record, indent=1))
         return 0
     for what in ("weights", "tokenizer"):
-        print(f"{what:<10}{_line(record[what])}")
+        print(f"{what:<10}{record[what] or 'made here, nothing to fetch'}")
     return 0
-
-
-def _line(part: dict[str, Any]) -> str:
-    if part["folder"] is None:
-        return str(part["note"])
-    return f"{part['folder']}  {size_words(part['num_bytes'])} in {part['num_files']} files"

@@ -32,7 +32,7 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
 
     Returns:
         int64 tensors ``input_ids``, ``attention_mask``, ``labels`` (B, T), the last aligned with the first and -100
-        where nothing is supervised. ``counts`` is int64, in the order of :data:`lit_fsdp.metrics.counts.BATCH_COUNTS`.
+        where nothing is supervised. ``counts`` is int64, as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
     """
     parts = [sample or (np.array([pad_id]), np.array([False])) for sample in samples]
     shape = len(parts), max(len(ids) for ids, _ in parts)

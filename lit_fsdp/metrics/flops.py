@@ -22,7 +22,7 @@ Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +62,13 @@ class ModelFlops:
     """Forward and backward."""
 
     def train_flops(self, counts: Mapping[str, float]) -> float:
-        """Operations that loss and gradients of a step need, over all ranks, without recomputation.
+        """Operations that loss and gradients of a step need, without recomputation.
 
         Args:
-            counts: ``tokens``, ``supervised_tokens`` and ``squared_tokens``, as :func:`~.counts.step_counts` names
-                them.
+            counts: ``tokens``, ``supervised_tokens`` and ``squared_tokens`` of :func:`~.step_metrics.step_counts`.
         """
-        tokens = counts["tokens"]
-        blocks = sum(b.train_per_token * tokens + b.train_per_pair * num_pairs(counts, b.window) for b in self._blocks)
+        tokens, each = counts["tokens"], self.blocks.values()
+        blocks = sum(b.train_per_token * tokens + b.train_per_pair * num_pairs(counts, b.window) for b in each)
         head = self.head_per_supervised_token * counts["supervised_tokens"]
         return blocks + self.outside_per_token * tokens + head
 
@@ -82,7 +81,7 @@ class ModelFlops:
 
         Args:
             counts: As for :meth:`train_flops`.
-            words: ``no``, ``full``, ``selective``, ... by block name; a block that is not named repeats nothing.
+            words: ``no``, ``full``, ``selective``, ... by block name; a block without one repeats nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
@@ -93,10 +92,6 @@ class ModelFlops:
                 again = block.forward_per_token - block.last_product
                 total += again * counts["tokens"] + block.forward_per_pair * num_pairs(counts, block.window)
         return total
-
-    @property
-    def _blocks(self) -> Iterator[BlockFlops]:
-        return iter(self.blocks.values())
 
 
 def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
@@ -128,7 +123,8 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     if head is None:
         raise ValueError("it has no head over a vocabulary")
     in_head = set(head.modules())
-    flows = any(p.requires_grad for p in _embedding_parameters(model))
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    flows = any(p.requires_grad for module in embeddings for p in module.parameters(recurse=False))
     blocks: dict[str, BlockFlops] = {}
     outside = 0.0
     for name, module in model.named_modules():
@@ -166,12 +162,6 @@ def _block_names(model: nn.Module, count: int) -> list[str]:
         raise ValueError(f"it has no list of {count} blocks")
     name, _ = min(lists, key=lambda found: found[0].count("."))
     return [f"{name}.{index}" for index in range(count)]
-
-
-def _embedding_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            yield from module.parameters(recurse=False)
 
 
 def _own_products(name: str, module: nn.Module, config: Any) -> list[tuple[float, bool]]:

@@ -1,9 +1,16 @@
-"""Peak rates of accelerators as their makers state them: dense, without sparsity, at boost clock."""
+"""What the hardware can do, and how much memory this process has used of it.
+
+Peak rates are those that the makers state: dense, without sparsity, at boost clock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 
 class PeakRate(NamedTuple):
@@ -65,3 +72,31 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
     rows = [row for row in PEAK_RATES if all(word in words for word in row.words.upper().split())]
     rate = max(rows, key=lambda row: len(row.words.split())).rates.get(multiplies) if rows else None
     return None if rate is None else rate * 1e12
+
+
+def peak_host_bytes() -> int:
+    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 where the kernel does not tell.
+
+    ``getrusage`` would do on Linux only until the first fork: a child starts with its parent's peak.
+    """
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    lines = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), 0)
+
+
+def reset_peak_host_bytes() -> None:
+    """Start :func:`peak_host_bytes` again from what is resident now, where the kernel lets us."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_device_bytes(device: torch.device) -> int:
+    """Largest allocation on a CUDA device so far in bytes, or the peak of the host's memory on CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Largest memory that torch's allocator has held on a CUDA device so far, in bytes; None on CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

@@ -1,15 +1,26 @@
-"""The module tree of a causal LM without its memory: everything on the meta device."""
+"""The model that a recipe trains: built on meta, with adapters where it asks for them, and frozen as it says."""
 
 from __future__ import annotations
 
 import copy
+import difflib
+import importlib.util
+import logging
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.attention import check_architecture, check_package
+from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.lora import apply_lora
+from lit_fsdp.models.weights import tied_groups
+
+_log = logging.getLogger(__name__)
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 def build_on_meta(
@@ -22,9 +33,7 @@ def build_on_meta(
 
     Args:
         hf_config: Not changed; the model gets a copy.
-        attn_implementation: ``sdpa``, ``eager``, ``flex_attention``, ...; a model that lacks it is refused, and so is
-            one whose package is missing (see :func:`lit_fsdp.models.attention.check_package`). None is ``sdpa``, or
-            ``eager`` for models without it.
+        attn_implementation: None is ``sdpa``, or ``eager`` for models without it.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -33,38 +42,155 @@ def build_on_meta(
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-    check_package(attn_implementation)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
-        raise _refusal(config, attn_implementation, error) from error
-    left = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
-    if left:  # made from data in __init__, which nothing makes again
+        with_attention = f" with {attn_implementation}" if attn_implementation else ""
         raise ConfigError(
             "model.name",
-            f"{config.model_type}, which creates {', '.join(left[:3])} outside the meta device",
-            "a model whose constructor follows the default device",
-            "use the architecture that transformers itself ships",
-        )
-    model.to("meta")  # parameters that __init__ draws on the CPU; a file or _init_weights has their values
+            f"a model of type {config.model_type}{with_attention} ({' '.join(str(error).split())[:300]})",
+            "a decoder-only language model that AutoModelForCausalLM can build, with an attention that it has",
+            "name another model, or leave attn_implementation out",
+        ) from error
+    model.to("meta")  # what __init__ makes on the CPU all the same; a file or _init_weights has its values
     model.tie_weights()
-    check_architecture(model, attn_implementation)
     return model.train()
 
 
-def num_parameters(model: torch.nn.Module) -> int:
+def num_parameters(model: nn.Module) -> int:
     """Parameters of ``model``, a tied one counted once."""
     return sum(p.numel() for p in model.parameters())
 
 
-def _refusal(config: PretrainedConfig, attn_implementation: str | None, error: Exception) -> ConfigError:
-    text = " ".join(str(error).split())
-    given, fix = f"a model of type {config.model_type} ({text[:200]})", "name a decoder-only language model"
-    if "attention implementation" in text or "does not support Flash Attention" in text:
-        given, fix = f"{attn_implementation} for {config.model_type}", "leave attn_implementation out"
-        return ConfigError("model.attn_implementation", given, "an attention backend that the model has", fix)
-    if "trust_remote_code" in text:
-        given, fix = "false for a model that comes with its own code", "set trust_remote_code: true"
-        return ConfigError("model.trust_remote_code", given, "true, after you have read that code", fix)
-    return ConfigError("model.name", given, "an architecture that AutoModelForCausalLM can build", fix)
+def check_attention(attn_implementation: str | None, device_type: str) -> None:
+    """Refuse an attention backend that cannot train on this kind of device, before anything is built.
+
+    FlexAttention runs forward on a CPU, but torch (2.13) has no backward pass of it there. Where the package of
+    FlashAttention is missing, transformers would download a kernel in its place.
+
+    Raises:
+        ConfigError: It needs a GPU, or a package that is not installed; the error says what to install.
+    """
+    if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
+        raise gpu_attention_on_cpu(attn_implementation)
+    if attn_implementation in _FLASH_PACKAGES:
+        package = _FLASH_PACKAGES[attn_implementation]
+        require(
+            importlib.util.find_spec(package),
+            "model.attn_implementation",
+            f"{attn_implementation}, but the package {package} is not installed",
+            "sdpa | eager | flex_attention without it",
+            "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out",
+        )
+
+
+def build_trainable(
+    hf_config: PretrainedConfig, config: ModelConfig, base: str | None = None
+) -> tuple[PreTrainedModel, dict[str, Any] | None]:
+    """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
+
+    With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
+    learned and the others move with them (as with peft's ``modules_to_save``, but in place: no second copy in memory,
+    and tied weights stay tied). ``freeze`` takes them out again.
+
+    Args:
+        hf_config: The architecture, with rows for added tokens.
+        config: The ``model`` section.
+        base: Hub name or folder of the base model, noted in the adapters' configuration.
+
+    Returns:
+        The model, and the content of ``adapter_config.json`` or None.
+
+    Raises:
+        ConfigError: The architecture cannot be built, or a layer or pattern named does not exist.
+    """
+    model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
+    vocabulary = vocabulary_modules(model) if config.add_tokens else {}
+    adapter_config = None if config.lora is None else apply_lora(model, config.lora, base)
+    if adapter_config is not None:
+        _train_beside_adapters(model, vocabulary)
+    freeze_parameters(model, config.freeze, config.train_only)
+    frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
+    if config.add_tokens and frozen:
+        text = "model.add_tokens: not trained, so that new tokens keep the values they start from: %s"
+        _log.warning(text, ", ".join(frozen))
+    return model, adapter_config
+
+
+def vocabulary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Input embedding and head by name."""
+    wanted: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {name: module for name, module in model.named_modules() if any(module is one for one in wanted)}
+
+
+def vocabulary_tensors(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that have one row per token: of the embedding and of the head, its bias too."""
+    return [
+        f"{name}.{own}"
+        for name, module in vocabulary_modules(model).items()
+        for own in dict(module.named_parameters(recurse=False))
+    ]
+
+
+def kept_with_adapters(model: PreTrainedModel, config: ModelConfig, has_new_rows: bool) -> list[str]:
+    """Names of the parameters of the base that an exported adapter needs beside it: embedding and head.
+
+    Those that are trained, and with new rows all of them: nobody else's copy of the base model has these rows.
+    """
+    if config.lora is None or not config.add_tokens:
+        return []
+    return [name for name in vocabulary_tensors(model) if has_new_rows or model.get_parameter(name).requires_grad]
+
+
+def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.Module]) -> None:
+    """Unfreeze embedding and head wherever ``lora.modules_to_save`` has made no trained copy of them."""
+    inside = {module: name for name, module in model.named_modules()}
+    for name, module in vocabulary.items():
+        where = inside[module]
+        require(
+            not where.endswith(".base_layer"),  # an adapter's two factors give no single row a value of its own
+            "model.lora.target_modules",
+            f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole",
+            "layers other than embedding and head",
+            "leave it out of target_modules; all-linear leaves embedding and head alone",
+        )
+        if where == name:
+            module.requires_grad_(True)
+
+
+def freeze_parameters(model: nn.Module, freeze: list[str] | None, train_only: list[str] | None = None) -> None:
+    """Freeze by name, in place; a tied parameter goes by any of its names.
+
+    Args:
+        model: Its ``named_parameters`` are meant.
+        freeze: Patterns (``*`` stands for anything, dots too) of parameters that are not trained.
+        train_only: Patterns of the only ones that are.
+
+    Raises:
+        ConfigError: A pattern that fits no parameter, or nothing is left to train.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    names_of = {name: group for group in tied_groups(model) for name in group if name in params}
+    if train_only is not None:
+        chosen = _matching(names_of, train_only, "model.train_only")
+        for name, param in params.items():
+            param.requires_grad_(name in chosen)
+    for name in _matching(names_of, freeze or [], "model.freeze"):
+        params[name].requires_grad_(False)
+    is_trained = any(param.requires_grad for param in params.values())
+    field = "model.freeze" if freeze else "model.train_only"
+    require(is_trained, field, freeze or train_only, "patterns that leave something to train", "drop a pattern")
+
+
+def _matching(names_of: dict[str, list[str]], patterns: list[str], path: str) -> set[str]:
+    """Names that fit a pattern, with the other names of the same tensor."""
+    found: set[str] = set()
+    for pattern in patterns:
+        fitting = {other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]}
+        if not fitting:
+            close = difflib.get_close_matches(pattern, names_of, n=3, cutoff=0.3) or list(names_of)[:3]
+            allowed = f"names of parameters, such as {', '.join(close)}; * stands for anything"
+            raise ConfigError(path, f"{pattern!r}, which fits no parameter", allowed, f"write {close[0]}")
+        found |= fitting
+    return found

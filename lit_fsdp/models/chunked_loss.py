@@ -39,7 +39,10 @@ class LossTerms:
 
 
 class TokenScores(NamedTuple):
-    """What is known of each supervised token, without a graph; fp32 (N,), or fp64 for fp64 logits."""
+    """What is known of each supervised token, without a graph; fp32 (N,), or fp64 for fp64 logits.
+
+    Of Liger sums alone, as (1,), and NaN for entropy and right predictions, which it does not tell.
+    """
 
     loss: torch.Tensor
     """The loss with label smoothing and z-loss."""
@@ -63,13 +66,7 @@ def made_of(logits_NV: torch.Tensor, terms: LossTerms) -> torch.Tensor:
 
 @torch.no_grad()
 def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) -> tuple[TokenScores, torch.Tensor]:
-    """Scores of each token, and the gradient of their summed loss by the logits.
-
-    Args:
-        z_NV: The model's logits, in fp32 at least.
-        targets_N: Right tokens.
-        terms: Only label smoothing and z-loss are read.
-    """
+    """Scores of each token, and the gradient of their summed loss by the model's logits (in fp32 at least)."""
     share, target_N1 = terms.label_smoothing, targets_N[:, None]
     with torch.autocast(z_NV.device.type, enabled=False):
         top_N, best_N = z_NV.max(dim=-1)
@@ -83,9 +80,7 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
         if share:
             loss_N = loss_N + share * (lse_N - z_NV.mean(dim=-1) - nll_N)
         scores = TokenScores(loss_N, nll_N, z_loss_N, entropy_N, best_N == targets_N)
-        grad_NV = (
-            p_NV  # the probabilities become the gradient, as a third tensor of this size would be the largest cost
-        )
+        grad_NV = p_NV  # in place, as a third tensor of this size would be the largest cost
         if terms.z_loss:
             grad_NV *= (1.0 + 2.0 * terms.z_loss * lse_N)[:, None]
         if share:
@@ -95,13 +90,7 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
 
 
 def plain_loss(logits_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, TokenScores]:
-    """The summed loss of logits that are all there, a scalar with a graph, and the scores of each token without one.
-
-    Args:
-        logits_NV: What the model returned, scaled and capped already.
-        targets_N: Right tokens.
-        terms: Only label smoothing and z-loss are read.
-    """
+    """The summed loss of logits that are all there, scaled and capped; a scalar with a graph, and scores without."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     loss = F.cross_entropy(z_NV, targets_N, reduction="sum", label_smoothing=terms.label_smoothing)
     if terms.z_loss:
@@ -136,8 +125,8 @@ def chunked_loss(
         trained: What of it is trained.
         hidden_ND: Of supervised tokens only.
         targets_N: Right tokens.
-        terms: Of the loss.
-        num_rows: Tokens per chunk.
+        terms: See :class:`LossTerms`.
+        num_rows: Tokens per chunk, C.
     """
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or trained):
         loss, *scores = _ChunkedLoss.apply(head, targets_N, terms, num_rows, hidden_ND, *trained)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,65 +15,42 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
-from lit_fsdp.models.names import has_safetensors, stored_tensors, tied_groups
-from lit_fsdp.models.quiet import reading
+from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import read_tokenizer
+from lit_fsdp.models.weights import tied_groups
 
-_VERSION = 1
-_MIB = 2**20
+_VERSION = 2
 GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
-_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
-def convert_gguf(file: Path) -> Path:
-    """The safetensors model folder of a GGUF file: weights in fp32, config, generation config, tokenizer, template.
+def convert(source: Path, trust_remote_code: bool) -> Path:
+    """The same model as a GGUF file or a folder holds, as a safetensors folder in fp32, which holds every value.
 
-    fp32, as dequantized values (fp16 scale times integer plus fp16 offset) need up to 15 significant bits and bf16
-    has 8. Converted at the first call; later calls find it by name, size, time and the first and last MiB.
-
-    Raises:
-        ConfigError: The ``gguf`` package is missing, or the file is of a kind that transformers cannot read.
-    """
-    stat = file.stat()
-    key = hashlib.blake2b(repr((_VERSION, file.name, stat.st_size, stat.st_mtime_ns)).encode(), digest_size=6)
-    with open(file, "rb") as handle:
-        key.update(handle.read(_MIB))
-        handle.seek(max(0, stat.st_size - _MIB))
-        key.update(handle.read(_MIB))
-
-    def make(folder: Path) -> None:
-        read_tokenizer(str(file), trust_remote_code=False).save_pretrained(folder)
-        # else weights of qwen3.5 and lfm2 stay in the blocks of the file, which nothing can train
-        unpacked = {"quantization_config": GgufConfig(dequantize=True)} if GgufConfig else {}
-        with reading(file):
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32, **unpacked
-            )
-        save_folder(model, folder)
-
-    return _converted(file, key.hexdigest(), make)
-
-
-def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
-    """The same model as in folder ``source``, under the names of its modules, in the dtype of its files.
-
-    For folders with ``.bin`` files only, and for names or shapes that only ``from_pretrained`` can translate (such
-    as one file entry per expert). Needs memory for one whole model, in one process.
+    For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
+    Needs memory for one whole model, in one process. Converted at the first call; later ones find it by names, sizes
+    and times of the files. Of a GGUF file the tokenizer and its chat template come along.
 
     Raises:
+        ConfigError: The ``gguf`` package is missing, or the files are of a kind that transformers cannot read.
         CheckpointError: ``from_pretrained`` does not find every tensor either.
     """
-    key = hashlib.blake2b(repr(_VERSION).encode(), digest_size=6)
-    for file in sorted([*source.glob("*.bin"), *source.glob("*.safetensors"), *source.glob("*.json")]):
-        stat = file.resolve().stat()
-        key.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+    files, name = [source], source
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
+    if source.is_file():
+        name, options = source.parent, {"gguf_file": source.name}
+        if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay in blocks, which nothing can train
+            options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        files = sorted(file for ending in ("bin", "safetensors", "json") for file in source.glob(f"*.{ending}"))
 
     def make(folder: Path) -> None:
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
+        if source.is_file():
+            read_tokenizer(str(source), trust_remote_code).save_pretrained(folder)
         with reading(source):
-            options["dtype"] = _stored_dtype(source)  # "auto" would believe config.json
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, output_loading_info=True, dtype=torch.float32, **options
+            )
         model, info = loaded
         lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if lacking:
@@ -83,7 +58,11 @@ def convert_checkpoint(source: Path, trust_remote_code: bool) -> Path:
             raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")
         save_folder(model, folder)
 
-    return _converted(source, key.hexdigest(), make)
+    stats = [(file.name, file.resolve().stat()) for file in files]
+    seen = repr((_VERSION, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]))
+    key = hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
+    target = cache_root() / "models" / f"{source.resolve().name}-{key}"
+    return make_once(target, make, f"converting {source.name} to safetensors")
 
 
 def save_folder(model: PreTrainedModel, folder: Path) -> None:
@@ -103,20 +82,3 @@ def save_folder(model: PreTrainedModel, folder: Path) -> None:
         save_torch_state_dict({names[0]: state[names[0]].contiguous() for names in tied_groups(model)}, folder)
     except SafetensorError as error:  # a full disk comes wrapped in it
         raise OSError(str(error)) from error
-
-
-def _converted(source: Path, key: str, make: Callable[[Path], None]) -> Path:
-    stem = source.stem if source.is_file() else source.resolve().name
-    folder = cache_root() / "models" / f"{stem}-{key}"
-    return make_once(folder, make, f"converting {source.name} to safetensors")
-
-
-def _stored_dtype(source: Path) -> torch.dtype:
-    """The widest floating-point dtype in the files of a folder."""
-    dtypes: set[torch.dtype] = set()
-    if has_safetensors(source):
-        dtypes = {_FLOATS[t.dtype] for t in stored_tensors(source).values() if t.dtype in _FLOATS}
-    for file in source.glob("pytorch_model*.bin") if not dtypes else ():
-        tensors = torch.load(file, map_location="meta", weights_only=True)
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
-    return functools.reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))

@@ -1,11 +1,12 @@
-"""Models and tokenizers by name from the Hugging Face hub; every failure says what to do instead."""
+"""Models and tokenizers by name from the Hugging Face hub; failures to fetch or to read them say what to do."""
 
 from __future__ import annotations
 
-import errno
-import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 from huggingface_hub import errors, snapshot_download
@@ -15,92 +16,51 @@ from lit_fsdp.redaction import HIDDEN, redact
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """What files of a folder are a tokenizer, as patterns."""
-_TOKENIZER = ["*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES]
-_WEIGHTS = "*.safetensors"
+_TOKENIZER = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES)
+_FILES = {"config": ("config.json",), "tokenizer": _TOKENIZER, "model": (*_TOKENIZER, "*.safetensors")}
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*", "*/*.safetensors"]
+_UNREADABLE = (
+    *(ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError),
+    *(errors.StrictDataclassError, pickle.UnpicklingError),
+)
 _NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the library that huggingface_hub talks through
-_AHEAD = "lit-fsdp model prepare --name {name}"
 
 
-def fetch_tokenizer(name: str, trust_remote_code: bool) -> Path:
-    """The local folder with the tokenizer of hub repository ``name``.
+def fetch(name: str, what: Literal["config", "tokenizer", "model"], trust_remote_code: bool) -> Path:
+    """The local folder of hub repository ``name`` with its config, its tokenizer, or all of the model.
 
-    Raises:
-        ConfigError: The name is unknown, not granted, or cannot be reached.
-    """
-    return _fetch(name, "model.tokenizer", _TOKENIZER + ["*.py"] * trust_remote_code)
-
-
-def fetch_config(name: str, trust_remote_code: bool) -> Path:
-    """The local folder with the config of hub repository ``name``, without weights and tokenizer.
+    ``.bin`` files are fetched only where there are no others.
 
     Raises:
-        ConfigError: The name is unknown, not granted, or cannot be reached.
+        ConfigError: The name is unknown, not granted, or cannot be reached. No token is part of the text.
     """
-    return _fetch(name, "model.name", ["config.json"] + ["*.py"] * trust_remote_code)
-
-
-def fetch_model(name: str, trust_remote_code: bool) -> Path:
-    """The local folder with config, tokenizer and weights of hub repository ``name``; ``.bin`` files only if need be.
-
-    Raises:
-        ConfigError: The name is unknown, not granted, or cannot be reached, or its cached copy is not whole.
-    """
-    wanted = _TOKENIZER + ["*.py"] * trust_remote_code
-    folder = _fetch(name, "model.name", [*wanted, _WEIGHTS])
-    if not list(folder.glob(_WEIGHTS)):
-        folder = _fetch(name, "model.name", [*wanted, "*.bin"])
-    absent = _absent_files(folder)
-    if absent:
-        raise ConfigError(
-            "model.name",
-            f"{name}, whose copy in the hub cache ({folder}) lacks {', '.join(absent[:3])}",
-            "a model that was downloaded whole",
-            f"where there is a network, and with this cache, run {_AHEAD.format(name=name)}",
-        )
-    return folder
-
-
-def _absent_files(folder: Path) -> list[str]:
-    """Weight files that should be there: those of the index; without an index any will do."""
-    for index in [*folder.glob("model.safetensors.index.json"), *folder.glob("pytorch_model.bin.index.json")]:
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        absent = sorted(name for name in named if not (folder / name).is_file())
-        if len(absent) < len(named):  # some are there, so this is the format in use
-            return absent
-    return [] if [*folder.glob(_WEIGHTS), *folder.glob("*.bin")] else ["its weights"]
-
-
-def _fetch(name: str, field: str, patterns: list[str]) -> Path:
+    wanted = [*_FILES[what], *["*.py"] * trust_remote_code]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS))
+        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_OTHER_FORMATS))
+        if what == "model" and not list(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=[*wanted, "*.bin"], ignore_patterns=_OTHER_FORMATS)
+        return folder
     except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
-        raise _refusal(name, field, error) from error
+        token, said = huggingface_hub.get_token(), redact(" ".join(str(error).split()))
+        raise ConfigError(
+            "model.tokenizer" if what == "tokenizer" else "model.name",
+            f"{name}, which could not be fetched ({said.replace(token, HIDDEN)[:300] if token else said[:300]})",
+            "a repository that can be reached, or is in the local hub cache (HF_HOME)",
+            f"for a folder write ./{name}; for a gated model accept its terms on the hub and run hf auth login or set"
+            f" HF_TOKEN; without a network here run lit-fsdp model prepare --name {name} where there is one, with the"
+            " same HF_HOME, and set HF_HUB_OFFLINE=1 here",
+        ) from error
 
 
-def _refusal(name: str, field: str, error: Exception) -> ConfigError:
-    """What the hub said, and what to do. No token is ever part of it."""
-    chain: list[Any] = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
-    token = huggingface_hub.get_token()
-    said = redact(" ".join(str(error).split()))
-    given = f"{name}, which could not be fetched ({(said.replace(token, HIDDEN) if token else said)[:200]})"
-    allowed = "a repository that can be reached or is in the local hub cache"
-    codes = [getattr(getattr(one, "response", None), "status_code", None) for one in chain]
-    status = next((code for code in codes if code), None)
-    log_in = "run hf auth login or set HF_TOKEN" + ("" if token else " (no token is set here)")
-    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
-        fix = "mend that place, or set HF_HOME (the hub's cache) to another"
-        return ConfigError(field, given, "a cache with room", fix)
-    if status == 429:
-        fix = f"wait some minutes, {log_in} for a higher limit, and fetch it once ahead: {_AHEAD.format(name=name)}"
-    elif status in (401, 403, 404) or isinstance(error, errors.HFValidationError):
-        page = redact(f"{huggingface_hub.constants.ENDPOINT}/{name}")
-        fix = f"check the spelling (for a folder write ./{name}); accept the terms at {page} if it is gated; {log_in}"
-    else:
-        fix = (
-            f"run {_AHEAD.format(name=name)} where there is a network (a login node), with the same HF_HOME, then set"
-            f" HF_HUB_OFFLINE=1 here; if {name} is meant to be a folder, it does not exist here"
-        )
-    return ConfigError(field, given, allowed, fix)
+@contextmanager
+def reading(
+    source: Path | str, field: str = "model.name", fix: str = "check that the files are whole"
+) -> Iterator[None]:
+    """Inside, what transformers raises about a model or its config becomes a ConfigError that names the source."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if isinstance(error, ImportError) and "gguf" in str(error).lower():
+            fix = "install the gguf package: pip install 'lit-fsdp[gguf]'"
+        given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        raise ConfigError(field, given, "what transformers can read", fix) from error

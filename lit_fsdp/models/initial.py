@@ -3,8 +3,7 @@
 ``_init_weights`` of transformers is called on a real copy of one module while everything else stays on meta. Some
 models initialize a child from its parent (GPT-2 scales the output projections from the attention block), so the
 module's ancestors get their turn too, nearest first, as in ``PreTrainedModel.initialize_weights``; what they write to
-their other children lands on meta. All this happens in a copy of the whole tree: nothing of the live model, whose
-tensors may have been loaded meanwhile, can be reached from it.
+their other children lands on meta. It is a copy of the whole tree, from which no tensor of the live model is reached.
 """
 
 from __future__ import annotations
@@ -24,21 +23,14 @@ from lit_fsdp.errors import CheckpointError
 class InitialValues:
     """Initial parameters and buffers of a model on meta, the same for every order, number of ranks and sharding.
 
-    The module tree is copied at construction, so the model may be wrapped, sharded and filled afterwards.
-
-    Args:
-        model: On meta, unwrapped.
-        seed: Random values depend on it and on the module's name only.
+    Random values depend on the seed and the module's name only. The module tree is copied at construction, so the
+    model may be wrapped, sharded and filled afterwards.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._seed = seed
         self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
-
-    def module(self, name: str) -> nn.Module:
-        """The module ``name`` as it was at construction, on meta."""
-        return self._modules[name]
 
     def value(self, module_name: str, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """The initial parameter or buffer ``attribute`` of a module, or its ``rows`` in dim 0, on the CPU.
@@ -54,7 +46,13 @@ class InitialValues:
             self._last = ("", {})
             values = self._initialize(module_name)
             self._last = (module_name, values)
-        return values.pop(attribute) if rows is None else values[attribute][rows].clone()
+        value = values.pop(attribute) if rows is None else values[attribute][rows].clone()
+        if value.is_floating_point() and value.isnan().any():
+            name = f"{module_name}.{attribute}"
+            raise CheckpointError(
+                f"{name}: the model's code (_init_weights) leaves it uninitialized, and no file holds it"
+            )
+        return value
 
     @torch.no_grad()
     def _initialize(self, name: str) -> dict[str, torch.Tensor]:
@@ -80,17 +78,6 @@ class InitialValues:
         while not isinstance(module := self._modules[name], PreTrainedModel):
             name = name.rpartition(".")[0]
         return module
-
-
-def check_filled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, unless the model's code left it as it was before initialization.
-
-    Raises:
-        CheckpointError: There is a not-a-number in it.
-    """
-    if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any()):
-        raise CheckpointError(f"{name}: the model's code (_init_weights) does not initialize it, and no file holds it")
-    return tensor
 
 
 def _bare_copy(module: nn.Module) -> nn.Module:

@@ -19,10 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.initial import seeded
-from lit_fsdp.models.names import tied_groups
-from lit_fsdp.models.weights import Weights
+from lit_fsdp.models.weights import Weights, tied_groups
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
@@ -39,7 +38,7 @@ class LoraWeights:
     Args:
         base: The weights of the model before :func:`apply_lora`.
         model: After it, on meta and not wrapped yet.
-        seed: Of random initialization.
+        seed: Of random values.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int) -> None:
@@ -48,13 +47,14 @@ class LoraWeights:
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """As :meth:`lit_fsdp.models.weights.Weights.read`, by the names of the model with adapters."""
-        layer, part = split_adapter(module_name)
-        if part is None:
-            return self._base.read(base_name(module_name), module, attribute, rows)
+        parts = module_name.split(".")
+        found = [index for index, part in enumerate(parts) if part in _ADAPTER_PARTS]
+        if not found:
+            return self._base.read(_base_name(module_name), module, attribute, rows)
+        layer, part = ".".join(parts[: found[0]]), parts[found[0]]
         if part == "lora_magnitude_vector":
             return self._lengths(layer, module, rows)
-        shape = getattr(self._modules[module_name], attribute).shape
-        values = torch.zeros(shape)
+        values = torch.zeros(getattr(self._modules[module_name], attribute).shape)
         with seeded(self._seed, module_name):
             if part == "lora_A":
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5))
@@ -64,24 +64,17 @@ class LoraWeights:
 
     def _lengths(self, layer: str, magnitude: Any, rows: slice | None) -> torch.Tensor:
         """2-norms of the base weight's rows, or of its columns where it is stored transposed."""
-        base_layer = self._modules[f"{layer}.base_layer"]
-        if magnitude.fan_in_fan_out:
-            weight = self._base.read(layer, base_layer, "weight").float().T
-            lengths = torch.linalg.norm(weight, dim=1)
-            return lengths if rows is None else lengths[rows].clone()
-        return torch.linalg.norm(self._base.read(layer, base_layer, "weight", rows).float(), dim=1)
+        if not magnitude.fan_in_fan_out:
+            return torch.linalg.norm(self._base.read(layer, magnitude, "weight", rows).float(), dim=1)
+        lengths = torch.linalg.norm(self._base.read(layer, magnitude, "weight").float().T, dim=1)
+        return lengths if rows is None else lengths[rows].clone()
 
 
 def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> dict[str, Any]:
     """Freeze ``model`` and put adapters into it, in place.
 
-    Args:
-        model: On meta, in train mode.
-        config: Which layers, how large.
-        base: Hub name or folder of the base model, noted in the adapter's own configuration.
-
     Returns:
-        The content of ``adapter_config.json``, from which peft builds the same adapters again.
+        The content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
 
     Raises:
         ConfigError: peft is missing, a name fits no layer, a layer shares its weight with another one, or an adapter
@@ -92,9 +85,8 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     targets = config.target_modules
     if targets is None and model.config.model_type not in known:
         targets = "all-linear"
-    for field in ("target_modules", "modules_to_save"):
-        names = getattr(config, field)
-        _check_names(model, names if isinstance(names, list) else [], f"{_PATH}.{field}")
+    _check_names(model, "target_modules", targets if isinstance(targets, list) else [])
+    _check_names(model, "modules_to_save", config.modules_to_save or [])
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -110,10 +102,13 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     try:
         _inject(model, settings)
     except (ValueError, NotImplementedError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise _refused("target_modules", f"{config.target_modules} ({text})", _layer_names(model)) from error
+        given = f"{config.target_modules} ({' '.join(str(error).split())[:200]})"
+        allowed = f"layers of this model: {', '.join(_layer_names(model))}"
+        raise ConfigError(f"{_PATH}.target_modules", given, allowed, "set target_modules: all-linear") from error
     model.train()
-    return _plain(settings)
+    # as peft's save_pretrained writes it, ready for inference
+    values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
+    return {**values, "peft_type": "LORA", "inference_mode": True}
 
 
 def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) -> Callable[[], PreTrainedModel]:
@@ -128,25 +123,7 @@ def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) 
 
 def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
     """``peft.PeftModel.from_pretrained`` on a model that has its weights, as a user of the folder would."""
-    peft = _peft()
-    return peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-
-
-def split_adapter(module_name: str) -> tuple[str, str | None]:
-    """``a.q_proj.lora_A.default`` → (``a.q_proj``, ``lora_A``); of a module that is no adapter (its name, None)."""
-    parts = module_name.split(".")
-    for index, part in enumerate(parts):
-        if part in _ADAPTER_PARTS:
-            return ".".join(parts[:index]), part
-    return module_name, None
-
-
-def base_name(name: str) -> str:
-    """The name that a module or tensor of the base, or a whole copy of it, has in the model without adapters."""
-    copies = (".base_layer", ".original_module", f".modules_to_save.{_ADAPTER}")
-    for inner in copies:
-        name = f"{name}.".replace(f"{inner}.", ".").removesuffix(".")
-    return name
+    return _peft().PeftModel.from_pretrained(model, str(folder), local_files_only=True)
 
 
 def _inject(model: PreTrainedModel, settings: Any) -> Any:
@@ -164,40 +141,33 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
     return tuner
 
 
-def _check_names(model: PreTrainedModel, names: list[str], path: str) -> None:
-    """Every name fits a module, and none whose weight another one uses too."""
+def _base_name(name: str) -> str:
+    """The name that a module of the base, or a whole copy of it, has in the model without adapters."""
+    for inner in (".base_layer", ".original_module", f".modules_to_save.{_ADAPTER}"):
+        name = f"{name}.".replace(f"{inner}.", ".").removesuffix(".")
+    return name
+
+
+def _check_names(model: PreTrainedModel, field: str, names: list[str]) -> None:
+    """Every name fits a module (peft passes over one that does not), and none whose weight another one uses too."""
     modules = [name for name, _ in model.named_modules()]
     shared = {n.rpartition(".")[0]: group for group in tied_groups(model) if len(group) > 1 for n in group}
     for wanted in names:
         found = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
-        if not found:
-            raise _refused(path.rpartition(".")[2], repr(wanted), _layer_names(model))
-        for name in found:
-            if name in shared:
-                raise ConfigError(
-                    path,
-                    f"{wanted!r}, whose weight the model uses twice: {' and '.join(shared[name])}",
-                    "modules that share no weight with another",
-                    "name other modules; all-linear leaves embedding and head alone",
-                )
-
-
-def _refused(field: str, given: str, names: list[str]) -> ConfigError:
-    close = difflib.get_close_matches(given.strip("'"), names, n=1, cutoff=0.5)
-    fix = f"write {close[0]}" if close else "set target_modules: all-linear"
-    return ConfigError(f"{_PATH}.{field}", given, f"layers of this model: {', '.join(names)}", fix)
+        layers = _layer_names(model)
+        close = difflib.get_close_matches(wanted, layers, n=1, cutoff=0.5)
+        fix = f"write {close[0]}" if close else ""
+        require(found, f"{_PATH}.{field}", repr(wanted), f"layers of this model: {', '.join(layers)}", fix)
+        twice = " and ".join(next((shared[name] for name in found if name in shared), []))
+        given = f"{wanted!r}, whose weight the model uses twice: {twice}"
+        fix = "name other modules; all-linear leaves embedding and head alone"
+        require(not twice, f"{_PATH}.{field}", given, "modules that share no weight with another", fix)
 
 
 def _layer_names(model: nn.Module) -> list[str]:
     """Last parts of the names of all modules that own a weight of two dimensions."""
     owners = [n for n, m in model.named_modules() if any(p is not None and p.ndim == 2 for p in m._parameters.values())]
     return sorted({name.rpartition(".")[2] for name in owners})
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    """A peft configuration as JSON, ready for inference, as peft's ``save_pretrained`` writes it."""
-    values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
-    return {**values, "peft_type": "LORA", "inference_mode": True}
 
 
 def _peft() -> Any:

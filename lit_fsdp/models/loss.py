@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.model import LossConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import require
 from lit_fsdp.models.chunked_loss import LossTerms, TokenScores, chunk_rows, chunked_loss, plain_loss
 
 IGNORED = -100
@@ -29,6 +28,7 @@ IGNORED = -100
 _log = logging.getLogger(__name__)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
+_OF_LOGITS = re.compile(r"logit|lm_head|output_mult")
 _ELSEWHERE = re.compile(r"router|^attn_|^mlp_|_to_keep$|_bias$")
 
 
@@ -44,10 +44,10 @@ class TokenLoss(NamedTuple):
     """Summed negative log-likelihood in nats, whatever is trained on: fp32 scalar."""
     z_loss_sum: torch.Tensor
     """Part of ``loss_sum`` that is z-loss: fp32 scalar."""
-    num_correct: torch.Tensor | None
-    """Supervised tokens whose most likely prediction was right: int64 scalar; None if the backend does not tell."""
-    entropy_sum: torch.Tensor | None
-    """Summed entropy of the predictions in nats: fp32 scalar; None if the backend does not tell."""
+    num_correct: torch.Tensor
+    """Supervised tokens whose most likely prediction was right: int64 scalar; NaN if the backend does not tell."""
+    entropy_sum: torch.Tensor
+    """Summed entropy of the predictions in nats: fp32 scalar; NaN if the backend does not tell."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,6 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
 
     An architecture whose logits are not understood gets the plain way, and the log says why.
 
-    Args:
-        model: A causal LM, on meta, sharded or wrapped.
-        config: The ``model.loss`` section; default: all defaults.
-
     Raises:
         ConfigError: Liger is not installed or does not fit this model.
     """
@@ -92,7 +88,7 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
         return LossPlan(config, "plain")
     scale, cap, unknown = _after_the_head(model)
     if config.backend == "liger":
-        _check_liger(model, scale, cap, unknown)
+        _check_liger(model)
     if unknown:
         _log.warning(
             "model.loss.backend: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
@@ -104,20 +100,17 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
 
 def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
     """The model's factor on its logits, their bound, and why neither is known, or nothing."""
-    owner: Any = _owner_of_head(model)
+    owner: Any = owner_of_head(model)
     if owner is None:
         return 1.0, None, "it has no output head (get_output_embeddings)"
     if not type(owner).forward.__module__.startswith("transformers.models."):
         return 1.0, None, "its forward is not one of transformers"
-    if any(_is_unit(module) for module in _head_of(owner).modules() if module is not _head_of(owner)):
-        return 1.0, None, "its head has FSDP units inside"  # whose hooks must not run chunk by chunk
     config = owner.config.get_text_config()
-    named = {key: value for key, value in config.to_dict().items() if re.search(r"logit|lm_head|output_mult", key)}
     scale, cap = 1.0, None
-    for key, value in named.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not value or _ELSEWHERE.search(key):
+    for key, value in config.to_dict().items():
+        if not value or not _OF_LOGITS.search(key) or _ELSEWHERE.search(key):
             continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and key in _CAPS:
             cap = float(value)
         elif is_number and key in _FACTORS:
@@ -129,7 +122,7 @@ def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
     return scale, cap, ""
 
 
-def _owner_of_head(model: nn.Module) -> nn.Module | None:
+def owner_of_head(model: nn.Module) -> nn.Module | None:
     """The module that has a body and an output head, inside whatever is around it."""
     for module in model.modules():
         get = getattr(type(module), "get_output_embeddings", None)
@@ -146,30 +139,23 @@ def _head_of(owner: Any) -> nn.Module:
     return head
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "set_requires_all_reduce")
-
-
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
     Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised.
 
-    Args:
-        model: The causal LM, sharded or wrapped as may be.
-        batch: Tensors on the model's device.
-        plan: Default: :func:`plan_loss` of the model.
+    Without a plan, that of :func:`plan_loss` is taken.
     """
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    found, router = _compute(model, batch, targets_BT, plan)
+    loss, scores, router = _compute(model, batch, targets_BT, plan)
     num_tokens = (targets_BT != IGNORED).sum()
     return TokenLoss(
-        found.loss if router is None else found.loss + router * num_tokens,
+        loss if router is None else loss + router * num_tokens,
         num_tokens,
-        found.nll_sum,
-        found.z_loss_sum,
-        None if found.scores is None else found.scores.correct.sum(),
-        None if found.scores is None else found.scores.entropy.sum(),
+        scores.nll.sum(),
+        scores.z_loss.sum(),
+        scores.correct.sum(),
+        scores.entropy.sum(),
     )
 
 
@@ -182,8 +168,7 @@ def sample_losses(
     For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
     """
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    scores = _compute(model, batch, targets_BT, plan)[0].scores
-    assert scores is not None  # Liger only trains
+    _, scores, _ = _compute(model, batch, targets_BT, plan)
     row_N = (targets_BT != IGNORED).nonzero()[:, 0]
     sums_B = torch.zeros(len(targets_BT), dtype=scores.nll.dtype, device=row_N.device)
     return sums_B.index_add(0, row_N, scores.nll), (targets_BT != IGNORED).sum(dim=1)
@@ -199,61 +184,47 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return targets_BT
 
 
-class _Found(NamedTuple):
-    loss: torch.Tensor
-    nll_sum: torch.Tensor
-    z_loss_sum: torch.Tensor
-    scores: TokenScores | None
-
-
 def _compute(
     model: nn.Module, batch: Mapping[str, torch.Tensor], targets_BT: torch.Tensor, plan: LossPlan
-) -> tuple[_Found, torch.Tensor | None]:
-    """The loss, and the router's beside it."""
+) -> tuple[torch.Tensor, TokenScores, torch.Tensor | None]:
+    """The summed loss, the scores of each token, and the router's loss."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     supervised_BT = targets_BT != IGNORED
     targets_N = targets_BT[supervised_BT]
     if plan.backend == "plain":
         out = model(**inputs)
-        loss, scores = plain_loss(out.logits[supervised_BT], targets_N, plan.terms)
-        return _Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores), _router_loss(model, out)
-    head = _head_of(_owner_of_head(model))
+        return *plain_loss(out.logits[supervised_BT], targets_N, plan.terms), _router_loss(model, out)
+    owner: Any = owner_of_head(model)
+    head = _head_of(owner)
     own_forward = head.forward
-    found: list[_Found] = []
+    found: list[tuple[torch.Tensor, TokenScores]] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
-        if hidden_BTD.shape[:-1] != targets_BT.shape:
-            given = f"{plan.backend} for {type(model).__name__}, whose head gets {tuple(hidden_BTD.shape)}"
-            allowed = f"hidden states of all {tuple(targets_BT.shape)} tokens"
-            raise ConfigError("model.loss.backend", given, allowed, "set model.loss.backend: plain")
+        require(
+            hidden_BTD.shape[:-1] == targets_BT.shape,
+            "model.loss.backend",
+            f"{plan.backend} for {type(model).__name__}, whose head gets {tuple(hidden_BTD.shape)}",
+            f"hidden states of all {tuple(targets_BT.shape)} tokens",
+            "set model.loss.backend: plain",
+        )
         hidden_ND = hidden_BTD[supervised_BT]
         if plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):
             found.append(_liger_loss(head, hidden_ND, targets_N, plan.terms))
         else:
-            num_rows = plan.config.chunk_tokens or chunk_rows(_vocab_size(model), hidden_ND.shape[1])
-            loss, scores = chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows)
-            found.append(_Found(loss, scores.nll.sum(), scores.z_loss.sum(), scores))
-        return found[-1].loss
+            vocab_size = int(owner.config.get_text_config().vocab_size)
+            num_rows = plan.config.chunk_tokens or chunk_rows(vocab_size, hidden_ND.shape[1])
+            found.append(chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows))
+        return found[-1][0]
 
-    with _in_place_of_forward(head, loss_forward):
+    head.forward = loss_forward
+    try:
         out = model(**inputs)
+    finally:
+        del head.forward
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
-    return found[0]._replace(loss=found[0].loss.sum()), _router_loss(model, out)
-
-
-@contextmanager
-def _in_place_of_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calling ``head`` runs its hooks and ``forward``; afterwards it is as it was."""
-    before = head.__dict__.get("forward")
-    head.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
+    loss, scores = found[0]
+    return loss.sum(), scores, _router_loss(model, out)
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:
@@ -263,18 +234,13 @@ def _trained(head: nn.Module) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _vocab_size(model: nn.Module) -> int:
-    owner: Any = _owner_of_head(model)
-    return int(owner.config.get_text_config().vocab_size)
-
-
 def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     """What a mixture of experts would add to its mean loss if it were given labels, so that all experts are used.
 
     Models compute it only where their configuration says ``output_router_logits: true``.
     """
     aux = getattr(out, "aux_loss", None)
-    owner: Any = _owner_of_head(model)
+    owner: Any = owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
     for holder in (owner, owner.config):
@@ -285,24 +251,20 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
 
 
-def _check_liger(model: nn.Module, scale: float, cap: float | None, unknown: str) -> None:
-    fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
-    if importlib.util.find_spec("liger_kernel") is None:
-        given = "liger, but liger_kernel is not installed"
-        raise ConfigError("model.loss.backend", given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
-    head: Any = None if unknown else _head_of(_owner_of_head(model))
-    if type(head) is not nn.Linear or (scale != 1.0 and cap is not None):
-        given = f"liger with a head that is a {type(head).__name__}, factor {scale} and bound {cap} {unknown}".strip()
-        raise ConfigError("model.loss.backend", given, "a plain linear head, with a factor or a bound at most", fix)
+def _check_liger(model: nn.Module) -> None:
+    field, fix = "model.loss.backend", "set model.loss.backend: chunked, which does the same in plain PyTorch"
+    is_there = importlib.util.find_spec("liger_kernel") is not None
+    given = "liger, but liger_kernel is not installed"
+    require(is_there, field, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
+    owner = owner_of_head(model)
+    head = None if owner is None else _head_of(owner)
+    given = f"liger with a head that is a {type(head).__name__}"
+    require(type(head) is nn.Linear, field, given, "a plain linear head", fix)  # no adapter, which it would pass by
 
 
-def refuse_cpu(backend: str, device_type: str) -> None:
-    """Raise ConfigError for Liger's kernel on anything but a GPU, which it needs to train; others run anywhere."""
-    if backend == "liger" and device_type != "cuda":
-        raise ConfigError("model.loss.backend", f"liger on {device_type}", "a GPU", "set model.loss.backend: chunked")
-
-
-def _liger_loss(head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) -> _Found:
+def _liger_loss(
+    head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms
+) -> tuple[torch.Tensor, TokenScores]:
     """Liger's kernel, inside the head's forward, where its weight is gathered under either engine.
 
     A factor on the logits goes to the hidden states and the bias: the product is the same.
@@ -322,5 +284,7 @@ def _liger_loss(head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, ter
         return_z_loss=True,
         accum_dtype=torch.float32,
     )
-    z_loss = result.z_loss.detach().float() if terms.z_loss else result.loss.detach().float() * 0
-    return _Found(result.loss.reshape(1, 1, 1).clone(), result.loss.detach().float() - z_loss, z_loss, None)
+    loss = result.loss.detach().float().reshape(1)
+    z_loss = result.z_loss.detach().float().reshape(1) if terms.z_loss else loss * 0
+    unknown = loss * torch.nan
+    return result.loss.reshape(1, 1, 1).clone(), TokenScores(loss, loss - z_loss, z_loss, unknown, unknown)

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.places import shipped
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_on_meta, num_parameters
 
 HUB_NAMES_KEY = "_hub_names"
@@ -22,19 +22,9 @@ _MAX_PARAMETERS = 20_000_000
 _SMALLER = {  # sizes that do not depend on others, by the names that transformers uses
     "num_local_experts": 4,
     "num_experts": 4,
-    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "qk_head_dim": 32,
-    "v_head_dim": 16,
 }
 
 
@@ -53,17 +43,17 @@ def shrink(
     try:
         small = type(full).from_dict(_small_values(full, tokenizer))
         size = num_parameters(build_on_meta(small, "eager", trust_remote_code))
-        if size <= _MAX_PARAMETERS:
-            return small
-        problem = f"still {size:,} parameters"
+        problem = f"still {size:,} parameters" if size > _MAX_PARAMETERS else ""
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         problem = " ".join(str(error).split())[:200]
-    raise ConfigError(
+    require(
+        not problem,
         "model.miniature",
         f"true for {full.model_type} ({problem})",
         "an architecture whose sizes are known here (llama, mistral, qwen, gemma, phi, gpt, opt, bloom, mixtral, ...)",
         "name a small config .json of that architecture instead of miniature: true",
     )
+    return small
 
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
@@ -110,7 +100,6 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         if values.get(name) is not None:
             values[name] = value
     values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
-    _fit_rope(values, head_dim)
     for name in ("quantization_config", "_name_or_path", "dtype", "transformers_version"):
         values.pop(name, None)
     return values
@@ -124,15 +113,6 @@ def _heads(full: PretrainedConfig) -> tuple[int, int]:
         return 4, 1
     heads = math.lcm(ratio, 4) if ratio != 3 else 3
     return heads, heads // ratio
-
-
-def _fit_rope(values: dict[str, Any], head_dim: int) -> None:
-    """Cut per-frequency factors (LongRoPE) to the number of frequencies that are left."""
-    rope = values.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    for key in ("short_factor", "long_factor"):
-        if isinstance(rope.get(key), list):
-            values["rope_parameters"] = rope = {**rope, key: rope[key][: int(head_dim * share) // 2]}
 
 
 def _plain(name: str) -> str:

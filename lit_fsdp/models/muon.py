@@ -34,17 +34,17 @@ class MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         **muon: Any,
     ) -> None:
-        groups = [dict(group) for group in params]
-        matrices = [group for group in groups if group["use_muon"]]
+        groups = list(params)
+        matrices = [dict(group) for group in groups if group["use_muon"]]
         others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]
-        super().__init__(matrices + others, {"lr": lr, "weight_decay": weight_decay})
         self._inner: list[Optimizer] = []
         if matrices:
-            self._inner.append(Muon(self.param_groups[: len(matrices)], lr=lr, weight_decay=weight_decay, **muon))
+            self._inner.append(Muon(matrices, lr=lr, weight_decay=weight_decay, **muon))
         if others:
-            last = self.param_groups[len(matrices) :]
-            self._inner.append(AdamW(last, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
-        self.param_groups = [group for inner in self._inner for group in inner.param_groups]
+            self._inner.append(AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
+        super().__init__(
+            [group for inner in self._inner for group in inner.param_groups], {"lr": lr, "weight_decay": weight_decay}
+        )
         self._share()
 
     def _share(self) -> None:

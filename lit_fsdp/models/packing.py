@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_fsdp.models.loss import owner_of_head
+
 INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
 """What a model, or its loss, may get of a batch."""
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
     """What the model gets of a batch: its tensors, and for packs under FlashAttention one row with its borders.
-
-    Args:
-        batch: Padded, or packed by :func:`lit_fsdp.data.batches.collate_packs`.
-        attn_implementation: The backend that the model runs with.
 
     Returns:
         The batch's :data:`INPUTS`. Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q``
@@ -43,54 +41,24 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
 
 def takes_positions(model: nn.Module) -> bool:
     """Whether the model's forward knows ``position_ids``; one that does not cannot tell packed samples apart."""
-    inner = getattr(model, "module", None)  # of FSDP1
-    if isinstance(inner, nn.Module):
-        return takes_positions(inner)
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in inspect.signature(type(owner_of_head(model) or model).forward).parameters
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
-    """What the head of the model would see, (B, T, D), without a graph.
+    """What the head of the model sees, (B, T, D), without a graph.
 
-    The model is called as a whole, so that hooks and all-gathers happen; of the head as little as it allows.
+    The model is called as a whole, so that hooks and all-gathers happen.
     """
     inputs = {name: value for name, value in model_inputs(batch, attn_implementation).items() if name != "labels"}
+    owner: Any = owner_of_head(model)
     seen: list[torch.Tensor] = []
-    decoder = _decoder(model)
-    forward = inspect.signature(type(_unwrapped(model)).forward).parameters
-    few = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
-    handle = None if decoder is None else decoder.register_forward_hook(_keep_first(seen))
+    handle = owner.get_output_embeddings().register_forward_pre_hook(lambda head, args: seen.append(args[0]))
     try:
         with torch.no_grad():
-            output = model(**inputs, **(few if decoder is not None else {}))
+            model(**inputs)
     finally:
-        if handle is not None:
-            handle.remove()
-    found = seen[-1] if seen else output.logits
-    return found.detach().reshape(*batch["input_ids"].shape, -1)
-
-
-def _keep_first(seen: list[torch.Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0]
-        if torch.is_tensor(first) and first.dim() == 3:
-            seen.append(first)
-
-    return hook
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
-
-
-def _decoder(model: nn.Module) -> nn.Module | None:
-    inner: Any = _unwrapped(model)
-    found = inner.get_decoder() if hasattr(inner, "get_decoder") else None
-    if found is inner or not isinstance(found, nn.Module):
-        return None
-    # modernbert-decoder calls its head "decoder", which get_decoder() looks for first
-    return inner.base_model if found is inner.get_output_embeddings() else found
+        handle.remove()
+    return seen[-1].detach().reshape(*batch["input_ids"].shape, -1)
 
 
 _NUM_SAMPLES, _LENGTH = 4, 16
@@ -127,7 +95,7 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
     Every second sample gets other tokens, then the others, so that each neighbor on each side is changed once.
 
     Args:
-        states: Last hidden states (B, T, D) of a packed batch.
+        states: Gives last hidden states (B, T, D) of a packed batch.
         ids: Some ids that the model is trained on, any shape.
     """
     num_ids = _NUM_SAMPLES * _LENGTH

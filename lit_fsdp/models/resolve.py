@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.added_tokens import with_added_tokens
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.convert import convert_checkpoint, convert_gguf
-from lit_fsdp.models.hub import fetch_config, fetch_model
+from lit_fsdp.models.convert import convert
+from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
-from lit_fsdp.models.names import has_safetensors, match_names, stored_tensors
-from lit_fsdp.models.quiet import reading
-from lit_fsdp.models.source import ModelSource
-from lit_fsdp.models.text_part import text_part
-from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
+from lit_fsdp.models.tokenizers import (
+    add_special_tokens,
+    find_tokenizer,
+    load_tokenizer,
+    miniature_tokenizer,
+    read_tokenizer,
+)
+from lit_fsdp.models.weights import ModelSource, has_safetensors, match_names, open_weights, stored_tensors
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
-_BAD_CONFIG = (ValueError, TypeError, KeyError, StrictDataclassError)
 
 
 def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> ModelSource:
@@ -46,22 +45,22 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
         ConfigError: Nothing usable is there; the error says what is.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
-    if config.name is None:
+    name = config.name
+    if name is None:
         raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
+    hf_config, folder = _find(name, config, with_weights and not config.miniature)
+    label, tokenizer = _label(name), config.tokenizer
     if config.miniature:
-        return _miniature(config, seed)
-    name, kind, label = config.name, _kind_of(config.name), _label(config.name)
-    if isinstance(name, Mapping) or kind == "config":
-        source = ModelSource(_from_values(name), None, config.tokenizer, f"{label}, random init (seed {seed})")
-    elif with_weights:
-        folder = _folder_of(kind, name, config)
-        hf_config = _trainable(_read_config(folder, config.trust_remote_code), name)
-        weights = _readable(folder, hf_config, config)
-        source = ModelSource(hf_config, weights, config.tokenizer or str(folder), label, base=str(folder.resolve()))
-        if kind == "hub":
-            source = dataclasses.replace(source, hub_name=name, base=name)
+        return _miniature(hf_config, config, label, seed)
+    if isinstance(name, Mapping) or name.endswith(".json"):
+        source = ModelSource(hf_config, None, tokenizer, f"{label}, random init (seed {seed})")
+    elif folder is None:
+        source = ModelSource(hf_config, None, tokenizer or name, label)
     else:
-        source = ModelSource(_architecture(kind, name, config), None, config.tokenizer or name, label)
+        weights = _readable(folder, hf_config, config.trust_remote_code)
+        hub_name = None if Path(name).expanduser().exists() else name
+        base = hub_name or str(folder.resolve())
+        source = ModelSource(hf_config, weights, tokenizer or str(folder), label, hub_name, base)
     return with_added_tokens(source, config)
 
 
@@ -71,13 +70,7 @@ def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
     Raises:
         ConfigError: No config is at hand for it; the error says what is.
     """
-    try:
-        return resolve_model(config, 0, with_weights=False).hf_config
-    except ConfigError as error:
-        if not config.add_tokens or error.field != "model.tokenizer" or config.tokenizer is not None:
-            raise
-    _log.warning("model.add_tokens: no tokenizer at hand for %s, so their rows are not counted", _label(config.name))
-    return resolve_model(dataclasses.replace(config, add_tokens=None), 0, with_weights=False).hf_config
+    return resolve_model(config, 0, with_weights=False).hf_config
 
 
 def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -89,79 +82,99 @@ def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(resolve_model(config, 0, with_weights=False), config)
 
 
-def _kind_of(name: str | Mapping[str, Any]) -> Literal["config", "gguf", "folder", "hub"]:
-    """What a model is named by.
+def prepare_model(config: ModelConfig) -> dict[str, str | None]:
+    """Bring everything a run needs of a model into the caches of this node, and look whether it fits together.
+
+    Any number of processes may do so at once; one works. Names and shapes of all tensors are compared, no weights are
+    loaded.
+
+    Returns:
+        Folders of ``weights`` and ``tokenizer`` (None: made from nothing), and ``hub_name`` or None.
 
     Raises:
-        ConfigError: A path to nothing, or to no model.
+        ConfigError: Nothing usable can be had; the error says how it could.
+        CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
+    source = resolve_model(config, seed=0)
+    open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
+    load_tokenizer(source, config)
+    tokenizer = source.tokenizer_source
+    return {
+        "weights": str(source.weights_folder) if source.weights_folder else None,
+        "tokenizer": tokenizer and str(find_tokenizer(tokenizer, config.trust_remote_code)),
+        "hub_name": source.hub_name,
+    }
+
+
+def _find(
+    name: str | Mapping[str, Any], config: ModelConfig, with_weights: bool
+) -> tuple[PretrainedConfig, Path | None]:
+    """The config that ``name`` stands for, and the folder of its weights, if it has any and they are wanted."""
     if isinstance(name, Mapping):
-        return "config"
+        return _config_of(name, _FIELD), None
     path = Path(name).expanduser()
-    if path.is_dir():
-        return "folder"
-    if path.is_file() and path.suffix in (".json", ".gguf"):
-        return "config" if path.suffix == ".json" else "gguf"
-    # hub names have at most one slash and no file ending of ours
-    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json")):
-        raise _no_such_path(name)
-    return "hub"
-
-
-def _folder_of(kind: str, name: str, config: ModelConfig) -> Path:
-    if kind == "hub":
-        return fetch_model(name, config.trust_remote_code)
-    path = Path(name).expanduser()
-    return convert_gguf(path) if kind == "gguf" else path
-
-
-def _architecture(kind: str, name: str, config: ModelConfig) -> PretrainedConfig:
-    """Of a folder, GGUF file or hub repository, as it is there."""
-    path = Path(name).expanduser()
-    if kind == "gguf":
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if path.suffix == ".json" and path.is_file():
         with reading(path):
-            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    values = shipped_config(name, exact=True) if kind == "hub" else None
-    if values is not None:
-        return _from_values(values, name)
-    folder = fetch_config(name, config.trust_remote_code) if kind == "hub" else path
-    return _trainable(_read_config(folder, config.trust_remote_code), name)
+            values = PretrainedConfig.get_config_dict(path)[0]
+        return _config_of(values, name), None
+    if is_gguf and not with_weights:
+        with reading(path):
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True), None
+    if not with_weights and not path.exists():
+        shipped = shipped_config(name, exact=not config.miniature)
+        if shipped is not None:
+            return _config_of(shipped, name), None
+    if path.is_dir():
+        folder = path
+    elif is_gguf:
+        folder = convert(path, config.trust_remote_code)
+    else:
+        _check_hub_name(name, config)
+        folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
+    return _read_config(folder, config.trust_remote_code), folder if with_weights else None
 
 
-def _trainable(hf_config: PretrainedConfig, name: str) -> PretrainedConfig:
-    if getattr(hf_config, "quantization_config", None):
-        fix = "start from the model's bf16 or fp32 version"
-        raise ConfigError(_FIELD, f"{name}, which is quantized", "weights that can be trained", fix)
-    return hf_config
+def _check_hub_name(name: str, config: ModelConfig) -> None:
+    require(
+        not config.miniature,
+        _FIELD,
+        f"{name} with miniature: true",
+        "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
+        "download its config.json and name that file",
+    )
+    path = Path(name).expanduser()
+    # hub names have at most one slash and no file ending of ours
+    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json"):
+        given = f"{name}, which {'is no model' if path.exists() else 'does not exist'}"
+        close = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*")], cutoff=0.4)
+        fix = f"write {path.parent / close[0]}" if close and not path.exists() else ""
+        raise ConfigError(_FIELD, given, "a folder, GGUF file, config .json or hub name", fix)
 
 
-def _readable(folder: Path, hf_config: PretrainedConfig, config: ModelConfig) -> Path:
+def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool) -> Path:
     """``folder``, or what it is converted to."""
     if has_safetensors(folder):
-        model = build_on_meta(hf_config, "eager", config.trust_remote_code)
-        match = match_names(model, stored_tensors(folder))
+        match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), stored_tensors(folder))
         if not match.misshapen and not (match.missing and match.unexpected):
             return folder
-    elif not list(folder.glob("pytorch_model*.bin")):
-        raise ConfigError(
-            _FIELD,
-            f"{folder}, a folder with config.json but no weights",
-            "model.safetensors or its index beside config.json",
-            f"for random init name {folder / 'config.json'}",
-        )
-    return convert_checkpoint(folder, config.trust_remote_code)
+    require(
+        has_safetensors(folder) or list(folder.glob("pytorch_model*.bin")),
+        _FIELD,
+        f"{folder}, a folder with config.json but no weights",
+        "model.safetensors or its index beside config.json",
+        f"for random init name {folder / 'config.json'}; to fetch a model whole: lit-fsdp model prepare --name NAME",
+    )
+    return convert(folder, trust_remote_code)
 
 
-def _miniature(config: ModelConfig, seed: int) -> ModelSource:
-    assert config.name is not None
-    full = _config_at_hand(config.name, config)
-    found = Path(config.tokenizer or (config.name if isinstance(config.name, str) else "")).expanduser()
-    tokenizer = str(found) if (found / "tokenizer.json").is_file() else None
+def _miniature(full: PretrainedConfig, config: ModelConfig, label: str, seed: int) -> ModelSource:
+    given = config.tokenizer or (config.name if isinstance(config.name, str) else "")
+    tokenizer = given if (Path(given).expanduser() / "tokenizer.json").is_file() else None
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
     add_special_tokens(loaded, config.add_tokens or ())
-    small, label = shrink(full, loaded, config.trust_remote_code), _label(config.name)
-    layers, hidden = (getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size"))
-    sizes = (label, small.model_type, layers, hidden)
+    small = shrink(full, loaded, config.trust_remote_code)
+    sizes = (label, small.model_type, *(getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size")))
     _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", *sizes)
     if tokenizer is None:
         given = config.tokenizer or "the model's"
@@ -169,108 +182,51 @@ def _miniature(config: ModelConfig, seed: int) -> ModelSource:
     return ModelSource(small, None, tokenizer, f"{label} miniature, random init (seed {seed})")
 
 
-def _config_at_hand(name: str | Mapping[str, Any], config: ModelConfig) -> PretrainedConfig:
-    """Of the model itself, or the one shipped for its name; the hub is not asked."""
-    if isinstance(name, Mapping) or name.endswith(".json"):
-        return _from_values(name)
-    path = Path(name).expanduser()
-    if (path / "config.json").is_file():
-        return _read_config(path, config.trust_remote_code)
-    values = shipped_config(name)
-    if values is not None:
-        return _from_values(values, name)
-    if path.is_file() and path.suffix == ".gguf":
-        return _architecture("gguf", name, config)
-    raise ConfigError(
-        _FIELD,
-        f"{name} with miniature: true",
-        "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
-        "download its config.json and name that file",
-    )
-
-
-def _values_of_file(name: str) -> dict[str, Any]:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise _no_such_path(name)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
-    except ValueError as error:
-        raise ConfigError(
-            _FIELD, f"{name}, which is no JSON ({error})", "a Hugging Face config.json", "mend it"
-        ) from error
-    return values if isinstance(values, dict) else {}
-
-
-def _special_float(values: dict[str, Any]) -> Any:
-    """Transformers writes infinity as ``{"__float__": "Infinity"}``, which JSON has no number for."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
-
-
-def _from_values(given: str | Mapping[str, Any], where: str = _FIELD) -> PretrainedConfig:
-    """Of an inline config or a config file."""
-    if isinstance(given, str):
-        return _from_values(_values_of_file(given), given)
-    values = {key: value for key, value in given.items() if key != HUB_NAMES_KEY}
+def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
+    """Of an inline config, a config file, or one that ships."""
+    values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3, cutoff=0.5)
-        raise ConfigError(
-            _FIELD,
-            f"model_type {model_type!r} in {where}",
-            "a model type of transformers",
-            f"write model_type: {' or '.join(close) or 'llama'}",
-        )
-    try:
-        return text_part(AutoConfig.for_model(model_type, **values), where)
-    except _BAD_CONFIG as error:
-        text = " ".join(str(error).split())[:300]
-        raise ConfigError(_FIELD, f"{where} ({text})", f"a valid {model_type} config", "correct that key") from error
+        given = f"model_type {model_type!r} in {where}"
+        fix = f"write model_type: {' or '.join(close) or 'llama'}"
+        raise ConfigError(_FIELD, given, "a model type of transformers", fix)
+    with reading(where, fix=f"correct that key of the {model_type} config"):
+        return _text_part(AutoConfig.for_model(model_type, **values), where)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            _FIELD,
-            f"{folder}, a folder without config.json",
-            "a Hugging Face model folder",
-            f"name one of what is there: {_listing(folder)}; of a training checkpoint, export it first",
-        )
-    try:
+    fix = (
+        "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
+        " set trust_remote_code: true, after you have read that code"
+    )
+    with reading(folder, fix=fix):
         found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        return text_part(found, folder.name)
-    except (*_BAD_CONFIG, OSError) as error:
-        text = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in text:
-            fix = "set trust_remote_code: true, after you have read that code"
-        else:
-            fix = "mend config.json, or use a transformers that knows this model"
-        raise ConfigError(
-            _FIELD, f"{folder / 'config.json'} ({text})", "a config transformers can read", fix
-        ) from error
+    is_packed = getattr(found, "quantization_config", None)
+    fix = "start from the model's bf16 or fp32 version"
+    require(not is_packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained", fix)
+    return _text_part(found, folder.name)
 
 
-def _no_such_path(name: str) -> ConfigError:
-    path = Path(name).expanduser()
-    parent = path.parent
-    if path.exists():
-        return ConfigError(_FIELD, f"{name}, which is no model", "a folder, GGUF file or config .json", "name one")
-    while not parent.is_dir():
-        parent = parent.parent
-    fix = f"name what exists; in {parent.resolve()}: {_listing(parent, path.name)}"
-    return ConfigError(_FIELD, f"{name}, which does not exist", "a folder, GGUF file, config .json or hub name", fix)
+def _text_part(hf_config: PretrainedConfig, where: str) -> PretrainedConfig:
+    """The config of the language model inside of one that also sees, where it is known to work without the rest.
+
+    On the hub Gemma 3 4B and larger are ``gemma3``: a vision tower beside a language model, and transformers builds
+    both for a causal LM. Rows of text never reach the tower, whose weights would only cost memory. What is saved and
+    exported is the text model.
+    """
+    text = hf_config.get_text_config()
+    if hf_config.model_type != "gemma3" or text.model_type != "gemma3_text":
+        return hf_config
+    text.architectures = ["Gemma3ForCausalLM"]
+    _log.info("%s sees images too (gemma3): its text part is used alone (gemma3_text)", where)
+    return text
 
 
-def _listing(folder: Path, wanted: str = "") -> str:
-    entries = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
-    close = difflib.get_close_matches(wanted, entries, n=4, cutoff=0.4)
-    return ", ".join(close or entries[:8]) or "nothing"
-
-
-def _label(name: str | Mapping[str, Any] | None) -> str:
+def _label(name: str | Mapping[str, Any]) -> str:
     if isinstance(name, Mapping):
         return str(name.get("model_type", "model"))
-    path = Path(str(name))
+    path = Path(name)
     if path.name == "config.json" and path.parent.name:
         return path.parent.name
     return path.stem if path.suffix in (".gguf", ".json") else path.name

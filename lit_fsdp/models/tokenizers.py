@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.gguf_tokenizer import gguf_tokenizer
-from lit_fsdp.models.hub import TOKENIZER_FILES, fetch_tokenizer
-from lit_fsdp.models.quiet import reading
-from lit_fsdp.models.source import ModelSource
+from lit_fsdp.errors import require
+from lit_fsdp.models.hub import TOKENIZER_FILES, fetch, reading
+from lit_fsdp.models.weights import ModelSource
 
 _log = logging.getLogger(__name__)
 
@@ -39,37 +38,30 @@ _MERGED = (
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
-    Args:
-        source: Where it is, and the vocabulary it must fit.
-        config: The ``model`` section.
-
     Raises:
         ConfigError: There is no tokenizer, it cannot be read, has more tokens than the model has embeddings, or lacks
             what it would be padded with.
     """
-    label = source.tokenizer_source or "the miniature's tokenizer"
-    if source.tokenizer_source is not None:
-        tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
-    elif config.miniature:
-        tokenizer = miniature_tokenizer()
-    else:
-        raise ConfigError("model.tokenizer", None, "a tokenizer folder or hub name", "set model.tokenizer")
+    name, field = source.tokenizer_source, "model.tokenizer"
+    label = name or "the miniature's tokenizer"
+    require(name or config.miniature, field, None, "a tokenizer folder or hub name", f"set {field}")
+    tokenizer = read_tokenizer(name, config.trust_remote_code) if name else miniature_tokenizer()
+    fresh = add_special_tokens(tokenizer, config.add_tokens or ())
     if config.add_tokens:
-        fresh = add_special_tokens(tokenizer, config.add_tokens)
-        if fresh:
-            _log.info("model.add_tokens: added to %s as special tokens: %s", label, " ".join(fresh))
-        if len(fresh) < len(config.add_tokens):
-            there = " ".join(token for token in config.add_tokens if token not in fresh)
-            _log.info("model.add_tokens: in %s already, under their old numbers: %s", label, there)
-    set_pad_token(tokenizer, config.pad_token, label)
-    embeddings = source.hf_config.get_text_config().vocab_size
-    if len(tokenizer) > embeddings:
-        raise ConfigError(
-            "model.tokenizer",
-            f"{label} with {len(tokenizer)} tokens",
-            f"at most the {embeddings} embeddings of {source.label}",
-            "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding",
+        known = [token for token in config.add_tokens if token not in fresh]
+        _log.info(
+            "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s",
+            *(label, " ".join(fresh) or "none", " ".join(known) or "none"),
         )
+    _set_pad_token(tokenizer, config.pad_token, label)
+    embeddings = source.hf_config.get_text_config().vocab_size
+    require(
+        len(tokenizer) <= embeddings,
+        field,
+        f"{label} with {len(tokenizer)} tokens",
+        f"at most the {embeddings} embeddings of {source.label}",
+        "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding",
+    )
     return tokenizer
 
 
@@ -82,55 +74,40 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
     Raises:
         ConfigError: The tokenizer does not read one of them as one token afterwards.
     """
-    from tokenizers import AddedToken
-
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens(marked, special_tokens=True)
     for token in tokens:
-        if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]:
-            fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
-            raise ConfigError("model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
+        is_one = tokenizer.encode(token, add_special_tokens=False) == [tokenizer.convert_tokens_to_ids(token)]
+        fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
+        require(is_one, "model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
     return [token for token in tokens if token not in vocabulary]
 
 
-def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
+def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
     """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
 
     No token is made up for it, so the vocabulary stays as it is. Labels are masked by position, never by token, so
     the end of text is supervised although it is padded with.
-
-    Raises:
-        ConfigError: ``pad_token`` is no token, or there is neither a pad token nor an end of text.
     """
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab():
-            raise ConfigError(
-                "model.pad_token",
-                f"{pad_token!r}, which {label} does not have",
-                "one of its tokens, or one that is added",
-                f"write add_tokens: ['{pad_token}'] beside it, or drop pad_token",
-            )
-        if tokenizer.pad_token != pad_token:
-            _log.info("%s: padding with %s (model.pad_token), was %s", label, pad_token, tokenizer.pad_token)
-        tokenizer.pad_token = pad_token
-    elif tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            fix = "set model.pad_token to one of its tokens"
-            raise ConfigError("model.tokenizer", label, "a tokenizer with an eos or pad token", fix)
-        tokenizer.pad_token = tokenizer.eos_token
-        _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
+    token = pad_token or tokenizer.pad_token or tokenizer.eos_token
+    require(token, "model.tokenizer", label, "a tokenizer with an eos or pad token", "set model.pad_token")
+    require(
+        token in tokenizer.get_vocab(),
+        "model.pad_token",
+        f"{token!r}, which {label} does not have",
+        "one of its tokens, or one that is added",
+        f"write add_tokens: ['{token}'] beside it, or drop pad_token",
+    )
+    if tokenizer.pad_token != token:
+        _log.info("%s has %s pad token: padding with %s", label, tokenizer.pad_token or "no", token)
+        tokenizer.pad_token = token
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number put where a batch has no token: the pad token's, of a foreign tokenizer without one its end's, or 0.
-
-    Nothing is supervised there and nothing looks there, so any number will do.
-    """
-    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if number is not None:
-            return int(number)
-    return 0
+    """The number put where a batch has no token; nothing is supervised there and nothing looks, so any will do."""
+    numbers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(number) for number in numbers if number is not None)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -155,8 +132,6 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
 
     The same on every machine: the merges are written here, not trained.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
@@ -188,7 +163,7 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
 def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
     """The folder or GGUF file of a tokenizer, fetched from the hub if there is none of that name."""
     path = Path(name).expanduser()
-    return path if path.exists() else fetch_tokenizer(name, trust_remote_code)
+    return path if path.exists() else fetch(name, "tokenizer", trust_remote_code)
 
 
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -197,26 +172,34 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
     Raises:
         ConfigError: It cannot be found or read.
     """
-    folder = find_tokenizer(name, trust_remote_code)
-    if folder.suffix == ".gguf" and folder.is_file():
-        with reading(folder):
-            return gguf_tokenizer(folder)
-    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
-        # transformers may make an empty tokenizer up from config.json
-        fix = "set model.tokenizer to a folder or hub name that has one"
-        raise ConfigError("model.tokenizer", f"{folder}, without tokenizer files", "a folder with tokenizer.json", fix)
-    try:
+    path, field = find_tokenizer(name, trust_remote_code), "model.tokenizer"
+    if path.is_file():
+        with reading(path, field):
+            return _gguf_tokenizer(path)
+    found = [file for pattern in TOKENIZER_FILES for file in path.glob(pattern)]
+    # else transformers may make an empty tokenizer up from config.json
+    require(found, field, f"{path}, without tokenizer files", "a folder with tokenizer.json, or a hub name")
+    with reading(path, field):
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except ImportError:  # of Mistral models: mistral-common, if it stands there without its dependencies
-            if not (folder / "tokenizer.json").is_file():
-                raise
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            "model.tokenizer",
-            f"{name} ({type(error).__name__}: {text})",
-            "a folder with tokenizer.json, or a hub name",
-            "set model.tokenizer to a folder that AutoTokenizer can load",
-        ) from error
+            return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a GGUF file with its special tokens, chat template and the context length as its limit.
+
+    transformers drops the context length, and of SmolLM that digits stand alone (``tokenizer.ggml.pre``). Not through
+    AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
+    """
+    from gguf import GGUFReader
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    fields = GGUFReader(file).fields
+    if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)  # before spaces are joined to what follows them
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    length = fields[f"{fields['general.architecture'].contents()}.context_length"]
+    tokenizer.model_max_length = int(length.contents())
+    return tokenizer

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from lit_fsdp.metrics.memory import GIB
+from lit_fsdp.host import GIB
 
 _NUMBERS = ("parameters", "GiB", "share", "weights", "gradients", "AdamW", "all")
 

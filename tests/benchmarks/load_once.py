@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaForCausalLM
 
-from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

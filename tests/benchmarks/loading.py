@@ -88,8 +88,8 @@ def write_random_llama(folder: Path, shape: dict[str, Any]) -> Path:
     from transformers import LlamaConfig
 
     from lit_fsdp.models.build import build_on_meta
-    from lit_fsdp.models.names import tied_groups
     from lit_fsdp.models.tokenizers import miniature_tokenizer
+    from lit_fsdp.models.weights import tied_groups
 
     config = LlamaConfig(**shape)
     model = build_on_meta(config)

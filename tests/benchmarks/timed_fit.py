@@ -23,8 +23,8 @@ from lit_fsdp.launch.ranks import RANKS
 def record_steps(recorded: dict[str, Any]) -> None:
     """Note clock, CPU seconds of this process, loss and counts at the end of each optimizer step, and peak memory."""
     from lit_fsdp.callbacks.throughput import Throughput
-    from lit_fsdp.metrics.counts import step_counts
-    from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
+    from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
+    from lit_fsdp.metrics.step_metrics import step_counts
 
     original = Throughput.on_train_batch_end
 

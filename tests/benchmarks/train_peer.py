@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lit_fsdp.host import cpu_has_bf16
-from lit_fsdp.metrics.memory import peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 
 
 class Steps(TrainerCallback):

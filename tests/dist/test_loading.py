@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from lit_fsdp.models.weights import open_weights
+from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
 from tests.dist.loading_jobs import fingerprint
 from tests.dist.reference import TINY, reference_losses

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from lit_fsdp import CausalLMModule, fsdp_strategy
 from lit_fsdp.data.packing import plan_packs
-from lit_fsdp.metrics.counts import step_counts
+from lit_fsdp.host import GIB
 from lit_fsdp.metrics.flops import flop_formula
-from lit_fsdp.metrics.hardware import peak_flops
-from lit_fsdp.metrics.memory import GIB, peak_device_bytes
+from lit_fsdp.metrics.hardware import peak_device_bytes, peak_flops
+from lit_fsdp.metrics.step_metrics import step_counts
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from tests.gpu.bench_cases import Case, model_config
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.config.places import shipped
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.build import build_on_meta, check_attention, num_parameters
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.module import CausalLMModule
 
@@ -45,15 +48,8 @@ def test_everything_is_on_meta_and_trainable(family, tiny, tensors):
     assert config.to_dict() == before
 
 
-def test_tied_weights_are_one_object(tiny):
-    model = build_on_meta(tiny("llama"))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    untied = build_on_meta(tiny("llama", tie_word_embeddings=False))
-    assert num_parameters(untied) - num_parameters(model) == 99 * 64
-
-
 def test_attention_that_the_model_lacks(tiny, caplog):
-    with pytest.raises(ConfigError, match=r"sdpa for bloom(.|\n)*leave attn_implementation out"):
+    with pytest.raises(ConfigError, match=r"bloom with sdpa(.|\n)*leave attn_implementation out"):
         build_on_meta(tiny("bloom"), "sdpa")
     with caplog.at_level(logging.INFO):
         assert CausalLMModule(name=tiny("bloom").to_dict()).build().attn_implementation == "eager"
@@ -74,3 +70,38 @@ def test_shipped_configs_have_the_published_size():
     for name, file in files.items():
         hf_config = resolve_model(ModelConfig(name=str(file)), seed=1).hf_config
         assert num_parameters(build_on_meta(hf_config)) == round(_MILLIONS[name] * 1e6), name
+
+
+GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
+
+
+def test_attention_that_trains_on_gpus_only_or_has_no_package_is_refused(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda m: None if m.startswith("flash_attn") else find(m))
+    for name in GPU_ONLY:
+        with pytest.raises(ConfigError, match=rf"{name} on a CPU(.|\n)*leave attn_implementation out"):
+            check_attention(name, "cpu")
+    for name, package in (("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")):
+        with pytest.raises(ConfigError, match=f"the package {package} is not installed"):
+            check_attention(name, "cuda")
+    for other in ("sdpa", "eager", None):
+        check_attention(other, "cpu")
+
+
+def _recipe(config, attn, precision="mixed", **trainer):
+    strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": precision}}
+    model = {"name": config.to_dict(), "attn_implementation": attn}
+    return {"model": model, "trainer": {"devices": 2, "max_steps": 1, "strategy": strategy, **trainer}}
+
+
+def test_an_audit_needs_no_package(tiny):
+    asked = {attn: audit_recipe(check_recipe(_recipe(tiny("llama"), attn), "audit")) for attn in ("sdpa", *GPU_ONLY)}
+    for attn in GPU_ONLY:
+        assert asked[attn] == asked["sdpa"]
+
+
+def test_the_miniature_replaces_them_on_a_cpu(tiny):
+    for accelerator, kept in (("cpu", None), ("gpu", "flex_attention")):
+        values = _recipe(tiny("llama"), "flex_attention", accelerator=accelerator)
+        values["model"]["miniature"] = True
+        assert check_recipe(values, "audit").model.attn_implementation == kept

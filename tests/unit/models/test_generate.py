@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lit_fsdp.models import generate
 from lit_fsdp.models.generate import answer_batch, chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -33,17 +30,14 @@ def test_batch_answers_like_single_prompts(pair):
     assert len(set(together)) == 3
 
 
-def test_length_is_limited_and_the_end_mark_stops(pair):
+def test_length_is_limited_and_an_end_mark_stops(pair):
     model, tokenizer = pair
     with torch.no_grad():
         model.model.norm.weight.zero_()
     (answer,) = answer_batch(model, tokenizer, [_user("a")], 5)  # all logits equal: always the first token
     assert len(tokenizer(answer)["input_ids"]) == 5
-    with torch.no_grad():
-        model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight[tokenizer.eos_token_id] = 1e3  # tied: the end mark wins wherever it is positive
-    answers = answer_batch(model, tokenizer, [_user("a"), _user("b")], 40)
-    assert all(len(tokenizer(answer)["input_ids"]) < 40 for answer in answers)
+    model.generation_config.eos_token_id = 0  # that first token: the model's own end mark counts too
+    assert answer_batch(model, tokenizer, [_user("a")], 5) == [tokenizer.decode([0]).strip()]
 
 
 def test_settings_of_the_model_itself_are_not_used(pair):
@@ -55,8 +49,7 @@ def test_settings_of_the_model_itself_are_not_used(pair):
 
 
 def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
-    cpu_fp32 = (torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(generate, "inference_device_and_dtype", lambda: cpu_fp32)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
     model, tokenizer = pair
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -65,5 +58,3 @@ def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
     expected = [answer_batch(model, tokenizer, [[system, *_user(prompt)]], 6)[0] for prompt in prompts]
     assert len(set(expected)) == 3
     assert [chat(str(tmp_path), prompt, "be brief", 6) for prompt in prompts] == expected
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert chat(str(tmp_path), None, "be brief", 6) == expected[2]

@@ -12,8 +12,7 @@ from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.loss import LossPlan, causal_lm_forward, next_targets, plan_loss, sample_losses
-from lit_fsdp.models.source import ModelSource
-from lit_fsdp.models.weights import open_weights
+from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
 

@@ -16,7 +16,6 @@ from lit_fsdp.models.packing import (
     last_hidden_states,
     measure_isolation,
     model_inputs,
-    other_ids,
     takes_positions,
 )
 from tests.unit.models.families import tiny
@@ -131,9 +130,3 @@ def test_a_two_dimensional_mask_makes_samples_see_each_other():
     model = _model("llama")
     assert _isolation(model).change == 0.0
     assert _isolation(model, attention_mask=torch.ones(2, 32, dtype=torch.int64)).change > 0.01
-
-
-def test_other_ids():
-    ids = torch.tensor([[3, 5, 9, 11, 100, 101, 102, 100]])  # tokens just added have one and the same embedding
-    assert (other_ids(ids) != ids).all()
-    assert (other_ids(ids)[ids >= 100] < 100).all()

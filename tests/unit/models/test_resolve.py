@@ -20,14 +20,6 @@ def _resolve(name, **options):
     return resolve_model(ModelConfig(name=name, **options), seed=7)
 
 
-def test_folder_is_used_as_it_is(saved):
-    folder = saved("llama")
-    source = _resolve(str(folder))
-    assert (source.weights_folder, source.tokenizer_source) == (folder, str(folder))
-    assert source.label == "llama-model"
-    assert _resolve(str(folder), tokenizer="other").tokenizer_source == "other"
-
-
 def test_config_file_and_mapping_mean_random_init(tmp_path, tiny):
     values = tiny("qwen3").to_dict()
     file = tmp_path / "mine.json"
@@ -74,25 +66,22 @@ def test_miniature_of_every_family(family, tiny, no_hub):
     assert num_parameters(build_on_meta(small, "eager")) < 1e6
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "kv_heads", "rope"),
-    [
+def test_miniature_of_shipped_configs(no_hub):
+    for name, heads, kv_heads, rope in (
         ("meta-llama/Llama-3.2-1B-Instruct", 4, 1, "llama3"),
         ("Qwen/Qwen3-0.6B", 4, 2, "default"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 3, 1, "default"),
         ("somewhere/SmolLM2-135M-Instruct.Q4_1.gguf", 3, 1, "default"),
         ("/models/Mistral-7B-Instruct-v0.3", 4, 1, "default"),
-    ],
-)
-def test_miniature_of_shipped_configs(no_hub, name, heads, kv_heads, rope):
-    source = _resolve(name, miniature=True)
-    small, full = source.hf_config, shipped_config(name)
-    assert (small.num_attention_heads, small.num_key_value_heads) == (heads, kv_heads)
-    assert small.rope_parameters == full["rope_parameters"]
-    assert small.rope_parameters["rope_type"] == rope
-    assert small.max_position_embeddings == full["max_position_embeddings"]
-    assert small.tie_word_embeddings == full["tie_word_embeddings"]
-    assert "miniature, random init" in source.label
+    ):
+        source = _resolve(name, miniature=True)
+        small, full = source.hf_config, shipped_config(name)
+        assert (small.num_attention_heads, small.num_key_value_heads) == (heads, kv_heads)
+        assert small.rope_parameters == full["rope_parameters"]
+        assert small.rope_parameters["rope_type"] == rope
+        assert small.max_position_embeddings == full["max_position_embeddings"]
+        assert small.tie_word_embeddings == full["tie_word_embeddings"]
+        assert "miniature, random init" in source.label
 
 
 def test_miniature_keeps_every_kind_of_layer(no_hub, tiny):
@@ -103,17 +92,10 @@ def test_miniature_keeps_every_kind_of_layer(no_hub, tiny):
     assert small.sliding_window == 24
 
 
-def test_miniature_cuts_long_rope_factors(no_hub, tiny):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    rope["original_max_position_embeddings"] = 32
-    full = tiny("phi3", hidden_size=384, rope_parameters=rope)
-    small = _resolve(full.to_dict(), miniature=True).hf_config
-    assert small.rope_parameters["rope_type"] == "longrope"
-    assert small.rope_parameters["long_factor"] == [2.0] * 8
-
-
-def test_miniature_uses_a_tokenizer_that_is_at_hand(saved, no_hub):
+def test_a_folder_is_used_as_it_is_and_a_miniature_takes_its_tokenizer(saved, no_hub):
     folder = saved("llama")
+    whole = _resolve(str(folder), tokenizer="other")
+    assert (whole.weights_folder, whole.tokenizer_source, whole.label) == (folder, "other", "llama-model")
     tokenizer = miniature_tokenizer()
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(folder)
@@ -147,12 +129,12 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     for name, said, options in (
         (None, "got None", {}),
         ({"model_type": "lama"}, "write model_type: llama", {}),
-        ({"model_type": "llama", "hidden_size": "wide"}, "a valid llama config", {}),
-        (tmp_path / "c.json", "which is no JSON", {}),
+        ({"model_type": "llama", "hidden_size": "wide"}, "correct that key of the llama config", {}),
+        (tmp_path / "c.json", "not a valid JSON file", {}),
         (tmp_path / "model.onnx", "which is no model", {}),
-        (tmp_path / "fill", r"does not exist[\s\S]*: full/", {}),
+        (tmp_path / "fill", r"does not exist[\s\S]*write .*/full", {}),
         ("./no/such/model.gguf", "does not exist", {}),
-        (tmp_path / "empty", r"without config\.json[\s\S]*step-00000050/", {}),
+        (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
         (folder, "which is quantized", {}),
         ("some/model", "configs/model", {"miniature": True}),

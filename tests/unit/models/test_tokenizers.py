@@ -8,8 +8,8 @@ import pytest
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer, pad_id
+from lit_fsdp.models.weights import ModelSource
 
 
 def _source(tiny, folder, **changes):
@@ -32,8 +32,8 @@ def test_chat_template_is_chatml_and_marks_the_assistant():
     prompt = tokenizer.apply_chat_template(conversation[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     marked = tokenizer.apply_chat_template(conversation, return_dict=True, return_assistant_tokens_mask=True)
-    learnt = [i for i, m in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if m]
-    assert tokenizer.decode(learnt) == "Hello<|im_end|>"
+    supervised = [i for i, m in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(supervised) == "Hello<|im_end|>"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])  # mistral-common may be there without its dependencies
@@ -63,7 +63,7 @@ def test_a_pad_token_of_the_recipes_own(tmp_path, tiny, caplog):
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<|im_start|>"))
     assert (loaded.pad_token, len(loaded)) == ("<|im_start|>", len(miniature_tokenizer()))
-    assert "padding with <|im_start|> (model.pad_token), was <|pad|>" in caplog.text
+    assert "has <|pad|> pad token: padding with <|im_start|>" in caplog.text
     with pytest.raises(ConfigError, match=r"'<pad>', which .* does not have(.|\n)*add_tokens: \['<pad>'\]"):
         load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>"))
     added = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>", add_tokens=["<pad>"]))

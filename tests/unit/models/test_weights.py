@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
@@ -46,20 +45,6 @@ def test_equal_to_from_pretrained(family, saved, fill, tensors):
     _assert_like_from_pretrained(folder, weights, model, fill, tensors)
 
 
-def test_rows_are_parts_of_the_whole(family, saved):
-    weights, model = _opened(saved(family))
-    for name, module in model.named_modules():
-        for attribute, param in module._parameters.items():
-            if param is None:
-                continue
-            whole = weights.read(name, module, attribute)
-            cuts = [0, 3, 3, len(whole) // 2 + 1, len(whole)]
-            parts = [weights.read(name, module, attribute, slice(a, b)) for a, b in itertools.pairwise(cuts)]
-            assert parts[1].shape == (0, *whole.shape[1:])
-            assert torch.equal(torch.cat(parts), whole)
-            assert all(part.untyped_storage().nbytes() == part.nbytes for part in [whole, *parts])
-
-
 def test_several_files_with_an_index(saved, fill, tensors):
     folder = saved("qwen3", max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -86,19 +71,15 @@ def test_tied_weight_stored_under_its_other_name(saved, fill, tensors):
     _assert_like_from_pretrained(folder, weights, model, fill, tensors)
 
 
-def test_missing_tensors_are_named(saved):
-    folder = saved("llama")
-    _rewrite(folder, lambda stored: {n: t for n, t in stored.items() if "layers.1.mlp" not in n})
-    with pytest.raises(CheckpointError, match=r"3 tensors of LlamaForCausalLM are missing: model\.layers\.1\.mlp"):
-        _opened(folder)
-
-
-def test_other_shape_is_named(saved):
+def test_missing_and_misshapen_tensors_are_named(saved):
     folder = saved("llama")
     source = resolve_model(ModelConfig(name=str(folder)), 1)
     source.hf_config.intermediate_size = 100
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight: \(96, 64\) in model\.safetensors, \(100, 64\)"):
         open_weights(source, build_on_meta(source.hf_config), 1)
+    _rewrite(folder, lambda stored: {n: t for n, t in stored.items() if "layers.1.mlp" not in n})
+    with pytest.raises(CheckpointError, match=r"3 tensors of LlamaForCausalLM are missing: model\.layers\.1\.mlp"):
+        _opened(folder)
 
 
 def test_unexpected_tensors_are_one_warning(saved, caplog):
@@ -113,13 +94,11 @@ def test_unexpected_tensors_are_one_warning(saved, caplog):
     assert "inv_freq" not in record.message
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "no index entry"])
-def test_damaged_files_are_named(saved, damage):
+def test_damaged_files_are_named(saved):
     folder = saved("llama", max_shard_size="60KB")
     file = sorted(folder.glob("*.safetensors"))[0]
-    if damage == "no index entry":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[: 1000 if damage == "cut" else 0])
-    with pytest.raises(CheckpointError, match=file.name):
-        _opened(folder)
+    whole = file.read_bytes()
+    for left in (whole[:1000], b"", None):
+        file.unlink() if left is None else file.write_bytes(left)
+        with pytest.raises(CheckpointError, match=file.name):
+            _opened(folder)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from lit_fsdp.models.source import ModelSource
 from lit_fsdp.models.tokenizers import end_of_turn_id
+from lit_fsdp.models.weights import ModelSource
 
 
 def model_files(
@@ -25,9 +25,9 @@ def model_files(
     ``pad_token_id``: models make of it a row of the embedding without gradient.
 
     Args:
-        source: Where the model came from; its generation config is kept if it has one.
+        source: Its generation config is kept if it has one, else that of ``model``.
         tokenizer: With its chat template.
-        model: Gives the generation config where the source has none.
+        model: The live one.
     """
     generation: Any = getattr(model, "generation_config", None)
     if source.weights_folder is not None and (source.weights_folder / "generation_config.json").is_file():
@@ -36,19 +36,18 @@ def model_files(
         source.hf_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if generation is not None:
-            _generation_of(tokenizer, generation).save_pretrained(folder)
+            _fitting(generation, tokenizer).save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
 
 
-def _generation_of(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> GenerationConfig:
+def _fitting(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """A copy that fits the tokenizer as it was trained with."""
     fitting = copy.deepcopy(generation)
     if fitting.pad_token_id is None:
         fitting.pad_token_id = tokenizer.pad_token_id
-    given = fitting.eos_token_id
+    given, turn = fitting.eos_token_id, end_of_turn_id(tokenizer)
     stops = given if isinstance(given, list) else [] if given is None else [given]
-    turn = end_of_turn_id(tokenizer)
     if turn is not None and turn not in stops:
         fitting.eos_token_id = [*stops, turn] if stops else turn
     return fitting
@@ -65,7 +64,7 @@ def model_entry(
     Args:
         source: Named as the base, in model cards: never by a path.
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
-        adapter_config: Of the adapters, or None.
+        adapter_config: The content of ``adapter_config.json``, or None.
         kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
     """
     prefix = "model."

@@ -1,0 +1,77 @@
+"""What is counted in every step, summed by its one all-reduce over micro-batches and ranks, and what is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torchmetrics import Metric
+
+BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
+"""Counted while a batch is put together: tokens without padding; samples; places of ``input_ids``, padding too; and
+the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
+SCORE_COUNTS = ("correct_tokens", "entropy_sum", "objective_sum", "z_loss_sum")
+"""Counted where the loss is computed: supervised tokens whose most likely prediction was right and the entropy of the
+predictions, both NaN where a fused backend does not tell; what backward runs on (``loss_sum`` is the plain
+cross-entropy, always), and the part of it that is z-loss."""
+STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, *SCORE_COUNTS)
+"""First entries of ``CausalLMModule.step_totals``; votes to stop follow."""
+
+
+def step_counts(totals: Iterable[float]) -> dict[str, float]:
+    """``step_totals`` (or sums of them) as a mapping by the names in :data:`STEP_COUNTS`."""
+    return dict(zip(STEP_COUNTS, (float(value) for value in totals), strict=False))
+
+
+def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """``batch["counts"]``, or for somebody's own batches the same counted from mask and ids; int64 (4,)."""
+    if "counts" in batch:
+        return batch["counts"]
+    ids_BT = batch["input_ids"]
+    lengths_B = batch.get("attention_mask", torch.ones_like(ids_BT)).long().sum(dim=1)
+    sizes = torch.tensor([len(ids_BT), ids_BT.numel()], device=lengths_B.device)
+    return torch.stack([lengths_B.sum(), *sizes, lengths_B.square().sum()])
+
+
+def step_metrics(
+    totals: torch.Tensor, with_objective: bool, with_z_loss: bool, with_scores: bool = True
+) -> dict[str, torch.Tensor]:
+    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars on the totals' device.
+
+    Args:
+        totals: In the order of :data:`STEP_COUNTS`; more may follow.
+        with_objective: Log what backward ran on beside ``train_loss``, the plain cross-entropy.
+        with_z_loss: Log its z-loss.
+        with_scores: Log accuracy and entropy, which a fused backend does not tell.
+    """
+    means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
+    found = {"train_loss": means["loss_sum"]}
+    if with_objective:
+        found["train_objective"] = means["objective_sum"]
+    if with_z_loss:
+        found["train_z_loss"] = means["z_loss_sum"]
+    if with_scores:
+        found |= {"train_token_accuracy": means["correct_tokens"], "train_entropy": means["entropy_sum"]}
+    return found
+
+
+class EvalMetrics(Metric):
+    """Token-weighted loss, perplexity, accuracy and entropy; every rank may have seen another number of tokens."""
+
+    sums: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(
+        self, num_tokens: torch.Tensor, nll_sum: torch.Tensor, num_correct: torch.Tensor, entropy_sum: torch.Tensor
+    ) -> None:
+        """Add the sums of one batch; one without supervised tokens changes nothing."""
+        batch = [value.detach().double() for value in (num_tokens, nll_sum, num_correct, entropy_sum)]
+        self.sums = self.sums + torch.stack(batch)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Fp32 scalars over all ranks."""
+        loss, accuracy, entropy = (self.sums[1:] / self.sums[0]).float()
+        return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}
