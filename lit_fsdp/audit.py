@@ -142,7 +142,7 @@ def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ran
         own = [param for param in module.parameters() if id(param) not in seen]
         seen.update(id(param) for param in own)
         if config.engine == "fsdp1":
-            _add_flat(held, own, TORCH_DTYPES[row.compute].itemsize)
+            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
         else:
             _add_by_rows(held, own)
     size = TORCH_DTYPES[row.param].itemsize

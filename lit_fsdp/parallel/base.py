@@ -47,7 +47,9 @@ from lit_fsdp.parallel.precision import (
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
+    clean_name,
     engines_already_there,
+    owners_by_unit,
     plan_for,
     tied_names,
     units_already_wrapped,
@@ -128,7 +130,7 @@ class EngineStrategy(Checkpoints):
         scale = LossScale() if config.precision_config.row.compute == "fp16" else None
         self._plugin = GuardedSteps()
         self._plugin.guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
-        self._plugin.before_step = self._reshard
+        self._plugin.used_params, self._plugin.before_step = self.used_params, self._reshard
         self._plugin.around_backward = self._averaging_alone
         self._root: nn.Module | None = None
         self._owner: Any = None
@@ -142,6 +144,9 @@ class EngineStrategy(Checkpoints):
         self.checkpoint_files: dict[str, Path] = {}
         self.rank_summary: dict[str, Any] | None = None
         self.replicated: list[nn.Parameter] = []
+        self._names: dict[int, str] = {}
+        self._used: set[str] = set()
+        self._noted: dict[int, torch.Tensor] = {}
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
@@ -281,6 +286,7 @@ class EngineStrategy(Checkpoints):
         self.contract.check("buffers", module.named_buffers(), self.config.precision_config.buffer_dtype)
         if fitting:
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
+            self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             self._check_optimized()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
@@ -307,6 +313,8 @@ class EngineStrategy(Checkpoints):
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
             self._redirect_forward(module)
+            for unit, owners in owners_by_unit(module, plan).items():
+                self._note_use(unit, owners)
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module)
         self._broadcast_done.clear()
@@ -332,7 +340,7 @@ class EngineStrategy(Checkpoints):
             folder = Path(module.trainer.default_root_dir)
             self.rank_summary = write_rank(folder, module, self._root, self.mesh, str(self.root_device))
         if self.contract.watching:
-            self.contract.watch(plan.modules)
+            self.contract.watch(plan.modules, {unit.name for unit in plan.units if unit.keeps_fp32})
 
     def _prepare(self, module: Any) -> UnitPlan:
         """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
@@ -425,7 +433,8 @@ class EngineStrategy(Checkpoints):
                 f"{getattr(theirs, name)}, on {before.world_size} ranks",
                 "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it",
             )
-        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_forward_redirection"):
+        names = ("plan", "audit", "mesh", "replicated", "_root", "_ties")
+        for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast = before._plugin.autocast
         self._owner = self.lightning_module
@@ -438,15 +447,72 @@ class EngineStrategy(Checkpoints):
         Raises:
             ContractError: One is none of them, so that training would change nothing.
         """
-        known = {id(param) for param in self.lightning_module.parameters()}
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
             for param in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(param) not in known:
+                if id(param) not in self._names:
                     raise ContractError(
                         f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
                         "sharded model\n"
                         "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
                     )
+
+    def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+        """From now on, note which parameters of a unit, by full name, take part in a backward pass.
+
+        Args:
+            unit: Gathered when its forward begins.
+            owners: The modules, by name, whose parameters it gathers.
+        """
+
+        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
+            for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
+                if param is None or not param.requires_grad or isinstance(param, DTensor):
+                    continue
+                note = functools.partial(_add, self._used, f"{name}.{attribute}" if name else attribute)
+                if not param.is_leaf:
+                    param.register_hook(note)
+                elif self._noted.get(id(param)) is not param:
+                    self._noted[id(param)] = param
+                    param.register_post_accumulate_grad_hook(note)
+
+        getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
+
+    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
+
+        Engines put zeros there. Plain training has no gradient, and its optimizer passes such a parameter over instead
+        of decaying it.
+        """
+        if not self.config.is_sharded:
+            return [], torch.empty(0)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [self._names.get(id(p), "") for p in params]
+        grads = [None if p.grad is None else _local(p.grad) for p in params]
+        has_grad = [n in self._used or (g is not None and bool(g.any())) for n, g in zip(names, grads, strict=True)]
+        self._used.difference_update(names)
+        return params, self._on_any_rank(has_grad)
+
+    def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
+        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found
+
+    def _sync_buffers(self) -> None:
+        """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
+
+        Running statistics differ between ranks, which each see their own rows.
+        """
+        for child in self.lightning_module.modules() if self.world_size > 1 else ():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
+                    dist.broadcast(buffer, src=0)
+
+    def on_validation_start(self) -> None:
+        """Evaluate the model that a checkpoint would hold."""
+        self._sync_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
     def _averaging_alone(self) -> Iterator[None]:
@@ -456,10 +522,14 @@ class EngineStrategy(Checkpoints):
         for param in alone:
             param.grad = None
         yield
-        for param, old in zip(alone, before, strict=True):
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(grad.div_(self.world_size))
-            param.grad = grad if old is None else old + grad
+        has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
+        for param, old, has in zip(alone, before, has_grad, strict=True):
+            if has:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(grad.div_(self.world_size))
+                param.grad = grad if old is None else old + grad
+            else:
+                param.grad = old
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -504,6 +574,10 @@ class EngineStrategy(Checkpoints):
 def _sharded_by(module: Any) -> Any:
     """The strategy that has sharded a LightningModule, of whichever Trainer; ``None`` for none."""
     return getattr(module.forward, "strategy", None)
+
+
+def _add(names: set[str], name: str, _: torch.Tensor) -> None:
+    names.add(name)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

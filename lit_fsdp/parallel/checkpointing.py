@@ -55,6 +55,7 @@ class Checkpoints:
     _in_background = False
     _root: nn.Module | None
     _ties: dict[str, str]
+    _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None
     _rng_before_window: dict[str, Any] | None
 
@@ -101,6 +102,7 @@ class Checkpoints:
             self.background.wait()
             save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        self._sync_buffers()
         checkpoint = dict(checkpoint)
         tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
         groups = []

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,12 +69,16 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         if on_cpu or is_meta:
             self._broadcast(module)  # sync_module_states refuses tensors on the CPU and on meta
         row = self.config.precision_config.row
+        norms = {plan.modules[unit.name] for unit in plan.units if unit.keeps_fp32}
         # for units that are recomputed, by ours or by somebody's own: FSDP1 casts nothing once backward has begun
         for unit in plan.modules.values() if row.compute != row.param else ():
-            cast_inputs(unit, TORCH_DTYPES[row.compute])
+            cast_inputs(unit, TORCH_DTYPES["fp32" if unit in norms else row.compute])
         own: Any = self.unit_options()
         mixed, sharding = own["mixed_precision"], own["sharding_strategy"]
-        options: dict[nn.Module, Any] = {child: {"mixed_precision": mixed} for child in plan.modules.values()}
+        in_fp32 = MixedPrecision(TORCH_DTYPES["fp32"], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
+        options: dict[nn.Module, Any] = {
+            child: {"mixed_precision": in_fp32 if child in norms else mixed} for child in plan.modules.values()
+        }
         if (last := last_unit(plan, module)) is not None:
             options[last]["sharding_strategy"] = _KEPT.get(sharding, sharding)
         if mixed is not None:
@@ -151,6 +157,28 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             handle: Any = unit._handle
             if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
                 _reshard(unit, handle, free_unsharded_flat_param=True)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As for the other engines, also where parameters that were never used have no state, which torch refuses."""
+        own = getattr(optimizer, "_optimizer", optimizer)
+        params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+        has_state = torch.tensor([p in own.state for p in params], dtype=torch.uint8, device=self.root_device)
+        dist.all_reduce(has_state, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
+        unused = [p for p, has in zip(params, has_state.tolist(), strict=True) if not has] if has_state.any() else []
+        model = next((p for p in params if p in own.state and p.dim()), None)
+        for param in unused:
+            own.state[param] = {
+                key: torch.zeros_like(param) if torch.is_tensor(value) and value.dim() else value
+                for key, value in (own.state[model] if model is not None else {}).items()
+            }
+        try:
+            found = super().optimizer_state(optimizer)
+        finally:
+            for param in unused:
+                del own.state[param]
+        for param in unused:
+            found["state"].pop(self._names[id(param)], None)
+        return found
 
     def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""

@@ -77,12 +77,14 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         options = {**self.unit_options(), "ignored_params": set(self.replicated)}
+        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
+        norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
         for unit in plan.units[:-1]:
             child = plan.modules[unit.name]
             if isinstance(child, FSDPModule):  # wrap: manual
                 continue
             self._broadcast(child)
-            fully_shard(child, **options)
+            fully_shard(child, **{**options, "mp_policy": norms} if unit.keeps_fp32 else options)
         self._broadcast(module)
         root: Any = _Root(module)
         policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import NonFinite
-from lit_fsdp.errors import NonFiniteGradientError
+from lit_fsdp.errors import ConfigError, NonFiniteGradientError
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,11 @@ class GuardedSteps(Precision):
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the strategy does with each backward pass; it puts its own in place, as of the next."""
+    """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
+    used_params: Callable[[Any], tuple[list[torch.Tensor], torch.Tensor]] = staticmethod(
+        lambda optimizer: ([], torch.empty(0))
+    )
+    """Asked once all gradients of an optimizer step are there: parameters, and which of them any rank has used."""
     before_step: Callable[[], None] = staticmethod(lambda: None)
     """The last thing before parameters change."""
     _own_loss: torch.Tensor | float = 0.0
@@ -156,17 +160,26 @@ class GuardedSteps(Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank.
 
-        An optimizer must step once per backward pass: L-BFGS, which calls the closure itself, does not work.
+        Raises:
+            ConfigError: An optimizer that calls the closure itself (L-BFGS).
         """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
+        params, used = self.used_params(optimizer)
         if self.guard.loss_scale is not None and (local := local_tensors(_grads(optimizer))):
             torch._foreach_mul_(local, 1.0 / self.guard.loss_scale.value)
         self.last_grad_norm = None
         self._after_closure(model, optimizer)
         if self.last_grad_norm is None:
             self._measure(optimizer)
-        norm = self._agreed_norm().item()  # the one time that a step waits for the device
-        allowed = self.guard.allows(norm, self._ranks_without_finite_loss)
+        norm = self._agreed_norm()
+        # the one time that a step waits for the device
+        norm_and_used = torch.cat([norm.view(1), used.to(norm)]).tolist()
+        for param, is_used in zip(params, norm_and_used[1:], strict=True):
+            if not is_used:
+                param.grad = None
+        allowed = self.guard.allows(norm_and_used[0], self._ranks_without_finite_loss)
         self._own_loss = 0.0
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own

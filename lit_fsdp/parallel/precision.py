@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ class DtypeContract:
         if found:
             self.realized[what] = dict(Counter(self.realized.get(what, {})) + Counter(dtype for _, dtype in found))
 
-    def watch(self, units: Mapping[str, nn.Module]) -> None:
+    def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""
         for name, module in units.items():
             inner = tuple(f"{other.removeprefix(f'{name}.')}." for other in units if other.startswith(f"{name}."))
@@ -204,7 +204,8 @@ class DtypeContract:
             def before(module: nn.Module, args: Any, name: str = name, inner: tuple[str, ...] = inner) -> None:
                 named = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters())
                 own = [(f"{name}.{n}", p) for n, p in named if p.dim() and not n.startswith(inner)]
-                self.check("gathered parameters in the forward", own, self._gathered)
+                declared = "fp32" if name in fp32_units else self._gathered
+                self.check("gathered parameters in the forward", own, declared)
 
             def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
                 tensors = [

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError, require
@@ -49,6 +50,8 @@ class Unit:
     """Names under which a weight of this unit appears again."""
     is_block: bool = False
     """Whether activation checkpointing applies to it."""
+    keeps_fp32: bool = False
+    """Whether it is gathered in fp32 whatever the precision mode says."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +84,24 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     wrap = config.wrap_config
     if not config.is_sharded:  # units only say what is recomputed and compiled
         wrap = dataclasses.replace(wrap, max_root_share=1.0)
-    plan = plan_units(module, wrap, f"{path}.wrap")
+    row = config.precision_config.row
+    mixes = config.is_sharded and not wrap.manual and row.compute != row.param
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.affine] if mixes else []
+    plan = plan_units(module, wrap, f"{path}.wrap", norms)
     if config.compile and config.is_sharded:
         inside = {inner for block in plan.blocks for inner in block.modules() if inner is not block}
-        names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside]
+        names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside and not unit.keeps_fp32]
         given = f"true with {len(names)} FSDP units inside blocks ({', '.join(names[:1])}, …), made by {plan.source}"
         fix = "drop compile, or set wrap: auto"
         require(not names, f"{path}.compile", given, "blocks without units inside", fix)
     return plan
 
 
-def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPlan:
+def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Collection[nn.Module] = ()) -> UnitPlan:
     """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
     A module that holds a weight which is also used outside of it is never a unit of its own: tied weights stay in the
-    unit that encloses all their users.
+    unit that encloses all their users. ``fp32`` become units of their own, gathered in fp32.
 
     Raises:
         ConfigError: A class or pattern that matches no module (what exists is listed), wrapped modules that are not
@@ -106,13 +112,13 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap") -> UnitPl
         live = list(units_already_wrapped(model).values())
         fix = "wrap the blocks in configure_model, by fully_shard (fsdp2) or FullyShardedDataParallel (fsdp1)"
         require(live, path, "manual, but nothing in the model is wrapped", "a module that wraps its parts", fix)
-        plan = _count(model, live, _outermost(model, live, ends), "manual")
+        plan = _count(model, live, _outermost(model, live, ends), "manual", ())
     else:
         chosen, recomputed, source = _choose(model, wrap, ends, path)
-        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model)]) if m is not model]
+        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model), *fp32]) if m is not model]
         shares = _shares_outside(model, [*chosen, *recomputed])
         blocks = _outermost(model, [m for m in recomputed if not shares[m]], ends)
-        plan = _count(model, [m for m in chosen if not shares[m]], blocks, source)
+        plan = _count(model, [m for m in chosen if not shares[m]], blocks, source, fp32)
         kept = tuple(name for name, module in model.named_modules() if shares.get(module, False))
         plan = dataclasses.replace(plan, kept_together=kept)
     _check_root(model, plan, wrap, path)
@@ -156,6 +162,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return again
 
 
+def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """For each unit, ``model`` as the root among them, the modules by name whose own parameters it gathers."""
+    units = set(plan.modules.values())
+    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    unit_of: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():  # parents first
+        unit = module if module is model or module in units else unit_of[module]
+        unit_of.update((child, unit) for child in module.children() if child not in unit_of)
+        if any(p is not None for p in module._parameters.values()):
+            found.setdefault(unit, []).append((clean_name(name), module))
+    return found
+
+
 def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
     """The unit that is called last, as far as the module tree tells; ``None`` without units.
 
@@ -166,7 +185,13 @@ def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
     return next((m for m in reversed(list(model.modules())) if m in units and m not in inside), None)
 
 
-def _count(model: nn.Module, chosen: Iterable[nn.Module], blocks: list[nn.Module], source: str) -> UnitPlan:
+def _count(
+    model: nn.Module,
+    chosen: Iterable[nn.Module],
+    blocks: list[nn.Module],
+    source: str,
+    fp32: Collection[nn.Module],
+) -> UnitPlan:
     """The plan for modules that are chosen, and the blocks among, inside or around them."""
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
@@ -189,6 +214,7 @@ def _count(model: nn.Module, chosen: Iterable[nn.Module], blocks: list[nn.Module
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
                 is_block=module in is_block,
+                keeps_fp32=module in fp32,
             )
         )
     total = sum(unit.num_params for unit in units)
