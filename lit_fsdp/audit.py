@@ -14,6 +14,7 @@ from torch import nn
 from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
@@ -56,6 +57,11 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
     hf_config = resolve_architecture(model_config)
     model = build_trainable(hf_config, model_config)[0]
+    given = f"{attention} for {model.config.model_type}"
+    fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
+    require(
+        fits, "model.attn_implementation", given, "an attention that the model has", "leave attn_implementation out"
+    )
     module = CausalLMModule(model)
     cast_parameters(module, TORCH_DTYPES[config.row.param])
     plan = plan_for(module, strategy, STRATEGY)

@@ -47,8 +47,9 @@ def build_on_meta(
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
         with_attention = f" with {attn_implementation}" if attn_implementation else ""
+        field = "trust_remote_code" if "trust_remote_code" in str(error) else "name"
         raise ConfigError(
-            "model.name",
+            f"model.{'attn_implementation' if attn_implementation else field}",
             f"a model of type {config.model_type}{with_attention} ({' '.join(str(error).split())[:300]})",
             "a decoder-only language model that AutoModelForCausalLM can build, with an attention that it has",
             "name another model, or leave attn_implementation out",

@@ -23,6 +23,7 @@ _SMALLER = {  # sizes that do not depend on others, by the names that transforme
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
@@ -54,6 +55,15 @@ def shrink(
         "name a small config .json of that architecture instead of miniature: true",
     )
     return small
+
+
+def _fit_rope(values: dict[str, Any], head_dim: int) -> None:
+    """Cut per-frequency factors (LongRoPE) to the number of frequencies that are left."""
+    rope = values.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list):
+            values["rope_parameters"] = rope = {**rope, key: rope[key][: int(head_dim * share) // 2]}
 
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
@@ -100,6 +110,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         if values.get(name) is not None:
             values[name] = value
     values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
+    _fit_rope(values, head_dim)
     for name in ("quantization_config", "_name_or_path", "dtype", "transformers_version"):
         values.pop(name, None)
     return values

@@ -210,7 +210,10 @@ def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
                 for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
                     tensors[name] = Stored(file, name, tuple(handle.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from error
+            raise CheckpointError(
+                f"{file}: not a whole safetensors file ({error})\n"
+                "  fix:     fetch the model again: lit-fsdp model prepare --name NAME"
+            ) from error
     return tensors
 
 

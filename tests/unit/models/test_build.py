@@ -98,6 +98,8 @@ def test_an_audit_needs_no_package(tiny):
     asked = {attn: audit_recipe(check_recipe(_recipe(tiny("llama"), attn), "audit")) for attn in ("sdpa", *GPU_ONLY)}
     for attn in GPU_ONLY:
         assert asked[attn] == asked["sdpa"]
+    with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
+        audit_recipe(check_recipe(_recipe(tiny("bloom"), "flash_attention_2"), "audit"))
 
 
 def test_the_miniature_replaces_them_on_a_cpu(tiny):

@@ -84,6 +84,15 @@ def test_miniature_of_shipped_configs(no_hub):
         assert "miniature, random init" in source.label
 
 
+def test_miniature_cuts_long_rope_factors(no_hub, tiny):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope["original_max_position_embeddings"] = 32
+    full = tiny("phi3", hidden_size=384, rope_parameters=rope)
+    small = _resolve(full.to_dict(), miniature=True).hf_config
+    assert small.rope_parameters["rope_type"] == "longrope"
+    assert small.rope_parameters["long_factor"] == [2.0] * 8
+
+
 def test_miniature_keeps_every_kind_of_layer(no_hub, tiny):
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     full = tiny("gemma3_text", num_hidden_layers=6, layer_types=kinds, sliding_window=24)
