@@ -25,6 +25,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
@@ -40,9 +41,11 @@ from lit_fsdp.parallel.precision import (
     apply_float8,
     cast_buffers,
     cast_inputs,
+    cast_outputs,
     cast_parameters,
     check_device,
     settle_precision,
+    without_autocast,
 )
 from lit_fsdp.parallel.units import (
     UnitPlan,
@@ -316,7 +319,7 @@ class EngineStrategy(Checkpoints):
             for unit, owners in owners_by_unit(module, plan).items():
                 self._note_use(unit, owners)
         if not is_ours:  # which is given token ids
-            self._cast_for_layers(module)
+            self._cast_for_layers(module, plan)
         self._broadcast_done.clear()
         self._to_device(module)
         if config.precision_config.buffer_dtype is not None:
@@ -353,6 +356,9 @@ class EngineStrategy(Checkpoints):
         path = f"{self.path}.activation_checkpointing"
         activation = resolve_gradient_checkpointing(module, config.activation_config, path)
         prepare_blocks(plan.blocks, activation, config.compile)
+        for unit in plan.units:
+            if unit.keeps_fp32:
+                cast_outputs(plan.modules[unit.name], TORCH_DTYPES[precision.row.compute])
         if config.engine == "fsdp2" and not module.automatic_optimization:
             inner = {p for unit in plan.modules.values() for p in unit.parameters()}
             left = (n for n, p in module.named_parameters() if p.requires_grad and p.dim() and p not in inner)
@@ -407,15 +413,24 @@ class EngineStrategy(Checkpoints):
                     dist.broadcast(tensor.data, src=0)
                     self._broadcast_done[id(tensor)] = tensor
 
-    def _cast_for_layers(self, module: nn.Module) -> None:
-        """Let layers outside of units, for which no engine casts, take the batch as it comes."""
-        row = self.config.precision_config.row
-        compute = TORCH_DTYPES[row.compute]
+    def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
+        """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
+
+        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts. What
+        it computes with weights of its own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
+        """
+        row, units = self.config.precision_config.row, plan.modules.values()
+        if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
+            return
+        inside = {inner for unit in units for inner in unit.modules()} if row.compute != row.param else set()
+        for child in module.modules():
+            own = any(p is not None and p.dim() for p in child._parameters.values())
+            if child is not module and child not in inside and (own or is_parametrized(child)):
+                cast_inputs(child, TORCH_DTYPES[row.compute])
         if row.compute != row.param:
-            self._plugin.autocast = (self.root_device.type, compute)
-        for child in module.modules() if row.compute == row.param == "bf16" else ():
-            if child is not module and any(p is not None for p in child._parameters.values()):
-                cast_inputs(child, compute)
+            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
+            for unit in units:
+                without_autocast(unit, self.root_device.type)
 
     def _take_over(self, before: EngineStrategy) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.

@@ -6,6 +6,7 @@ its compute dtype. The engines cast whole units instead, so losses agree to the 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -62,8 +63,10 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
         # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        finds = self.config.find_unused_parameters
-        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=finds)
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
+        options: dict[str, Any] = {buffers: False, "find_unused_parameters": self.config.find_unused_parameters}
+        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, **options)
         # not the function itself: DDP compares its annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped

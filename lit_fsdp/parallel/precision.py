@@ -124,8 +124,29 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     )
 
 
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every floating-point tensor that ``module.forward`` returns, in plain containers and model outputs."""
+    module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
+
+
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, values)
+
+
+def without_autocast(module: nn.Module, device_type: str) -> None:
+    """Let ``module.forward`` choose its dtypes by its weights alone, whatever autocast is on around it."""
+    entered: list[Any] = []
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        entered.append(torch.autocast(device_type, enabled=False))
+        entered[-1].__enter__()
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:

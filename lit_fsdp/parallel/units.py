@@ -340,6 +340,8 @@ def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) ->
     for pattern in patterns:
         starts = [model, *_transformers_models(model)]
         matches = next((matches for start in starts if (matches := _at(start, pattern))), [])
+        if not matches and pattern.endswith(".*"):  # transformers packs experts into weights of the module above
+            matches = [m for start in starts for m in _at(start, pattern[:-2]) if m._parameters]
         names = (name for name, m in model.named_modules() if name and can_be_unit(m))
         known = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)
         allowed = f"paths in this model: {', '.join(known)}"
