@@ -170,6 +170,18 @@ class Thawed(Conv):
         self.body[0].requires_grad_(True)
 
 
+class Norm(ForeignNetWithValidation):
+    """Running statistics, which every rank computes from its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A prediction per row."""
+        return super().forward(self.norm(x + self.global_rank))
+
+
 class Predicts(ForeignNetWithValidation):
     """Adds what ``predict`` needs."""
 
@@ -253,6 +265,7 @@ _ALL = (
     Bare,
     Looks,
     Thawed,
+    Norm,
     Predicts,
     Exact,
 )
@@ -341,6 +354,25 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
             trainer.save_checkpoint(path)
     state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
     return {"rates": rates, "weights": _whole(state)}
+
+
+def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
+    """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
+    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False, "max_epochs": 1}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    batches = [own_part(step) for step in range(4)]
+    found, path = [], str(Path(folder) / "saved.ckpt")
+    for start in (None, path):
+        torch.manual_seed(3)
+        loader = DataLoader(batches, batch_size=None)
+        trainer = Trainer(strategy=fsdp_strategy(**strategy), use_distributed_sampler=False, **options)
+        if start is None:
+            trainer.fit(Norm(), loader, loader)
+            trainer.save_checkpoint(path)
+        else:
+            trainer.validate(Norm(), loader, ckpt_path=path, verbose=False)
+        found.append(float(trainer.callback_metrics["val_loss"]))
+    return found
 
 
 class Detached(ForeignNetWithValidation):

@@ -18,7 +18,8 @@ LIVES: dict[str, dict[str, Any]] = {
     "predict, then fit": {"module": "Predicts", "calls": ["predict", "fit"]},
     "fit twice": {"module": "ForeignNetWithValidation", "calls": ["fit", "fit"], "validates": True},
     "a Trainer each": {"module": "ForeignNetWithValidation", "calls": ["validate", "fit", "fit"], "second": True},
-    "accumulation": {"module": "ForeignNetWithValidation", "accumulate_grad_batches": 2},
+    "layers without gradients": {"module": "Unused"},
+    "accumulation": {"module": "Unused", "accumulate_grad_batches": 2},
     "clipping": {"module": "Bare", "gradient_clip_val": 0.05},
     "a call between backward and step": {"module": "Looks"},
     "convolutions": {"module": "Conv"},
@@ -43,16 +44,6 @@ def test_weights_and_outputs_are_those_of_plain_lightning(workers: Workers, life
                 assert mine == pytest.approx(theirs, abs=1e-5), engine
 
 
-def test_ddp_passes_over_layers_without_gradients(workers: Workers) -> None:
-    """As plain Lightning; sharded, they get zeros."""
-    wanted = workers.run("live", 1, module="Unused", strategy=None)[0]["weights"]
-    for found in workers.run("live", 2, module="Unused", strategy={"engine": "ddp", "precision": "fp32"}):
-        assert largest_difference(found["weights"], wanted) < 1e-6
-    for engine in ("fsdp2", "fsdp1"):
-        first, second = workers.run("live", 2, module="Unused", strategy={"engine": engine, "precision": "fp32"})
-        assert first["weights"] == second["weights"]
-
-
 def test_two_optimizers_and_two_backward_passes(workers: Workers) -> None:
     """Manual optimization with toggles; fsdp1 would train wrong weights, so it is refused."""
     wanted = workers.run("live", 1, module="Gan", strategy=None)[0]["weights"]
@@ -65,8 +56,8 @@ def test_two_optimizers_and_two_backward_passes(workers: Workers) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_resume_has_the_learning_rates_and_weights_of_one_run(workers: Workers, tmp_path: Path, engine: str) -> None:
-    """SGD without momentum has no tensors of state; parameters that ddp passed over have none under AdamW."""
-    for module in ("Sgd", "Unused") if engine == "ddp" else ("Sgd",):
+    """SGD without momentum has no tensors of state; parameters that were never used have none under AdamW."""
+    for module in ("Sgd", "Unused"):
         wanted = workers.run("resumed", 1, module=module, strategy=None, folder=str(tmp_path / module))[0]
         job = {"strategy": {"engine": engine, "precision": "fp32"}, "folder": str(tmp_path / f"{module}-{engine}")}
         for found in workers.run("resumed", 2, module=module, **job):
@@ -81,6 +72,15 @@ def test_the_batch_arrives_as_the_loader_gives_it(workers: Workers, precision: s
     for engine in ("fsdp2", "fsdp1"):
         found = workers.run("live", 2, module="Exact", strategy={"engine": engine, "precision": precision})
         assert [one["targets"] for one in found] == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_norm_validates_as_its_checkpoint(workers: Workers, tmp_path: Path, engine: str, precision: str) -> None:
+    """Every rank has statistics of its own rows; from the validation on they are rank 0's."""
+    job = {"strategy": {"engine": engine, "precision": precision}, "folder": str(tmp_path)}
+    for live, saved in workers.run("validated_again", 2, **job):
+        assert live == saved
 
 
 def test_what_would_train_nothing_is_refused(workers: Workers) -> None:
