@@ -100,15 +100,6 @@ def _contents(samples: Samples) -> list[bytes]:
     return [samples.rows.row(int(row))[0].tobytes() for row in samples.row_ids]
 
 
-def test_without_packing_an_item_is_a_row(small: Any, source: Path):
-    found = _prepare(small, source, ("train", "val", "test", "predict"), val=str(source))
-    assert list(found) == ["train", "val"]
-    train = found["train"]
-    assert [train.members(item).tolist() for item in range(len(train))] == [[n] for n in range(100)]
-    assert (train.groups, train.weights, train.capacity) == ((100,), None, None)
-    assert train.item_tokens().tolist() == train.rows.lengths.tolist()
-
-
 def test_packs_of_each_split_alone(small: Any, source: Path):
     found = _prepare(small, source, ("train", "val", "predict"), packing=True, val_split=20, predict=str(source))
     for split in ("train", "val"):
