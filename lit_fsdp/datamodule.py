@@ -83,7 +83,8 @@ class CausalLMDataModule(LightningDataModule):
         for split in dict.fromkeys("train" if split == "val" and held_out else split for split in splits):
             entries = pinned(getattr(self.config, split), self._commits.get(split, ()))
             self._commits[split] = [entry.revision for entry in entries]
-            self.config = dataclasses.replace(self.config, **{split: entries or None})
+            changes: dict[str, Any] = {split: entries or None}
+            self.config = dataclasses.replace(self.config, **changes)
         cached = [split for split in splits if not (split == "train" and self.config.streaming)]
         wanted = [split for split in cached if self.config.has(split) and split not in self._samples]
         if wanted:

@@ -209,7 +209,8 @@ def test_no_process_outlives_its_parent(how: signal.Signals, root: Path):
     workers: set[int] = set()
     while len(workers) < 3:
         workers.add(int(parent.stdout.readline()))
-    parent.kill() if how == signal.SIGKILL else os.killpg(parent.pid, how)
+    stop = os.kill if how == signal.SIGKILL else os.killpg
+    stop(parent.pid, how)
     _, said = parent.communicate(timeout=60)
     deadline = time.monotonic() + 60
     while any(_alive(worker) for worker in workers) and time.monotonic() < deadline:
