@@ -19,9 +19,10 @@ from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, prepare_samples
+from lit_fsdp.data.sources import pinned
 from lit_fsdp.data.stats import describe_data, first_rows
 from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.host import is_first_process
 from lit_fsdp.models.tokenizers import pad_id
 
@@ -32,7 +33,8 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 class CausalLMDataModule(LightningDataModule):
     """Rows as padded or packed batches; its arguments are the ``data`` section of a recipe.
 
-    In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before.
+    In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before. All ranks read
+    a data set on the hub at the commit that its name stood for on the first one.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.data.DataConfig`.
@@ -50,6 +52,8 @@ class CausalLMDataModule(LightningDataModule):
         self._seed: int | None = None
         self._max_positions: int | None = None
         self._samples: dict[str, Samples] = {}
+        self._commits: dict[str, list[str | None]] = {}
+        self._refused: Exception | None = None
         self._stream: StreamLoader | None = None
         self._streams_train = False
         self._position: dict[str, Any] | None = None
@@ -75,6 +79,12 @@ class CausalLMDataModule(LightningDataModule):
             ConfigError: The chat template is missing.
         """
         self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
+        held_out = self.config.val_split is not None
+        for split in dict.fromkeys("train" if split == "val" and held_out else split for split in splits):
+            entries = pinned(getattr(self.config, split), self._commits.get(split, ()))
+            self._commits[split] = [entry.revision for entry in entries]
+            changes: dict[str, Any] = {split: entries or None}
+            self.config = dataclasses.replace(self.config, **changes)
         cached = [split for split in splits if not (split == "train" and self.config.streaming)]
         wanted = [split for split in cached if self.config.has(split) and split not in self._samples]
         if wanted:
@@ -95,16 +105,25 @@ class CausalLMDataModule(LightningDataModule):
         return describe_data(self._samples, self.config, encoder, stream)
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process per node: the same as :meth:`prepare`."""
+        """Lightning's hook, on one process per node: the same as :meth:`prepare`; an error is :meth:`setup`'s to raise.
+
+        The other ranks wait at a barrier behind this hook, which one that raises here would leave alone.
+        """
         assert self.trainer is not None
-        self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
+        try:
+            self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
+        except Exception as error:
+            self._refused = error
 
     def setup(self, stage: str) -> None:
         """Map the tokenized rows; in training derive the accumulation from the batch sizes and the ranks.
 
         Raises:
+            DataError: On every rank, what one has met in :meth:`prepare_data`.
             ConfigError: The batch sizes do not fit the ranks, or another ``accumulate_grad_batches`` was given.
         """
+        if self.trainer is not None:
+            self._follow_first(self.trainer.strategy)
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
@@ -120,6 +139,17 @@ class CausalLMDataModule(LightningDataModule):
         trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
         if not self.config.has("val"):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
+
+    def _follow_first(self, strategy: Any) -> None:
+        """Raise on all ranks what one has met, and take over the commits that the first one has found."""
+        refused, self._refused = self._refused, None
+        is_good = strategy.reduce_boolean_decision(refused is None)
+        said, commits = strategy.broadcast((str(refused) if refused else None, self._commits))
+        if not is_good:
+            raise refused or DataError(said or "another node could not prepare the data, and says why")
+        if commits != self._commits:  # as after a push to the hub in the meantime
+            self._samples.clear()
+        self._commits = commits
 
     def fix_batches(self, world_size: int, accumulate: int | None) -> int:
         """Settle the global batch size for so many ranks, and return the forward passes per optimizer step.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +37,10 @@ def _inspect(argv: Sequence[str]) -> int:
         "data inspect",
         "What a recipe trains on, by the same code, from the same cache; exit code 1 if it could not be trained on.",
     )
-    parser.add_argument("--n", type=int, default=5, help="samples (packs) to show, from the first on (default 5)")
+    parser.add_argument("--n", type=int, default=5, help="rows to show, from the first that is used on (default 5)")
     parser.add_argument("--split", choices=_SPLITS, help="which rows to show; default: the first split the recipe has")
     parser.add_argument("--row", type=int, help="show what becomes of this row of the sources, counted from 0, instead")
     parser.add_argument("--ids", action="store_true", help="every token alone, with its number")
-    parser.add_argument("--full", action="store_true", help="long samples whole")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="lengths, supervised shares and packs as a picture")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables and text, samples complete")
     options, run = _read(parser, argv)
@@ -61,14 +59,15 @@ def _inspect(argv: Sequence[str]) -> int:
 
 
 def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
+    import numpy as np
+
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import prepare_samples
     from lit_fsdp.data.stats import describe_data, first_rows, sample_numbers
     from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.data_plot import write_plot
     from lit_fsdp.report.data_tables import print_data
-    from lit_fsdp.report.inspection import Inspector
-    from lit_fsdp.report.sample_text import item_record, print_items, visible_lines
+    from lit_fsdp.report.samples import print_samples, sample_record, show_rows, visible_lines
     from lit_fsdp.report.tables import wide_console
 
     tokenizer = resolve_tokenizer(run.model)
@@ -84,23 +83,28 @@ def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
     except DataError as error:
         print(f"error: {visible_lines(str(error))}", file=sys.stderr)
         split = options.split or at_work
-    inspector = Inspector(tokenizer, run.data, split)
+    numbers = list(range(options.n))
     if options.row is not None:
-        items = [inspector.row(options.row)]
-    else:
-        items = inspector.items(samples[split], options.n) if split in samples else inspector.first_rows(options.n)
+        numbers = [options.row]
+    elif split in samples:
+        numbers = np.unique(samples[split].rows.numbers[samples[split].row_ids])[: options.n].tolist()
+    section = "train" if split == "val" and run.data.val_split is not None else split
+    shown = show_rows(run.data, section, encoder, numbers)
+    if options.row is not None and record is not None:
+        require(shown, "--row", options.row, f"the number of a row of data.{section}, from 0 on", "--row 0")
     if options.json:
-        print(json.dumps({"data": record, "items": [item_record(tokenizer, item) for item in items]}, indent=1))
+        samples_shown = [sample_record(tokenizer, sample) for sample in shown]
+        print(json.dumps({"data": record, "samples": samples_shown}, indent=1))
     else:
         if record is not None:
             print_data(record, sys.stdout)
-        if items:
-            print_items(wide_console(sys.stdout), tokenizer, items, options.ids, options.full)
+        if shown:
+            print_samples(wide_console(sys.stdout), tokenizer, shown, options.ids)
     if options.plot is not None and record is not None:
-        numbers = {name: sample_numbers(rows) for name, rows in samples.items()}
-        numbers |= {"train": stream.numbers} if stream is not None else {}
-        write_plot(numbers, run.data.max_seq_length, options.plot)
-        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(numbers)}", file=sys.stderr)
+        drawn = {name: sample_numbers(rows) for name, rows in samples.items()}
+        drawn |= {"train": stream[0]} if stream is not None else {}
+        write_plot(drawn, run.data.max_seq_length, options.plot)
+        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(drawn)}", file=sys.stderr)
     return 1 if record is None else 0
 
 
@@ -130,34 +134,14 @@ def _prepare(argv: Sequence[str]) -> int:
     from lit_fsdp.report.data_tables import print_data
 
     encoder = RowEncoder(resolve_tokenizer(run.model), run.data)
-    made: dict[str, Any] = {}
-    found: dict[str, Samples] = {}
-    for split in splits:
-        start = time.time()
-        found |= prepare_samples(run.data, [split], encoder)
-        made[split] = _made(found[split], start, time.time() - start)
-    record = describe_data(found, run.data, encoder)
+    record = describe_data(prepare_samples(run.data, splits, encoder), run.data, encoder)
     if options.json:
-        print(json.dumps({"data": record, "prepared": made}, indent=1))
+        print(json.dumps({"data": record}, indent=1))
         return 0
     print_data(record, sys.stderr)
-    for split, what in made.items():
-        new = f"made in {what['seconds']:.1f} s ({what['rows_per_second']:,.0f} rows/s)" if what["made"] else ""
-        print(f"data.{split}: {new or 'there already'}, {what['folder']}")
+    for split in splits:
+        print(f"data.{split}: {record['splits'][split]['cache']}")
     return 0
-
-
-def _made(samples: Samples, start: float, seconds: float) -> dict[str, Any]:
-    """What was made since ``start``; a folder that is older was found."""
-    rows = samples.rows
-    is_new = rows.folder.stat().st_mtime >= start
-    return {
-        "folder": str(rows.folder),
-        "fingerprint": rows.meta["fingerprint"],
-        "made": is_new,
-        "seconds": round(seconds, 3),
-        "rows_per_second": round(rows.meta["rows_read"] / seconds, 1) if is_new else None,
-    }
 
 
 def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:

@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ ARRAYS: dict[str, str] = {
 _log = logging.getLogger(__name__)
 _VERSION = 8
 """Of what is written; another one is another folder."""
-_ALONE = 4
-"""Chunks that this process does itself before it starts others, which takes a while."""
+_ALONE = 1
+"""Chunks that this process does itself before it starts others, which a small file is not worth."""
 _AHEAD = 3
 """Chunks per process that are on their way, which bounds the memory."""
 _NAMED = 20
@@ -225,6 +226,7 @@ def _hash(content: bytes | str, size: int = 16) -> Any:
 
 _Task = tuple[int, Chunk, RowFormat]
 """Number of the source, rows, and their format."""
+_Work = Callable[[_Task], "_Block"]
 
 
 @dataclass(frozen=True)
@@ -239,20 +241,10 @@ class _Block:
     """As :data:`ARRAYS`, but lengths in place of offsets, and numbers within the chunk."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a process does; sent to it once."""
-
-    encoder: RowEncoder
-    drops: bool
-
-    def __call__(self, task: _Task) -> _Block:
-        source, chunk, form = task
-        return _block(source, form, chunk.rows(), self)
-
-
-def _block(source: int, form: RowFormat, rows: list[Row], work: _Work) -> _Block:
-    found, refused = encode_rows(rows, form, work.encoder, work.drops)
+def _block(encoder: RowEncoder, drops: bool, task: _Task) -> _Block:
+    source, chunk, form = task
+    rows = chunk.rows()
+    found, refused = encode_rows(rows, form, encoder, drops)
     samples = [sample for row in found for sample in row.samples]
     pieces = np.array([len(row.samples) for row in found], dtype=np.int64)
     keys = [_key(row, form) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
@@ -291,7 +283,7 @@ def _write(
     """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
     forms = [source.row_format for source in sources]
     tasks = ((n, chunk, forms[n]) for n, source in enumerate(sources) for chunk in source.chunks())
-    work = _Work(encoder, config.on_bad_row == "drop")
+    work = partial(_block, encoder, config.on_bad_row == "drop")
     num_processes = config.num_tokenizers or _num_cores()
     entries = [Counter[str](rows_read=0, rows=0, truncated=0, split=0, tokens=0, supervised_tokens=0) for _ in sources]
     dropped = [Counter[str]() for _ in sources]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
-from lit_fsdp.data.chat_template import TODAY, ChatTemplate, find_template, no_template
+from lit_fsdp.data.chat_template import TODAY, find_template, no_template
 from lit_fsdp.data.formats import Conversation, is_plain, read_prompt, read_text, read_tokens, to_conversation
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
@@ -45,8 +45,6 @@ class RowEncoder:
     Args:
         tokenizer: A fast tokenizer of transformers.
         config: What is supervised and how long a sample may be.
-        template: Jinja text in place of what ``data.chat_template`` names.
-        spans: The same tokenizer as one that marks spans, which takes a while to make and can be shared.
 
     Attributes:
         text: Everything that ids and masks depend on, for fingerprints.
@@ -56,16 +54,10 @@ class RowEncoder:
         ConfigError: The tokenizer or the template cannot be used.
     """
 
-    def __init__(
-        self, tokenizer: Any, config: DataConfig, template: str | None = None, spans: SpanEncoder | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, config: DataConfig) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._spans = spans or SpanEncoder(tokenizer)
-        if template:
-            variables = {**tokenizer.special_tokens_map, **(config.chat_template_kwargs or {})}
-            self._template: ChatTemplate | None = ChatTemplate(template, variables)
-        else:
-            self._template = find_template(config.chat_template, tokenizer, config.chat_template_kwargs)
+        self._spans = SpanEncoder(tokenizer)
+        self._template = find_template(config.chat_template, tokenizer, config.chat_template_kwargs)
         self._turns = AssistantTurns(self._template, tokenizer) if self._template else None
         self.chat_template = self._template.source if self._template else None
         self._special = set(tokenizer.added_tokens_encoder.values())
@@ -210,10 +202,11 @@ class RowEncoder:
         """A row of token ids with its mask; without one all but the first are supervised."""
         ids, mask = read_tokens(row, location)
         most = len(self._tokenizer) - 1
-        if len(ids) and ids.max() > most:
+        bad = ids[(ids < 0) | (ids > most)]
+        if len(bad):
             raise DataError(
-                f"{location}: token id {ids.max()}\n  allowed: 0 to {most}, which the tokenizer has\n"
-                "  fix:     name the tokenizer that the rows were made with"
+                f"{location}: token id {bad[0]}\n  allowed: 0 to {most}, which the tokenizer has\n"
+                "  fix:     name the tokenizer that the rows were made with; -100 belongs into labels"
             )
         return sample(ids, np.ones(len(ids), dtype=bool) if mask is None else mask)
 

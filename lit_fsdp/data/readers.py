@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.data import COLUMNS, GENERATED, SourceConfig
+from lit_fsdp.config.data import GENERATED, SourceConfig
 from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.errors import DataError
 
@@ -32,6 +33,7 @@ Position = Any
 """Where a chunk begins, for JSON: what it holds is the affair of the reader of that kind of file."""
 
 _log = logging.getLogger(__name__)
+_COMMIT = re.compile("[0-9a-f]{40}")
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 2**18
 _ROWS = 250
@@ -89,6 +91,11 @@ class Part:
     configuration: str | None = None
     revision: str | None = None
     """Commit of a data set on the hub."""
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether it is a data set on the hub."""
+        return self.kind.startswith("hub")
 
     def files(self) -> list[Path]:
         """What lies on this machine, in an order of its own."""
@@ -160,16 +167,12 @@ class Part:
         """What ``datasets`` reads, in batches. Position: its own state, and the number of the row."""
         state, number = start or (None, 0)
         try:
-            opened = self._open()
-            in_json = "Json(" in repr(opened.features)  # text that datasets itself has to take apart
-            opened = opened if in_json else opened.with_format("arrow")
+            opened = self._open().with_format("arrow")
             if state is not None:
                 opened.load_state_dict(state)
             before = state or opened.state_dict()
             for batch in opened.iter(batch_size=_ROWS):
-                if in_json:
-                    batch = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-                yield Chunk(self.name, number, batch, _numbered_rows if in_json else _table_rows, [before, number])
+                yield Chunk(self.name, number, batch, _table_rows, [before, number])
                 before, number = opened.state_dict(), number + len(batch)
         except DataError:
             raise
@@ -183,7 +186,8 @@ class Part:
         datasets.disable_progress_bars()
         if self.kind == "saved":
             return datasets.load_from_disk(self.name).to_iterable_dataset()
-        if self.kind.startswith("hub"):
+        if self.is_hub:
+            _builder(self.name, self.configuration, self.revision)
             streaming = self.kind == "hub stream"
             loaded = datasets.load_dataset(
                 self.name, self.configuration, split=self.split, revision=self.revision, streaming=streaming
@@ -239,25 +243,34 @@ def _warn_of_others(folder: Path, taken: set[str]) -> None:
 
 
 def hub_part(entry: SourceConfig, streaming: bool) -> Part:
-    """``name``, ``name:split`` or ``name:configuration:split``, at the commit that its revision is now."""
-    import datasets
+    """``name``, ``name:split`` or ``name:configuration:split``, at the commit that its revision is now.
 
+    The hub is asked for it, unless the revision is a commit.
+    """
     base, _, rest = entry.source.partition(":")
     rest, bracket, rows = rest.partition("[")  # of train[:10%], whose colon is no border
     configuration, _, split = rest.rpartition(":")
-    try:
-        builder = datasets.load_dataset_builder(base, configuration or None, revision=entry.revision)
-    except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
-        where = f": no such file below {Path.cwd()}, and on the hub"
-        raise unreadable(entry.source, where, error) from error
-    # without a network datasets takes whatever commit it finds in its cache
-    if entry.revision and type(builder).__name__ == "Cache" and builder.hash != entry.revision:
-        raise DataError(
-            f"{entry.source}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
-            f"revision {entry.revision}\n  fix:     start again where there is a network, or name that commit"
-        )
+    commit = entry.revision
+    if not (commit and _COMMIT.fullmatch(commit)):
+        commit = _builder(base, configuration or None, entry.revision).hash
     kind = "hub stream" if streaming else "hub"
-    return Part(base, kind, (split or "train") + bracket + rows, configuration or None, builder.hash)
+    return Part(base, kind, (split or "train") + bracket + rows, configuration or None, commit)
+
+
+def _builder(name: str, configuration: str | None, revision: str | None) -> Any:
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(name, configuration, revision=revision)
+    except Exception as error:  # datasets raises its own, OSError, ValueError and the hub's, by version
+        raise unreadable(name, f": no such file below {Path.cwd()}, and on the hub", error) from error
+    # without a network datasets takes whatever commit it finds in its cache
+    if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
+        raise DataError(
+            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
+            f"revision {revision}\n  fix:     start again where there is a network, or name that commit"
+        )
+    return builder
 
 
 def unreadable(name: str, where: str, error: BaseException) -> DataError:
@@ -286,23 +299,14 @@ def _has_an_object_per_line(path: str) -> bool:
 
 
 def _document(path: str) -> list[Any]:
-    """The rows of a JSON file: a list, the list in an object (``data``, or the only one), or one row."""
+    """The rows of a JSON file: a list of them, or one."""
     with reading(path) as file:
         loaded = _from_json(file.read(), path)
     if isinstance(loaded, DataError):
         raise loaded
-    if isinstance(loaded, dict):
-        lists = [value for value in loaded.values() if isinstance(value, list)]
-        if set(loaded) & set(COLUMNS):
-            loaded = [loaded]
-        elif isinstance(loaded.get("data"), list) or len(lists) == 1:
-            loaded = loaded.get("data", lists[0])
-    if not isinstance(loaded, list):
-        raise DataError(
-            f"{path}: a JSON file holds a list of rows, or an object with one list, such as data\n"
-            "  fix:     write [{...}, {...}], or name .jsonl what has one object per line"
-        )
-    return loaded
+    if not isinstance(loaded, (list, dict)):
+        raise DataError(f"{path}: a JSON file holds a list of rows, or one row\n  fix:     write [{{...}}, {{...}}]")
+    return loaded if isinstance(loaded, list) else [loaded]
 
 
 def _from_json(content: bytes, location: str) -> Any:
@@ -346,15 +350,25 @@ def _table_rows(chunk: Chunk) -> Iterator[tuple[str, Any]]:
         rows = chunk.content.to_pylist()
     except (ValueError, OverflowError) as error:  # pyarrow's own are ValueErrors
         raise unreadable(chunk.name, f", after row {chunk.first}", error) from error
-    nested = [field.name for field in chunk.content.schema if "struct<" in str(field.type)]
+    read = {field.name: _as_written(field.type) for field in chunk.content.schema}
     for number, row in enumerate(rows, start=chunk.first):
-        yield f"{chunk.name}: row {number}", row | {name: _without_empty(row[name]) for name in nested}
+        yield f"{chunk.name}: row {number}", {name: read[name](value) for name, value in row.items()}
 
 
-def _without_empty(value: Any) -> Any:
-    """Without the keys that Arrow adds to every struct because some other row has them."""
-    if isinstance(value, dict):
-        return {key: _without_empty(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [_without_empty(part) for part in value]
+def _same(value: Any) -> Any:
     return value
+
+
+def _as_written(kind: Any) -> Callable[[Any], Any]:
+    """What makes of a value of an Arrow type what was written: JSON taken apart, no key that only other rows have."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return lambda value: None if value is None else json.loads(value)
+    if pyarrow.types.is_struct(kind):
+        parts = {field.name: _as_written(field.type) for field in kind}
+        return lambda value: value and {name: parts[name](part) for name, part in value.items() if part is not None}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        read = _as_written(kind.value_type)
+        return _same if read is _same else lambda value: value and [read(part) for part in value]
+    return _same

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,20 +137,25 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
         columns = config.columns if entry.columns is None else entry.columns
         pairs = tuple(sorted((columns or {}).items()))
         form = entry.format or config.format
-        found.append(Source(entry.source, tuple(_parts(entry, streaming)), form, entry.weight, pairs))
+        parts = tuple(_parts(entry, streaming))
+        given = f"revision {entry.revision} of {entry.source}"
+        require(entry.revision is None or parts[0].is_hub, "data", given, "a name on the hub")
+        found.append(Source(entry.source, parts, form, entry.weight, pairs))
     return found
 
 
+def pinned(sources: Sources | None, commits: Sequence[str | None] = ()) -> list[SourceConfig]:
+    """The entries of one split, data sets on the hub at a commit: of ``commits``, else what their names stand for now.
+
+    Raises:
+        DataError: A source that is missing or of an unknown kind.
+    """
+    entries = check_sources("train", sources)
+    commits = commits or [_parts(entry, True)[0].revision for entry in entries]
+    return [replace(entry, revision=commit) for entry, commit in zip(entries, commits, strict=True)]
+
+
 def _parts(entry: SourceConfig, streaming: bool) -> list[Part]:
-    parts = _found(entry, streaming)
-    is_hub = parts[0].kind.startswith("hub")
-    require(
-        entry.revision is None or is_hub, "data", f"revision {entry.revision} of {entry.source}", "a name on the hub"
-    )
-    return parts
-
-
-def _found(entry: SourceConfig, streaming: bool) -> list[Part]:
     name = entry.source
     if name.startswith(GENERATED):
         return [Part(name, "generated")]
@@ -171,16 +175,8 @@ def _found(entry: SourceConfig, streaming: bool) -> list[Part]:
     if os.path.isfile(path):
         return [file_part(path)]
     if kind_of(path) in KINDS or name.startswith((".", "/", "~")):
-        raise DataError(_missing(name, Path(path)))
+        raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
     return [hub_part(entry, streaming)]
-
-
-def _missing(name: str, path: Path) -> str:
-    if not os.path.isdir(path.parent):
-        return f"{name}: no such file; the folder {path.parent} does not exist\n  fix:     check the path of the source"
-    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.4)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "check the path of the source"
-    return f"{name}: no such file in {path.parent.resolve()}\n  fix:     {hint}"
 
 
 def _identity(part: Part) -> list[str | None]:

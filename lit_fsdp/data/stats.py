@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import check_dropped, nothing_supervised, sample_digest
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.order import apportion
 from lit_fsdp.data.packing import Samples, plan_packs
 from lit_fsdp.data.stream import SampleStream
 
@@ -72,17 +71,8 @@ def sample_numbers(samples: Samples) -> SampleNumbers:
     return SampleNumbers(samples.lengths, samples.num_supervised, samples.rows.digests[samples.row_ids], fills)
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """What became of the first rows of a stream; more of them are never there at once."""
-
-    numbers: SampleNumbers
-    counts: dict[str, Any]
-    formats: list[str]
-
-
-def first_rows(config: DataConfig, encoder: RowEncoder) -> FirstRows:
-    """Look at the first rows of a streamed data.train: a window, but no more than 1,000.
+def first_rows(config: DataConfig, encoder: RowEncoder) -> tuple[SampleNumbers, dict[str, Any]]:
+    """The numbers and counts of the first rows of a streamed data.train: a window, but no more than 1,000.
 
     Raises:
         DataError: A row is bad, no token is supervised, or more rows than ``data.max_dropped_share`` are cut to
@@ -97,27 +87,27 @@ def first_rows(config: DataConfig, encoder: RowEncoder) -> FirstRows:
         raise nothing_supervised(name, dropped)
     check_dropped(name, dropped, len(encoded), config)
     lengths = np.array([len(sample.input_ids) for sample in samples])
+    supervised = np.array([np.count_nonzero(sample.supervised) for sample in samples])
+    digests = np.array([sample_digest(sample.input_ids) for sample in samples], dtype=np.uint64)
     fills = None
     if config.packing:
         members, offsets = plan_packs(lengths, config.max_seq_length)
         fills = np.add.reduceat(lengths[members], offsets[:-1]) / config.max_seq_length
-    numbers = SampleNumbers(
-        lengths,
-        np.array([np.count_nonzero(sample.supervised) for sample in samples]),
-        np.array([sample_digest(sample.input_ids) for sample in samples], dtype=np.uint64),
-        fills,
-    )
-    counts = {
+    return SampleNumbers(lengths, supervised, digests, fills), {
+        "seen": f"the first {len(encoded):,} rows of a stream",
+        "format": _together(stream.formats),
         "rows_read": len(encoded),
         "dropped": dict(dropped),
         "truncated": sum(row.truncated for row in encoded),
         "split": sum(len(row.samples) > 1 for row in encoded),
     }
-    return FirstRows(numbers, counts, list(dict.fromkeys(stream.formats)))
 
 
 def describe_data(
-    samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder, stream: FirstRows | None = None
+    samples: Mapping[str, Samples],
+    config: DataConfig,
+    encoder: RowEncoder,
+    stream: tuple[SampleNumbers, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Everything about the prepared splits that a run should be judged by before step 1.
 
@@ -125,19 +115,21 @@ def describe_data(
         samples: By split, as :func:`lit_fsdp.data.packing.prepare_samples` returns them.
         config: The ``data`` section they were made with.
         encoder: What they were made by.
-        stream: The first rows of data.train, if it is a stream.
+        stream: :func:`first_rows` of data.train, if it is a stream.
 
     Returns:
         Plain data for JSON: ``splits`` (per split counts, lengths, supervision, packs and ``sources``), ``template``,
         the settings that decide them, and ``warnings``: what stops nobody but should be known.
     """
-    numbers = {name: sample_numbers(split) for name, split in samples.items()}
-    splits = {name: _describe(name, split, numbers[name], config) for name, split in samples.items()}
-    if stream is not None:
-        numbers, splits = {"train": stream.numbers, **numbers}, {"train": _describe_stream(stream, config), **splits}
+    found = {"train": stream} if stream is not None else {}
+    found |= {name: (sample_numbers(split), _counts(name, split, config)) for name, split in samples.items()}
+    splits = {
+        name: {**counts, **numbers.describe(), "packs": _packs(numbers, config)}
+        for name, (numbers, counts) in found.items()
+    }
     for name in ("val", "test"):
         if name in splits and "train" in splits:
-            splits[name]["in_train"] = int(np.isin(numbers[name].digests, numbers["train"].digests).sum())
+            splits[name]["in_train"] = int(np.isin(found[name][0].digests, found["train"][0].digests).sum())
     return {
         "packing": config.packing,
         "max_seq_length": config.max_seq_length,
@@ -151,65 +143,29 @@ def describe_data(
     }
 
 
-def _describe(name: str, samples: Samples, numbers: SampleNumbers, config: DataConfig) -> dict[str, Any]:
-    """One split. Of rows that are taken out of data.train it is said there what became of all of them."""
-    meta, draws = samples.rows.meta, _draws(samples)
+def _counts(name: str, samples: Samples, config: DataConfig) -> dict[str, Any]:
+    """Of one split. Of rows that are taken out of data.train it is said there what became of all of them."""
+    meta = samples.rows.meta
     read = {key: meta[key] for key in ("rows_read", "dropped", "truncated", "split")}
     if name == "val" and config.val_split is not None:
         read = {"taken_out_of": "data.train", "rows_read": None, "dropped": {}, "truncated": None, "split": None}
     return {
         **read,
-        **numbers.describe(),
-        "tokens_per_epoch": round(float(numbers.lengths @ draws)),
-        "supervised_tokens_per_epoch": round(float(numbers.supervised @ draws)),
-        "packs": _packs(numbers, config),
-        "padding_share_unpacked": _padding(numbers.lengths, name, config, draws),
+        "format": _together(entry["format"] for entry in meta["entries"]),
         "fingerprint": meta["fingerprint"],
         "cache": str(samples.rows.folder),
         "sources": _sources(name, samples, config),
     }
 
 
-def _describe_stream(stream: FirstRows, config: DataConfig) -> dict[str, Any]:
-    numbers = stream.numbers.describe()
-    form = ", ".join(stream.formats)
-    return {
-        "seen": f"the first {stream.counts['rows_read']:,} rows of a stream",
-        **stream.counts,
-        **numbers,
-        "tokens_per_epoch": None,
-        "supervised_tokens_per_epoch": None,
-        "packs": _packs(stream.numbers, config),
-        "padding_share_unpacked": _padding(stream.numbers.lengths, "train", config),
-        "fingerprint": None,
-        "cache": None,
-        "sources": [{"name": "data.train", "weight": None, "format": form, **stream.counts, **numbers}],
-    }
-
-
-def _draws(samples: Samples) -> np.ndarray:
-    """How often each row comes in one epoch, on average over epochs, float64 in the order of ``row_ids``."""
-    per_item = np.ones(len(samples))
-    if samples.weights:
-        drawn = np.array(apportion(len(samples), samples.weights))
-        per_item = np.repeat(drawn / np.array(samples.groups), samples.groups)
-    return np.repeat(per_item, np.diff(samples.offsets))
+def _together(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
 
 
 def _packs(numbers: SampleNumbers, config: DataConfig) -> dict[str, Any] | None:
     if numbers.fills is None:
         return None
     return {"count": len(numbers.fills), "capacity": config.max_seq_length, "fill": float(numbers.fills.mean())}
-
-
-def _padding(lengths: np.ndarray, name: str, config: DataConfig, draws: np.ndarray | None = None) -> float:
-    """Share of padded micro-batches that is padding, in one random order; rows of a mix are drawn by their share."""
-    size = config.micro_batch_size if name == "train" else config.val_micro_batch_size or config.micro_batch_size
-    size = min(size, len(lengths))
-    chances = None if draws is None or np.all(draws == 1) else draws / draws.sum()
-    order = np.random.default_rng(0).choice(lengths, len(lengths), replace=chances is not None, p=chances)
-    batches = order[: len(order) // size * size].reshape(-1, size)
-    return 1.0 - float(batches.sum() / (batches.max(axis=1).sum() * size))
 
 
 def _sources(name: str, samples: Samples, config: DataConfig) -> list[dict[str, Any]]:

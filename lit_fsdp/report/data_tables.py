@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from lit_fsdp.report.sample_text import visible, visible_lines
+from lit_fsdp.report.samples import visible, visible_lines
 from lit_fsdp.report.tables import wide_console
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -20,10 +20,10 @@ def print_data(record: Mapping[str, Any], file: TextIO) -> None:
     console = wide_console(file)
     console.print(splits_table(record))
     for name, split in record["splits"].items():
-        if len(split["sources"]) > 1:
+        if len(split.get("sources", ())) > 1:
             console.print(sources_table(name, split))
     for name, split in record["splits"].items():
-        if split["cache"]:
+        if "cache" in split:
             console.print(
                 Text(f"data.{name}: {split['fingerprint'][:12]}, tokens in {visible(split['cache'])}"), soft_wrap=True
             )
@@ -97,17 +97,8 @@ def _packs(split: _Split) -> str:
     return f"{packs['count']:,}, {packs['fill']:.1%} full" if packs else ""
 
 
-def _padding(split: _Split) -> str:
-    share = split["padding_share_unpacked"]
-    return "" if share is None else f"{share:.1%}"
-
-
 def _histogram(split: _Split) -> str:
     return f"|{histogram_bars(split['supervised_share_histogram'][1:])}|"
-
-
-def _formats(split: _Split) -> str:
-    return ", ".join(dict.fromkeys(str(source["format"]) for source in split["sources"] if source["format"]))
 
 
 def _count(key: str) -> Callable[[_Split], str]:
@@ -118,7 +109,7 @@ _LINES: dict[str, Callable[[_Split], str]] = {
     "seen": lambda split: str(split.get("seen", "")),
     "taken out of": lambda split: str(split.get("taken_out_of", "")),
     "rows read": _count("rows_read"),
-    "format": _formats,
+    "format": lambda split: str(split["format"]),
     "dropped": _reasons,
     "truncated": _count("truncated"),
     "split in pieces": lambda split: f"{split['split']:,}" if split["split"] else "",
@@ -129,8 +120,4 @@ _LINES: dict[str, Callable[[_Split], str]] = {
     "tokens min / median / mean / p95 / max": _lengths,
     "supervised": lambda split: f"{split['supervised_share']:.1%} of {split['tokens']:,} tokens",
     "supervised share of rows, 0 to 100 %": _histogram,
-    "tokens per epoch": _count("tokens_per_epoch"),
-    "supervised tokens per epoch": _count("supervised_tokens_per_epoch"),
-    "padding if it were not packed": lambda split: _padding(split) if split["packs"] else "",
-    "padding expected": lambda split: "" if split["packs"] else _padding(split),
 }

@@ -14,12 +14,11 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache, readers
-from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
 from tests.faults.conftest import Counts
 from tests.faults.ledger import Ledger
-from tests.unit.data.conftest import byte_level_tokenizer
+from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
 from tests.unit.data.test_packing import TEMPLATE, _row
 
 KILLED = "kill -9 while rows are tokenized and packed"
@@ -41,7 +40,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     def run(location: Path) -> None:
         names: dict[str, Any] = {"train": str(source), "cache_dir": str(location), "num_tokenizers": 2}
         config = DataConfig(packing=True, max_seq_length=64, val_split=100, **names)
-        prepare_samples(config, ("train", "val"), RowEncoder(tokenizer, config, TEMPLATE))
+        prepare_samples(config, ("train", "val"), encoder_of(tokenizer, config, TEMPLATE))
 
     return run
 

@@ -25,7 +25,7 @@ def inspected(*flags: str, code: int = 0) -> tuple[str, str]:
 
 def marked(text: str) -> list[str]:
     """What stands between the brackets of supervised tokens, line by line."""
-    samples = text.partition("━━ sample")[2]  # after the legend
+    samples = text.partition("━━ ")[2]  # after the legend
     return [part.partition("⟧")[0] for part in samples.split("⟦")[1:]]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import RowEncoder
 from tests.unit.data import tokenizers as shipped
 
 _MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
@@ -40,6 +43,15 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def encoder_of(tokenizer: Any, config: DataConfig, template: str | None = None) -> RowEncoder:
+    """The encoder of a tokenizer whose own chat template is this one."""
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        return RowEncoder(tokenizer, config)
+    finally:
+        tokenizer.chat_template = before
 
 
 @pytest.fixture(scope="session")

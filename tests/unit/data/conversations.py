@@ -8,27 +8,10 @@ from typing import Any
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.chat_template import NAMES
-from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.masks import Encoded, SpanEncoder
+from lit_fsdp.data.masks import Encoded
+from tests.unit.data.conftest import encoder_of
 
-_WORDS = (
-    "a",
-    "b",
-    "Hello",
-    "naïve",
-    "日本",
-    "🙂",
-    "12",
-    "</think>",
-    "<b>",
-    "S:",
-    "qzx1xzq",
-    "{{x}}",
-    "\n",
-    "\n\n",
-    " ",
-    "  x",
-)
+_WORDS = "a|b|Hello|naïve|日本|🙂|12|</think>|<b>|S:|qzx1xzq|{{x}}|\n|\n\n| |  x".split("|")
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
@@ -45,9 +28,9 @@ TRIMS = ("llama3", "gemma")
 assert set(ENDS) | {"mistral", "zephyr", "plain"} == set(NAMES)
 
 
-def text(draw: random.Random, words: tuple[str, ...] = _WORDS) -> str:
+def text(draw: random.Random) -> str:
     """A few words, or none."""
-    return " ".join(draw.choices(words, k=draw.choice((0, 1, 1, 2, 5))))
+    return " ".join(draw.choices(_WORDS, k=draw.choice((0, 1, 1, 2, 5))))
 
 
 def conversation(draw: random.Random) -> list[dict[str, Any]]:
@@ -72,9 +55,6 @@ def with_tools(draw: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": [{"type": "function", "function": {"name": name, "parameters": {}}}]}
 
 
-_SPANS: dict[int, tuple[Any, SpanEncoder]] = {}  # made once per tokenizer, as it takes a while
-
-
 def say(*turns: str) -> list[dict[str, Any]]:
     """``u:Hi`` → a user's message."""
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
@@ -83,9 +63,7 @@ def say(*turns: str) -> list[dict[str, Any]]:
 
 def encode(tokenizer: Any, template: str | None, messages: Any, *, row: Any = None, **options: Any) -> Encoded:
     """The sample of one conversation, which is row 7 of a file."""
-    if id(tokenizer) not in _SPANS:
-        _SPANS[id(tokenizer)] = tokenizer, SpanEncoder(tokenizer)
-    encoder = RowEncoder(tokenizer, DataConfig(**options), template, _SPANS[id(tokenizer)][1])
+    encoder = encoder_of(tokenizer, DataConfig(**options), template or tokenizer.chat_template)
     (found,) = encoder.encode([{"messages": messages, **(row or {})}], "messages", ["rows.jsonl:7"])
     assert found.dropped is None
     return found.samples[0]

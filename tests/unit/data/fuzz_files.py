@@ -27,31 +27,11 @@ _FORMATS: dict[str, Callable[[int], dict[str, Any]]] = {
     "text": lambda i: {"text": f"A document, {i}. " * (1 + i % 40)},
     "tokens": lambda i: {"input_ids": [1, 2, 3 + i % 9], "labels": [-100, 2, 3 + i % 9]},
 }
-_ODD: list[Any] = [None, 0, -1.5, True, "", " ", "<|im_end|>", "\ud83d", "\x00", [], {}, [[]], [None], {"role": "user"}]
-_ODD += [
-    "assistant",
-    ["user"],
-    "[" * 3000,
-    "[1",
-    '{"a": NaN}',
-    float("nan"),
-    float("inf"),
-    "👩‍👩‍👧",
-    "\u2028",
-    10**30,
-    -(2**63),
-]
-_ODD += [
-    2**31,
-    -100,
-    {"function": {"name": 3}},
-    [{"role": "bot", "content": "x"}],
-    "{%",
-    "x" * 3000,
-    [1] * 3000,
-    [1.0, 2],
-]
-_ODD += [[{"role": "user", "content": "only asked"}], {"from": ["x"], "value": "y"}, {"content": "x", "train": "no"}]
+_ODD: list[Any] = [None, 0, -1.5, True, "", " ", "<|im_end|>", "\ud83d", "\x00", [], {}, [[]], [None]]
+_ODD += [{"role": "user"}, "assistant", ["user"], "[" * 3000, "[1", '{"a": NaN}', float("nan"), float("inf")]
+_ODD += ["👩‍👩‍👧", "\u2028", 10**30, -(2**63), 2**31, -100, {"function": {"name": 3}}, "{%", "x" * 3000]
+_ODD += [[{"role": "bot", "content": "x"}], [1] * 3000, [1.0, 2], [{"role": "user", "content": "only asked"}]]
+_ODD += [{"from": ["x"], "value": "y"}, {"content": "x", "train": "no"}]
 _SUFFIXES = (".jsonl", ".jsonl", ".jsonl", ".ndjson", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 NUM_FILES = 2000
 

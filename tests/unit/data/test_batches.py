@@ -45,12 +45,6 @@ def test_packs_written_out():
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
 
 
-def test_bounds_of_the_longest_sequence_are_few():
-    one = {n: [_sample([1] * n, [1] * n)] * 2 for n in range(1, 17)}
-    bounds = {n: collate_packs([pack], length=2 * n, pad_id=0)["longest"] for n, pack in one.items()}
-    assert bounds == {1: 1, 2: 2, 3: 4, 4: 4, **dict.fromkeys(range(5, 9), 8), **dict.fromkeys(range(9, 17), 16)}
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_every_token_and_label_is_there_once(seed: int):
     draw = random.Random(seed)

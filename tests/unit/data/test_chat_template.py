@@ -17,10 +17,10 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.chat_template import NAMES, TODAY, find_template
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.formats import Conversation
-from lit_fsdp.data.masks import Encoded, SpanEncoder
+from lit_fsdp.data.masks import Encoded
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import tokenizers as shipped
-from tests.unit.data.conftest import byte_level_tokenizer
+from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
 from tests.unit.data.conversations import ENDS, SPECIAL, TRIMS, conversation, encode, say, with_tools
 from tests.unit.data.families import unmarked
 
@@ -48,13 +48,13 @@ def _fit(tokenizer: Any, single: str = "") -> Any:
 
 
 @pytest.fixture(scope="module")
-def fitted() -> dict[str, tuple[Any, SpanEncoder]]:
+def fitted() -> dict[str, Any]:
     found: dict[str, Any] = {"small": _fit(byte_level_tokenizer())}
     found["with BOS"] = _fit(byte_level_tokenizer(), "<s> $A </s>")
     found["mistral"] = _fit(shipped.mistral_v3())
     if "qwen" in _KINDS:
         found["qwen"] = _fit(shipped.qwen())
-    return {name: (tokenizer, SpanEncoder(tokenizer)) for name, tokenizer in found.items()}
+    return found
 
 
 def _text(tokenizer: Any, messages: Any = TALK, tools: Any = None, **options: Any) -> str:
@@ -92,7 +92,7 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_template_says_what_it_lacks(tokenizer: Any, fitted: Any, name: str):
     """Special tokens of its own: those in its text, and no others."""
-    found = find_template(name, fitted["small"][0])
+    found = find_template(name, fitted["small"])
     assert found is not None
     in_text = {token for token in SPECIAL if token in found.source.partition("-#}")[2] and "TOOL" not in token}
     missing = sorted(token for token in in_text if token not in tokenizer.get_vocab())
@@ -110,16 +110,8 @@ def test_a_named_template_says_what_it_lacks(tokenizer: Any, fitted: Any, name: 
             find_template(name, tokenizer)
 
 
-def test_tokens_that_only_rows_with_tools_need(tokenizer: Any):
-    assert _text(tokenizer, chat_template="mistral") == "[INST]1[/INST]2</s>"
-    with pytest.raises(
-        ConfigError, match=r"mistral for rows with tools \(rows.jsonl:7\), and the tokenizer lacks \[AV"
-    ):
-        _text(tokenizer, tools=[TOOL], chat_template="mistral")
-
-
 def test_what_a_family_cannot_show(fitted: Any):
-    tokenizer = fitted["small"][0]
+    tokenizer = fitted["small"]
     table = [(name, say("u:1", "a:2"), [TOOL], "shows no tools") for name in ("gemma", "zephyr", "plain")]
     table += [(name, [{"role": "developer", "content": "x"}, *TALK], None, "shows") for name in NAMES]
     table += [(name, say("u:1", "t:x", "a:2"), None, "shows") for name in ("gemma", "zephyr", "plain")]
@@ -134,7 +126,7 @@ def test_what_a_family_cannot_show(fitted: Any):
 
 def test_text_is_what_transformers_renders(fitted: Any):
     """For every named template, with the generation prompt and with tools; and all that a template can see."""
-    tokenizer, draw = fitted["small"][0], random.Random(1)
+    tokenizer, draw = fitted["small"], random.Random(1)
     sees = (
         "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.x | tojson }}|"
         "{{ m.x | tojson(indent=2, sort_keys=true) }}|{{ dict(a=1) }}|{{ namespace(a=2).a }}|{{ bos_token }}"
@@ -198,25 +190,26 @@ def _learned(tokenizer: Any, row: Encoded) -> list[str]:
     return [text[len(head) :] for head, text in zip(before[::2], before[1::2], strict=True)]
 
 
-def _with_and_without_marks(name: str, fitted: Any, row: Any, **options: Any) -> list[Encoded]:
-    tokenizer, spans = fitted
+def _with_and_without_marks(name: str, tokenizer: Any) -> list[RowEncoder]:
     found = find_template(name, tokenizer)
     assert found is not None
-    texts = (found.source, unmarked(found.source))
-    encoders = [RowEncoder(tokenizer, DataConfig(**options), text, spans) for text in texts]
-    rows = [encoder.encode([row], "messages", ["row"])[0].samples for encoder in encoders]
-    return [sample for samples in rows for sample in samples]
+    return [encoder_of(tokenizer, DataConfig(), text) for text in (found.source, unmarked(found.source))]
+
+
+def _samples(encoders: list[RowEncoder], row: dict[str, Any]) -> list[Encoded]:
+    return [sample for encoder in encoders for sample in encoder.encode([row], "messages", ["row"])[0].samples]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: str, kind: str):
     """In random conversations nothing else is, with marks or without; BOS stands first where the tokenizer has it."""
-    tokenizer = fitted[kind][0]
+    tokenizer = fitted[kind]
+    encoders = _with_and_without_marks(name, tokenizer)
     draw, end = random.Random(f"{name} {kind}"), ENDS.get(name, tokenizer.eos_token)
     for _ in range(20):
         talk = conversation(draw)
-        row, other = _with_and_without_marks(name, fitted[kind], {"messages": talk}) or [None, None]
+        row, other = _samples(encoders, {"messages": talk}) or [None, None]
         said = [m["content"] for m in talk if m["role"] == "assistant"]
         if row is None or other is None:
             assert not said
@@ -224,10 +217,7 @@ def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: st
         assert other.input_ids.tolist() == row.input_ids.tolist()
         assert other.supervised.tolist() == row.supervised.tolist()
         keyed = {"messages": [{**message, "key": 1} for message in talk]}  # not by the roles alone, but by itself
-        assert all(
-            sample.supervised.tolist() == row.supervised.tolist()
-            for sample in _with_and_without_marks(name, fitted[kind], keyed)
-        )
+        assert all(sample.supervised.tolist() == row.supervised.tolist() for sample in _samples(encoders, keyed))
         gap = " " if (name, kind) == ("mistral", "mistral") else ""  # which the template writes for SentencePiece
         said = [text.strip() if name in TRIMS else gap * bool(text) + text for text in said]
         assert _learned(tokenizer, row) == [text + end for text in said]
@@ -236,10 +226,11 @@ def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: st
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
 def test_calls_are_supervised_and_results_are_not(fitted: Any, name: str):
-    draw, tokenizer = random.Random(name), fitted["small"][0]
+    draw, tokenizer = random.Random(name), fitted["small"]
+    encoders = _with_and_without_marks(name, tokenizer)
     for _ in range(30):
         row = with_tools(draw)
-        marked, derived = _with_and_without_marks(name, fitted["small"], row)
+        marked, derived = _samples(encoders, row)
         assert derived.supervised.tolist() == marked.supervised.tolist()
         call, answer = _learned(tokenizer, marked)
         assert row["messages"][1]["tool_calls"][0]["function"]["name"] in call

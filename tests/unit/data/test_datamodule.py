@@ -14,7 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
-from lit_fsdp.data.batches import BatchLoader
+from lit_fsdp.data import sources
+from lit_fsdp.data.readers import Part
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
 
@@ -44,6 +45,13 @@ def _module(tokenizer: Any, rank: tuple[int, int] = (0, 1), step: int = 0, **opt
         global_rank=rank[0], world_size=rank[1], global_step=step, strategy=SimpleNamespace(root_device=root_device)
     )
     return data
+
+
+def _alone(**options: Any) -> Any:
+    """A Trainer of one rank, as far as ``setup`` looks at it."""
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda decision: decision, broadcast=lambda found: found)
+    given = {"world_size": 1, "accumulate_grad_batches": 1, "limit_val_batches": 1.0, "strategy": strategy, **options}
+    return SimpleNamespace(**given)
 
 
 def _rows(loader: Any, count: int | None = None) -> list[list[int]]:
@@ -81,10 +89,6 @@ def test_validation_counts_every_row_once(tokenizer: Any):
     assert _rows(_module(tokenizer, (1, 2), val_micro_batch_size=3).val_dataloader()) == [[3, 4, 5], [-1]]
 
 
-def test_file_order_without_shuffling(tokenizer: Any):
-    assert list(chain(*_rows(_module(tokenizer, shuffle=False).train_dataloader()))) == list(range(22))
-
-
 def test_seed_of_the_order(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
     attached = _rows(_module(tokenizer).train_dataloader())
     assert _rows(_module(tokenizer, seed=1).train_dataloader()) == attached
@@ -100,14 +104,6 @@ def test_loading_leaves_the_global_generator_alone(tokenizer: Any):
     batches = [_rows(_module(tokenizer, num_workers=workers).train_dataloader()) for workers in (0, 2)]
     assert batches[0] == batches[1]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_where_to_start_is_asked_at_the_first_batch(tokenizer: Any):
-    """A Trainer makes the loader before it has read the checkpoint."""
-    data = _module(tokenizer)
-    batches = iter(data.train_dataloader())
-    data.trainer.global_step = 1  # type: ignore[misc,union-attr]
-    assert next(batches)["row"].tolist() == _rows(_module(tokenizer, step=1).train_dataloader(), 1)[0]
 
 
 class _Recorder(LightningModule):
@@ -261,24 +257,10 @@ def test_a_template_of_ones_own(tokenizer: Any, tmp_path: Path):
 
 
 def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
-    before = tokenizer.model_max_length
-    tokenizer.model_max_length = 10
-    try:
-        _module(tokenizer)
-    finally:
-        tokenizer.model_max_length = before
-    assert "tokens, but the model is made for 10" in caplog.text
-
-
-def test_rows_longer_than_the_models_positions_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
     data = CausalLMDataModule(train="generated:4")
     data.attach(tokenizer, seed=1, max_positions=9)
     data.prepare(["train"])
     assert "tokens, but the model is made for 9" in caplog.text
-
-
-def test_loader_is_not_lightnings_to_change():
-    assert not issubclass(BatchLoader, torch.utils.data.DataLoader)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +272,42 @@ def test_packing_without_a_proof_is_said(
 ):
     data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=packing)
     data.attach(tokenizer, seed=1)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=1, accumulate_grad_batches=1, callbacks=callbacks, limit_val_batches=1.0
-    )
+    data.trainer = _alone(callbacks=callbacks)
     data.setup("fit")
     said = [r.getMessage() for r in caplog.records if "lit_fsdp.IsolationProof()" in r.getMessage()]
     assert len(said) == warned
+
+
+def test_all_ranks_take_the_commit_that_the_first_one_found(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A push to the hub between two ranks, and a rank that has not asked."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abc"}\n{"text": "def"}\n')
+    asked: list[Any] = []
+
+    class HubPart(Part):
+        def chunks(self, start: Any = None) -> Any:
+            return Part(str(rows), ".jsonl").chunks(start)
+
+    def hub_part(entry: SourceConfig, streaming: bool) -> Part:
+        if entry.revision is None:
+            asked.append(entry)
+        return HubPart("name", "hub", "train", None, entry.revision or str(len(asked)) * 40)
+
+    monkeypatch.setattr(sources, "hub_part", hub_part)
+    first, late, new = (CausalLMDataModule(train="somebody/name", cache_dir=str(tmp_path)) for _ in range(3))
+    for data in (first, late, new):
+        data.attach(tokenizer, seed=1)
+        data.trainer = _alone()
+    first.prepare(["train"])
+    late.prepare(["train"])
+    said: list[Any] = []
+    first.trainer.strategy.broadcast = lambda found: said.append(found) or found  # type: ignore[method-assign,union-attr]
+    for data in (late, new):
+        data.trainer.strategy.broadcast = lambda _: said[0]  # type: ignore[method-assign,union-attr]
+    for data in (first, late, new):
+        data.setup("fit")
+        assert data.config.train == [SourceConfig(source="somebody/name", revision="1" * 40)]
+        assert data._samples["train"].rows.folder == first._samples["train"].rows.folder
+    assert len(asked) == 2

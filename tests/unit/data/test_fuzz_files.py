@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import fuzz_files
+from tests.unit.data.conftest import encoder_of
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -26,7 +26,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SECONDS = 60
-_PARTS = 4
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def _no_longer_than(seconds: int, what: str) -> Iterator[None]:
 def _train_on(tokenizer: Any, options: dict[str, Any], folder: Path) -> str:
     """What became of a file: the refusal, or that its rows are accounted for."""
     config = DataConfig(**options, cache_dir=str(folder / "cache"), num_tokenizers=1, global_batch_size=4)
-    encoder = RowEncoder(tokenizer, config, TEMPLATE)
+    encoder = encoder_of(tokenizer, config, TEMPLATE)
     if config.streaming:
         found = islice(SampleStream(config, encoder, 0).global_batches(), 3)
         for ids, supervised in (sample for batch in found for item in batch.items for sample in item):

@@ -21,17 +21,13 @@ def _words(*words: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_a_word_with_the_blank_before_it():
+def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
     encoder = SpanEncoder(_words("▁ab", "▁c"))
     ((ids, mask),) = encoder.encode(["c ab c"], [[(2, 4)]], ["x"])
     assert (ids, mask.tolist()) == ([1, 0, 1], [False, True, False])
-
-
-@pytest.mark.parametrize("span", [(2, 3), (3, 4), (3, 5)])
-def test_a_part_of_a_word_is_refused(span: tuple[int, int]):
-    encoder = SpanEncoder(_words("▁ab", "▁c"))
-    with pytest.raises(DataError, match=r"^x: token '▁ab' lies across the border"):
-        encoder.encode(["c ab c"], [[span]], ["x"])
+    for span in ((2, 3), (3, 4), (3, 5)):
+        with pytest.raises(DataError, match=r"^x: token '▁ab' lies across the border"):
+            encoder.encode(["c ab c"], [[span]], ["x"])
 
 
 def test_random_spans_are_what_comparing_every_token_gives(small: Any):

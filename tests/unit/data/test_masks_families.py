@@ -15,7 +15,8 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import CUT, RowEncoder
-from lit_fsdp.data.masks import Encoded, SpanEncoder
+from lit_fsdp.data.masks import Encoded
+from tests.unit.data.conftest import encoder_of
 from tests.unit.data.families import with_and_without_marks
 
 _CALL = {"id": "abc012xyz", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
@@ -75,17 +76,15 @@ _WANTED = [
 _GOLDEN = Path("tests", "golden", "masks")
 
 
-_SPANS: dict[int, SpanEncoder] = {}  # made once per tokenizer, as it takes a while
-
-
-def _encoder(tokenizer: Any, template: str, **options: Any) -> RowEncoder:
-    spans = _SPANS.setdefault(id(tokenizer), _SPANS.get(id(tokenizer)) or SpanEncoder(tokenizer))
-    return RowEncoder(tokenizer, DataConfig(**options), template, spans)
+_ENCODERS: dict[str, RowEncoder] = {}  # each made once, as it takes a while
 
 
 def _encoded(tokenizer: Any, template: str, name: str) -> Encoded:
     row, options = _CASES[name]
-    (found,) = _encoder(tokenizer, template, **options).encode([row], "messages", ["row"])
+    key = repr((id(tokenizer), template, options))
+    if key not in _ENCODERS:
+        _ENCODERS[key] = encoder_of(tokenizer, DataConfig(**options), template)
+    (found,) = _ENCODERS[key].encode([row], "messages", ["row"])
     assert (found.dropped, len(found.samples)) == (None, 1)
     assert found.truncated == name.startswith("truncated")
     return found.samples[0]
@@ -131,7 +130,8 @@ def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: s
     tokenizer = request.getfixturevalue(family)
     marked, derived = with_and_without_marks(family, tokenizer)
     talk = _talk("s:Be brief.", *_TWO)
-    encoded = _encoder(tokenizer, derived).encode([{"messages": talk}], "messages", ["row"])[0].samples[0]
+    encoder = encoder_of(tokenizer, DataConfig(), derived)
+    encoded = encoder.encode([{"messages": talk}], "messages", ["row"])[0].samples[0]
     theirs = tokenizer.apply_chat_template(
         talk, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -43,18 +42,6 @@ def test_any_sizes(seed: int):
     assert num_micro_batches(order, micro, ranks) == sum(len(batch[0]) for batch in epoch)
     whole = [batch for batch in epoch[:-1] if order.num_rows >= order.global_batch_size]
     assert all(len(steps) == accumulate for batch in whole for steps in batch)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_ranks_do_not_change_global_batches(seed: int):
-    draw = random.Random(seed)
-    order = GlobalOrder(draw.randint(1, 200), 24, "data", seed)
-    wanted = None
-    for ranks, micro in [(1, 1), (1, 24), (2, 3), (3, 8), (4, 2), (24, 1)]:
-        epoch = _epoch(order, 3, micro, ranks)
-        found = [sorted(row for rank in b for step in rank for row in step if row != FILLER) for b in epoch]
-        wanted = wanted or found
-        assert found == wanted
 
 
 def test_depends_on_data_seed_and_epoch_alone():
@@ -124,21 +111,13 @@ def test_largest_remainder():
     assert apportion(0, []) == ()
 
 
-@pytest.mark.parametrize("size", [1e308, 1e307, 1.0, 1e-300])
-def test_only_the_ratio_of_weights_counts(size: float):
-    assert apportion(20, [size, size]) == (10, 10)
-    assert apportion(7, [size * 0.6, size * 0.3, size * 0.1]) == (4, 2, 1)
-    assert apportion(20, [size, size * 1e-9]) == (20, 0)
+def test_only_the_ratio_of_weights_counts():
+    for size in (1e308, 1e307, 1.0, 1e-300):
+        assert apportion(20, [size, size]) == (10, 10)
+        assert apportion(7, [size * 0.6, size * 0.3, size * 0.1]) == (4, 2, 1)
+        assert apportion(20, [size, size * 1e-9]) == (20, 0)
 
 
 def test_a_weight_that_never_counts_is_refused():
     with pytest.raises(ConfigError, match=r"weight 0\.01 of 1\.01 for source 2"):
         _mix(weights=(1.0, 0.01))
-
-
-def test_what_is_recorded_is_json():
-    assert _mix().record() == json.loads(json.dumps(_mix().record()))
-    assert list(_mix().record())[-2:] == ["groups", "weights"]
-    assert list(GlobalOrder(5, 2, "data", 1).record()) == [
-        *("num_rows", "global_batch_size", "fingerprint", "seed", "shuffle")
-    ]

@@ -27,33 +27,27 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
-
-
-def _describe(**options: Any) -> dict[str, Any]:
-    config = DataConfig(**{"max_seq_length": 64, "num_tokenizers": 1, **options})
+def _describe(cache: Path, **options: Any) -> dict[str, Any]:
+    config = DataConfig(**{"max_seq_length": 64, "num_tokenizers": 1, "cache_dir": str(cache), **options})
     encoder = RowEncoder(miniature_tokenizer(), config)
-    return describe_data(prepare_samples(config, ["train", "val"], encoder), config, encoder)
+    record = describe_data(prepare_samples(config, ["train", "val"], encoder), config, encoder)
+    return json.loads(json.dumps(record))
 
 
 def test_counts_and_warnings(tmp_path: Path):
     train = [_chat("a", "b"), _chat("a", "b"), _chat("x"), _chat("q" * 100, "z"), _chat("c", "d"), _chat("e", "f")]
     names = {"train": _write(tmp_path / "t.jsonl", train), "val": _write(tmp_path / "v.jsonl", train[:1] + train[4:5])}
-    record = _describe(**names)
+    record = _describe(tmp_path, **names)
     split = record["splits"]["train"]
     assert (split["rows_read"], split["samples"], split["duplicates"]) == (6, 4, 1)
     assert split["dropped"] == {"without an assistant turn": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
     assert sum(split["supervised_share_histogram"]) == 4
-    assert split["tokens_per_epoch"] == split["tokens"]
     assert Path(split["cache"]).is_dir()
     text = "\n".join(record["warnings"])
     assert "data.val: 2 of 2 samples are in data.train too" in text
     assert "data.train: 2 of 6 rows dropped: 1 without an assistant turn, 1 cut before the assistant's turn" in text
     assert "data.train: 1 of 4 samples are copies" in text
-    json.dumps(record)
 
 
 def test_numbers_by_hand():
@@ -65,47 +59,37 @@ def test_numbers_by_hand():
     assert SampleNumbers(nothing, nothing, nothing).describe()["lengths"]["max"] == 0
 
 
-def test_packs_and_padding(tmp_path: Path):
+def test_packs_val_split_and_sources(tmp_path: Path):
     rows = [_chat(str(i), "x" * (i % 9 + 1)) for i in range(40)]
-    train = _describe(train=_write(tmp_path / "t.jsonl", rows), packing=True, micro_batch_size=4)["splits"]["train"]
-    packs = train["packs"]
-    assert packs["fill"] == pytest.approx(train["tokens"] / (packs["count"] * 64))
-    assert packs["count"] < train["samples"] == 40
-    longest, mean = train["lengths"]["max"], train["lengths"]["mean"]
-    assert 0 < train["padding_share_unpacked"] < 1 - mean / longest
-
-
-def test_val_split_says_where_its_rows_come_from(tmp_path: Path):
-    train = _write(tmp_path / "rows.jsonl", [_chat(str(i), "x") for i in range(20)])
-    splits = _describe(train=train, val_split=5)["splits"]
-    assert (splits["train"]["samples"], splits["val"]["samples"]) == (15, 5)
-    assert splits["train"]["rows_read"] == 20
-    assert (splits["val"]["rows_read"], splits["val"]["taken_out_of"]) == (None, "data.train")
-    assert splits["val"]["in_train"] == 0
+    name = _write(tmp_path / "t.jsonl", rows)
+    train = _describe(tmp_path, train=name, packing=True)["splits"]["train"]
+    assert train["packs"]["fill"] == pytest.approx(train["tokens"] / (train["packs"]["count"] * 64))
+    assert train["packs"]["count"] < train["samples"] == 40
+    splits = _describe(tmp_path, train=name, val_split=5)["splits"]
+    assert (splits["train"]["samples"], splits["val"]["samples"], splits["train"]["rows_read"]) == (35, 5, 40)
+    assert (splits["val"]["rows_read"], splits["val"]["taken_out_of"], splits["val"]["in_train"]) == (
+        *(None, "data.train"),
+        0,
+    )
     assert [source["samples"] for source in splits["val"]["sources"]] == [5]
+    mix = [SourceConfig(source=name, weight=1.0), SourceConfig(source="generated:4", weight=3.0)]
+    train = _describe(tmp_path, train=mix)["splits"]["train"]
+    found = [(s["name"], s["samples"], s["weight"], s["format"]) for s in train["sources"]]
+    assert found == [(name, 40, 1.0, "messages"), ("generated:4", 4, 3.0, "messages")]
+    assert sum(source["tokens"] for source in train["sources"]) == train["tokens"]
 
 
-def test_sources_of_a_weighted_mix(tmp_path: Path):
-    short = _write(tmp_path / "short.jsonl", [_chat("a", str(i)) for i in range(6)])
-    long = _write(tmp_path / "long.jsonl", [_chat("a", "b" * 30 + str(i)) for i in range(2)])
-    mix = [SourceConfig(source=short, weight=1.0), SourceConfig(source=long, weight=3.0)]
-    train = _describe(train=mix)["splits"]["train"]
-    first, second = train["sources"]
-    assert [(s["name"], s["samples"], s["weight"], s["format"]) for s in (first, second)] == [
-        (short, 6, 1.0, "messages"),
-        (long, 2, 3.0, "messages"),
-    ]
-    assert first["tokens"] + second["tokens"] == train["tokens"]
-    # 8 items per epoch: 2 of the 6 short ones, 6 of the 2 long ones
-    assert train["tokens_per_epoch"] == 2 * first["tokens"] // 6 + 3 * second["tokens"]
-
-
-def test_of_a_stream_the_first_rows_are_looked_at(tmp_path: Path):
-    train = _write(tmp_path / "t.jsonl", [_chat(str(i), "x") for i in range(1500)])
-    config = DataConfig(train=train, streaming=True, max_seq_length=64)
+@pytest.mark.parametrize("packing", [False, True])
+def test_of_a_stream_the_first_rows_are_looked_at(tmp_path: Path, packing: bool):
+    """By the same numbers as of rows that are tokenized as a whole."""
+    train = _write(tmp_path / "t.jsonl", [_chat(str(i % 7), "x" * (i % 5 + 1)) for i in range(1500)])
+    config = DataConfig(train=train, streaming=True, max_seq_length=64, packing=packing)
     encoder = RowEncoder(miniature_tokenizer(), config)
     split = describe_data({}, config, encoder, first_rows(config, encoder))["splits"]["train"]
     assert (split["seen"], split["rows_read"]) == ("the first 1,000 rows of a stream", 1000)
+    head = _write(tmp_path / "head.jsonl", [_chat(str(i % 7), "x" * (i % 5 + 1)) for i in range(1000)])
+    whole = _describe(tmp_path, train=head, packing=packing)["splits"]["train"]
+    assert {name: whole[name] for name in split if name != "seen"} == {n: v for n, v in split.items() if n != "seen"}
     bare = DataConfig(train=_write(tmp_path / "t.jsonl", [_chat("only asked")]), streaming=True)
     with pytest.raises(DataError, match="the first 1 rows of the stream: no token of any row is supervised"):
         first_rows(bare, encoder)

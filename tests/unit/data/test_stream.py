@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
-from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.readers import Part
 from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
 from lit_fsdp.errors import DataError
+from tests.unit.data.conftest import encoder_of
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -43,7 +43,7 @@ def _parquet(path: Path, count: int) -> str:
 
 def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
     config = DataConfig(**{"streaming": True, "global_batch_size": 4, "shuffle_window": 8, **options})
-    stream = SampleStream(config, RowEncoder(small, config, TEMPLATE), seed=7)
+    stream = SampleStream(config, encoder_of(small, config, TEMPLATE), seed=7)
     return StreamLoader(stream, Share(*rank, micro), 0, config)
 
 
@@ -105,17 +105,6 @@ def test_every_row_once_per_epoch_and_a_new_order_in_the_next(small: Any, tmp_pa
     assert sorted(first[:8]) == sorted(f"p{i}" for i in range(8)) != first[:8]  # a window
 
 
-def test_packs_hold_every_sample_of_a_window_whole(small: Any, tmp_path: Path):
-    stream = _stream(small, train=_file(tmp_path / "a.jsonl", 8), packing=True, max_seq_length=200, global_batch_size=1)
-    packs = [batch.items[0] for batch in islice(stream.global_batches(), 40)]
-    assert all(sum(len(ids) for ids, _ in pack) <= 200 for pack in packs)
-    assert max(map(len, packs)) > 1
-    epoch = 0
-    while sum(map(len, packs[:epoch])) < 8:
-        epoch += 1
-    assert len({small.decode(ids) for pack in packs[:epoch] for ids, _ in pack}) == 8
-
-
 def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path: Path):
     entries: Any = [
         SourceConfig(source=_file(tmp_path / "a.jsonl", 5), weight=3.0),
@@ -149,7 +138,7 @@ def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
 
     def record(template: str = TEMPLATE, **options: Any) -> dict[str, Any]:
         config = DataConfig(**{"streaming": True, "train": name, "packing": True, "max_seq_length": 160, **options})
-        return json.loads(json.dumps(SampleStream(config, RowEncoder(small, config, template), 7).record()))
+        return json.loads(json.dumps(SampleStream(config, encoder_of(small, config, template), 7).record()))
 
     def changed(**options: Any) -> set[str]:
         return {key for key, value in record(**options).items() if value != record()[key]}

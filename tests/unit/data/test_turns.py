@@ -290,9 +290,14 @@ def test_everything_but_what_is_left_out(small: Any, caplog: pytest.LogCaptureFi
     assert "a message of another role than the assistant's says train: false, and is supervised" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("header", "end", "last", "wanted"),
-    [
+def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
+    """In every turn alike, the last one or not, and as it is derived without marks."""
+    asks, answers = (
+        "{{ '[INST]' if m.role != 'assistant' }}",
+        "{{ '<|im_end|>' if m.role == 'assistant' else '[/INST]' }}",
+    )
+    talk = say("s:S", "u:1", "a:2", "u:3", "a:4 ", "u:5")
+    for header, end, last, wanted in [
         (HEADER, "<|im_end|>\n", ASKED, "<|im_end|>"),
         (HEADER, "<|im_end|>\n", "", "<|im_end|>"),
         (HEADER, "{{ '\n' }}<|im_end|>\n", ASKED, "\n<|im_end|>"),
@@ -300,37 +305,23 @@ def test_everything_but_what_is_left_out(small: Any, caplog: pytest.LogCaptureFi
         (HEADER, "<|im_end|></s>\n", "", "<|im_end|></s>"),
         ("", "</s>", "", "</s>"),
         (HEADER, "</s>\n", "<|im_start|>assistant{{ '\n' }}", "</s>"),
-        (
-            "{{ '[INST]' if m.role != 'assistant' }}",
-            "{{ '<|im_end|>' if m.role == 'assistant' else '[/INST]' }}",
-            "",
-            "<|im_end|>",
-        ),
-    ],
-)
-def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any, header: str, end: str, last: str, wanted: str):
-    """In every turn alike, the last one or not, and as it is derived without marks."""
-    template, talk = _content_marked(header, end, last), say("s:S", "u:1", "a:2", "u:3", "a:4 ", "u:5")
-    for length, said in ((3, ["2"]), (4, ["2"]), (5, ["2", "4 "]), (6, ["2", "4 "])):
-        assert _both(small, template, talk[:length]) == [text + wanted for text in said]
-        assert _both(small, template, talk[:length], supervise="last") == [said[-1] + wanted]
+        (asks, answers, "", "<|im_end|>"),
+    ]:
+        template = _content_marked(header, end, last)
+        for length, said in ((3, ["2"]), (4, ["2"]), (5, ["2", "4 "]), (6, ["2", "4 "])):
+            assert _both(small, template, talk[:length]) == [text + wanted for text in said]
+            assert _both(small, template, talk[:length], supervise="last") == [said[-1] + wanted]
 
 
-@pytest.mark.parametrize(
-    ("header", "end", "last"),
-    [
+def test_what_begins_a_turn_of_the_assistants_is_not_supervised(small: Any, caplog: pytest.LogCaptureFixture):
+    for header, end, last in [
         (HEADER, "\n", ASKED),
         (HEADER, "\n", "<|im_start|>assistant{{ '\n' }}"),
         ("<s>{{ m.role }}\n", "", "<s>assistant{{ '\n' }}"),
         ("{{ '<s>' if m.role == 'user' }}", "", ""),
-    ],
-)
-def test_what_begins_a_turn_of_the_assistants_is_not_supervised(
-    small: Any, caplog: pytest.LogCaptureFixture, header: str, end: str, last: str
-):
-    template = _content_marked(header, end, last)
-    with caplog.at_level(logging.WARNING, "lit_fsdp"):
-        assert _both(small, template, say(*FOUR)) == ["2", "4"]
+    ]:
+        with caplog.at_level(logging.WARNING, "lit_fsdp"):
+            assert _both(small, _content_marked(header, end, last), say(*FOUR)) == ["2", "4"]
     assert {r.getMessage() for r in caplog.records} == {
         "rows.jsonl:7: behind an assistant turn the chat template has no special token that could end it, so the model "
         "does not learn to stop there"
@@ -385,21 +376,19 @@ def test_a_border_that_cannot_be_exact_is_refused(sentencepiece: Any):
     assert learned == ["▁b", "</s>", "▁b", "</s>"]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "does not show assistant turn 1"),
-        (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), "does not show assistant turn 1"),
-        (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), "does something else with this conversation"),
-        (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), "does something else with this conversation"),
+def test_a_template_that_does_something_else_is_refused(small: Any):
+    shows, other = "does not show assistant turn 1", "does something else with this conversation"
+    for template, message in [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", shows),
+        (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), shows),
+        (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), other),
+        (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), other),
         ("{{ raise_exception('roles must alternate') }}", "refuses it .roles must alternate"),
         ("{{ missing.attribute }}", "refuses it"),
-    ],
-)
-def test_a_template_that_does_something_else_is_refused(small: Any, template: str, message: str):
-    for text in (template, unmarked(template)):
-        with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{message}"):
-            encode(small, text, say("u:one", "a:two"))
+    ]:
+        for text in (template, unmarked(template)):
+            with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{message}"):
+                encode(small, text, say("u:one", "a:two"))
 
 
 def test_marks_around_something_else_are_refused(small: Any):
@@ -416,15 +405,15 @@ def test_marks_around_something_else_are_refused(small: Any):
             encode(small, template, say("u:q", "a:answer", "u:q", "a:more"))
 
 
-@pytest.mark.parametrize(
-    "shows", ["''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"]
-)
-def test_calls_that_are_not_shown_whole_are_refused(small: Any, shows: str):
+def test_calls_that_are_not_shown_whole_are_refused(small: Any):
     """Or the model would learn to call without arguments, or to answer with nothing."""
-    template = CHATML.replace("c.function | tojson", shows)
-    for text in (template, unmarked(template)):
-        with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"):
-            encode(small, text, _calls())
+    for shows in ("''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"):
+        template = CHATML.replace("c.function | tojson", shows)
+        for text in (template, unmarked(template)):
+            with pytest.raises(
+                DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"
+            ):
+                encode(small, text, _calls())
 
 
 def test_half_a_character_in_a_call(small: Any):
