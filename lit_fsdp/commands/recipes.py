@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
+from lit_fsdp.config.locations import shipped_root
 from lit_fsdp.config.parser import read_yaml
-from lit_fsdp.config.places import shipped_root
 from lit_fsdp.errors import ConfigError, require
 
 _USAGE = """usage: lit-fsdp recipes VERB [options]
@@ -83,7 +83,7 @@ def _cp(argv: Sequence[str]) -> int:
 
 
 def recipe_row(name: str, file: Path) -> dict[str, str | int | None]:
-    """What the head of a recipe says of it; its model and devices where it has no such head."""
+    """Read the head of a recipe; its model and devices where it has no such head."""
     text, values = file.read_text(encoding="utf-8"), read_yaml(file)
     title, count = _TITLE.fullmatch(text.split("\n", 1)[0]), _PARAMETERS.search(text)
     return {
@@ -96,7 +96,7 @@ def recipe_row(name: str, file: Path) -> dict[str, str | int | None]:
 
 
 def find_shipped(name: str) -> Path:
-    """The file of a recipe or fragment; ``.yaml`` and a leading ``recipes/`` or ``configs/`` may be left out.
+    """Find the file of a recipe or fragment; ``.yaml`` and a leading ``recipes/`` or ``configs/`` are optional.
 
     Raises:
         ConfigError: There is none; near names are given.

@@ -266,16 +266,14 @@ def test_built_on_meta_once_and_the_same_weights_for_a_seed():
     assert not any(tensor.is_meta for tensor in weights[0].values())
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_wrong_options_are_refused():
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "model.name"),
         ({"name": "x", "learning_rate": 1e-4}, "model.learning_rate"),
         ({"name": "x", "optim": {"lr": -1}}, "model.optim.lr"),
         ({"name": "x", "attn_implementation": "flash"}, "model.attn_implementation"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], field: str):
-    with pytest.raises(ConfigError) as caught:
-        CausalLMModule(**options)
-    assert caught.value.field == field
+    ]
+    for options, field in cases:
+        with pytest.raises(ConfigError) as caught:
+            CausalLMModule(**options)
+        assert caught.value.field == field

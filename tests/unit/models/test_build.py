@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from lit_fsdp.config.locations import shipped
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.places import shipped
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.resolve import resolve_model
