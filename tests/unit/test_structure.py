@@ -41,15 +41,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted((ROOT / "lit_fsdp").rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, ast.AST]]:
     """Every module that a file imports, at its head or inside a function."""
+    found: list[tuple[str, ast.AST]] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
+            found += [(alias.name, node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield (full if full in MODULES else str(node.module)), node
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(name if name in MODULES else str(node.module), node) for name in names]
+    return found
 
 
 def package(module: str) -> str:
