@@ -31,14 +31,13 @@ precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learni
 TESTS_AT_ONCE := 2
 PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
-# A test of several processes is tried once more if it fails (tests/conftest.py), and its first failure is shown.
 test: lint slurm-programs  ## lint, types and the whole suite, two tests at a time (TESTS_AT_ONCE=0: one after the other)
 	$(PYTEST) tests
 
-test-long: lint  ## the same with every case of the tests that have very many
+test-long: lint  ## the same with the cases marked long, each of which says why
 	LIT_FSDP_LONG=1 $(PYTEST) tests
 
-test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 90 s
+test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 60 s
 	$(PYTEST) tests/unit tests/configs
 
 lint: $(VENV)/dev.stamp  ## formatting, lint and types
@@ -59,7 +58,7 @@ bench-data: $(VENV)/dev.stamp  ## rows per second of tokenizing against datasets
 bench-train: $(VENV)/peers.stamp  ## supervised tokens/s and memory against TRL and the Transformers Trainer
 	$(BIN)/python tests/benchmarks/train.py
 
-test-slurm: $(VENV)/dev.stamp slurm-programs  ## jobs on a real SLURM of two nodes on this host (root, Debian; all cases)
+test-slurm: $(VENV)/dev.stamp slurm-programs  ## jobs on a real SLURM of two nodes on this host (root, Debian), long ones too
 	LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests/slurm
 
 # Only where it can be done without asking: otherwise pytest skips these tests and says why.

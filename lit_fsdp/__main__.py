@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 done; 1 the run failed or a check found something; 2 the recipe or the command line is wrong; 75 saved and
-    stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. What a user can mend is said without a
+    stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. What a user can fix is said without a
     traceback, and secrets of the environment and of the recipe are said nowhere.
     """
     words = list(sys.argv[1:] if argv is None else argv)

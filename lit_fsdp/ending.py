@@ -21,11 +21,11 @@ from lit_fsdp.redaction import OutputError, guarded_streams
 
 
 def ended(act: Callable[[], int], debug: bool = False) -> int:
-    """The exit code of what a process does, which a job is told too; see :func:`lit_fsdp.__main__.main`.
+    """Run ``act`` and return its exit code, which a job is told too; see :func:`lit_fsdp.__main__.main`.
 
     Args:
         act: Returns its own exit code, or raises.
-        debug: Also show the traceback of what a user can mend.
+        debug: Also show the traceback of what a user can fix.
     """
     code = 1  # of an exception that nobody catches
     try:
@@ -66,12 +66,12 @@ def _ended(act: Callable[[], int], debug: bool) -> int:
 
 
 def _lost(error: BaseException) -> list[str]:
-    """What the strategy has noted of ranks that this one lost, if that is why it failed."""
+    """Return the strategy's notes on ranks that this one lost, if that is why it failed."""
     return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
 
 
 def _drop_output() -> None:
-    """What is still to be written at the end of the process goes nowhere."""
+    """Discard what is still to be written at the end of the process."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

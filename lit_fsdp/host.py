@@ -78,7 +78,7 @@ def tell_job(name: str, text: str = "") -> None:
 
 @contextmanager
 def first_one_speaks() -> Iterator[None]:
-    """Around what all ranks do alike: an error is the first one's to say, unless it does not meet it."""
+    """Let only the first rank report an error that all ranks meet alike."""
     try:
         yield
     except BaseException:
@@ -87,7 +87,7 @@ def first_one_speaks() -> Iterator[None]:
 
 
 def wait_for_first() -> None:
-    """In a rank that the first one started, wait until that one is ready to meet; end with it if it fails before."""
+    """Wait, in a rank that the first one started, until that one is ready to meet; end with it if it fails before."""
     waiting = os.environ.pop(GO, None)
     if waiting is None:
         return
@@ -97,7 +97,7 @@ def wait_for_first() -> None:
 
 
 def free_port() -> int:
-    """A TCP port for ranks to meet at, which nobody listens on.
+    """Find a TCP port for the rendezvous, which nobody listens on.
 
     One that the system chooses (``bind`` to port 0) may be given to an outgoing connection before rank 0 listens there.
 
@@ -138,7 +138,7 @@ def return_freed_memory() -> None:
 
 
 def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
-    """``folder``, made by ``make`` in a temporary folder and renamed when complete, unless it is there already.
+    """Make ``folder`` by ``make`` in a temporary folder and rename it when complete, unless it is there already.
 
     Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
     is killed, the next takes over. Where locks hold on one machine only, each makes its own and the first one stays.

@@ -9,7 +9,7 @@ from lit_fsdp.host import is_first_process
 
 
 def speak() -> None:
-    """Our own log lines on standard error, from the first process; warnings from all; less from Lightning."""
+    """Show our own log lines on standard error, from the first process; warnings from all; less of Lightning's."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     own = logging.getLogger("lit_fsdp")

@@ -41,7 +41,7 @@ def main() -> int:
     train()
     export = newest_export()
     show_scores(held_out, export)
-    show_places(export)
+    show_results(export)
     print(f"\nall of this took {time.perf_counter() - started:.0f} s")
     return 0
 
@@ -155,7 +155,7 @@ def same_date(text: str, wanted: str) -> bool:
     return all(dates) and dates[0].groups() == dates[1].groups()  # type: ignore[union-attr]
 
 
-def show_places(export: Path) -> None:
+def show_results(export: Path) -> None:
     """Speed, and where everything is."""
     with (RUN / "metrics.csv").open(newline="") as file:
         rates = [float(row["tokens_per_second"]) for row in csv.DictReader(file) if row.get("tokens_per_second")]
@@ -165,7 +165,7 @@ def show_places(export: Path) -> None:
     print(f"units, dtypes     {RUN}/audit.json, {RUN}/dtypes.json")
     print(f"exported model    {export}")
     ask = f"lit-fsdp generate --model {export} --system '{SYSTEM}' --prompt {PROMPT}"
-    print(f"talk to it        {Path(sys.executable).parent.relative_to(ROOT) if in_checkout() else ''}/{ask}")
+    print(f"ask it            {Path(sys.executable).parent.relative_to(ROOT) if in_checkout() else ''}/{ask}")
 
 
 def in_checkout() -> bool:

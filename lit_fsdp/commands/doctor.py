@@ -64,7 +64,7 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Flags of this verb, and the words of a recipe."""
+    """Split the flags of this verb from the words of a recipe."""
     parser = verb_parser("doctor", _TEXT)
     parser.usage = _USAGE
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
@@ -75,7 +75,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _name_launch(environment: MutableMapping[str, str]) -> int:
-    """Name this process in torchrun's variables, and say how many share its GPUs and cores; 0: as the recipe says."""
+    """Set torchrun's variables for this process; returns how many share its GPUs and cores, 0: as the recipe says."""
     from lit_fsdp.launch.launcher import adopt_step
 
     adopt_step(environment)

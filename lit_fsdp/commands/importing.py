@@ -1,4 +1,4 @@
-"""``ckpt import``: go on from a checkpoint that another tool wrote."""
+"""``ckpt import``: resume from a checkpoint that another tool wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_import(argv: Sequence[str]) -> int:
     parser.add_argument("--prefix", help="what stands before the model's names in it; default: found by matching")
     parser.add_argument("--step", type=int, help="optimizer steps done; default: what the source says")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of weights and moments; default: the source's")
-    parser.add_argument("--allow-surplus", action="store_true", help="leave out what has no place in the model")
+    parser.add_argument("--allow-surplus", action="store_true", help="leave out what the model does not have")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code from the hub")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parse(parser, argv)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lit_fsdp.config.places import expanded
+from lit_fsdp.config.locations import expanded
 from lit_fsdp.errors import ConfigError, require
 
 
@@ -30,12 +30,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
-    """A parser for one verb that raises :class:`ConfigError` instead of exiting."""
+    """Build a parser for one verb that raises :class:`ConfigError` instead of exiting."""
     return _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of a verb that reads no recipe; the nearest of one that does not exist is named."""
+    """Parse the flags of a verb that reads no recipe; an unknown flag raises an error that names the nearest one."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
@@ -46,7 +46,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """The flags of a verb, and the words left, which are a recipe's; None where help was asked for and given."""
+    """Split a verb's own flags from the words of the recipe; None for the flags after ``--help`` was printed."""
     parser.usage = f"{parser.prog} --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
     if "-h" in argv or "--help" in argv:
         parser.print_help()
@@ -75,7 +75,7 @@ def run_one_of(name: str, verbs: Mapping[str, Callable[[Sequence[str]], int]], u
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Lines of cells as aligned text; the first line is the head, ``right`` names its columns of numbers."""
+    """Align lines of cells as text; the first line is the head, ``right`` names its columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [f"{'>' if head in right else '<'}{width}" for head, width in zip(lines[0], widths, strict=True)]
     return "\n".join("  ".join(map(format, cells, aligned)).rstrip() for cells in lines)

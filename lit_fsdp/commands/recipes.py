@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
+from lit_fsdp.config.locations import shipped_root
 from lit_fsdp.config.parser import read_yaml
-from lit_fsdp.config.places import shipped_root
 from lit_fsdp.errors import ConfigError, require
 
 _USAGE = """usage: lit-fsdp recipes VERB [options]
@@ -82,7 +82,7 @@ def _cp(argv: Sequence[str]) -> int:
 
 
 def recipe_row(name: str, file: Path) -> dict[str, str | None]:
-    """What the first line of a recipe says of it; its devices where it has no such line."""
+    """Read the first line of a recipe; its devices where it has no such line."""
     text, values = file.read_text(encoding="utf-8"), read_yaml(file)
     title = _TITLE.fullmatch(text.split("\n", 1)[0])
     return {
@@ -99,7 +99,7 @@ def _by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
 
 
 def find_shipped(name: str) -> Path:
-    """The file of a recipe or fragment; ``.yaml`` and a leading ``recipes/`` or ``configs/`` may be left out.
+    """Find the file of a recipe or fragment; ``.yaml`` and a leading ``recipes/`` or ``configs/`` are optional.
 
     Raises:
         ConfigError: There is none; near names are given.

@@ -80,7 +80,7 @@ def _submit(job: Job, values: dict[str, Any]) -> int:
 
 
 def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, dict[str, Any]]:
-    """The job of the command line, its checked recipe, and the same as values."""
+    """Plan the job of the command line; returns it, its checked recipe and the recipe's values."""
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.slurm_job import plan_job
 

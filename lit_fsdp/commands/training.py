@@ -37,7 +37,7 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
 
 
 def _check(verb: str, argv: list[str]) -> LoadedRecipe:
-    """All that can be said without torch."""
+    """Check everything that needs no torch."""
     from lit_fsdp.checkpoint.run_folder import find_resume
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.launcher import adopt_step, check_launch

@@ -59,7 +59,7 @@ Sources = str | list[str | SourceConfig]
 
 
 def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
-    """The entries of one split, names alone as entries of their own.
+    """Check and return the entries of one split, names alone as entries of their own.
 
     Raises:
         ConfigError: Some entries have a weight and some have none, there is none at all, or one generates no number

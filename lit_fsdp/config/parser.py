@@ -27,9 +27,9 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.locations import expanded, shipped_name
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.places import expanded, shipped_name
 from lit_fsdp.config.run import (
     FACTORY,
     RULES,
@@ -115,7 +115,7 @@ def use_loader(own_model: bool = True) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A recipe file as a mapping; its secrets are remembered, so that no message shows them.
+    """Read a recipe file as a mapping and remember its secrets, so that no message shows them.
 
     Raises:
         ConfigError: The file is missing (near names are given), is no YAML, or holds no mapping.
@@ -217,8 +217,13 @@ def lightning_keys() -> list[str]:
 
 
 def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:
-    """The parser of a recipe; sections in ``foreign`` may hold anything."""
+    """Build the parser of a recipe; sections in ``foreign`` may hold anything."""
     use_loader("model" not in foreign)
+    return _recipe_parser(frozenset(foreign))
+
+
+@functools.cache  # building takes as long as parsing, and some verbs read a recipe twice
+def _recipe_parser(foreign: frozenset[str]) -> ArgumentParser:
     parser = ArgumentParser(prog="lit-fsdp", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed_everything", type=int | bool | None, default=0)
@@ -244,7 +249,7 @@ def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = ()) -> Namespace:
-    """What the parser makes of ``words``; its errors become ours, with the nearest of its keys and those ``known``.
+    """Parse ``words``; the parser's errors become ours, with the nearest of its keys and those ``known``.
 
     Raises:
         ConfigError: A key or value that does not exist, or a class that may not be imported.
@@ -262,7 +267,7 @@ def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: It
 
 
 def parser_error(message: str, known: Iterable[str]) -> ConfigError:
-    """An error of jsonargparse as ours: what it says, the full path, and the nearest key or word."""
+    """Turn an error of jsonargparse into ours: what it says, the full path, and the nearest key or word."""
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
     inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a section inside of another
@@ -314,7 +319,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
 
 
 def not_allowed(key: str, path: str) -> ConfigError:
-    """The refusal of a class of a package that nobody has allowed; it has not been imported."""
+    """Build the error about a class of a package that is not allowed, which has not been imported."""
     package = path.partition(".")[0]
     fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
     return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
@@ -333,12 +338,12 @@ def _nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def strategy_config(options: Mapping[str, Any], path: str = STRATEGY) -> StrategyConfig:
-    """The checked arguments of the factory from plain values."""
+    """Build the checked arguments of the factory from plain values."""
     return build(StrategyConfig, options, path)
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
-    """The dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
+    """Build the dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
 
     Raises:
         ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
@@ -351,7 +356,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
 
 
 def typed(cls: type[T], values: Any, path: str) -> T:
-    """The dataclass ``cls`` from a namespace that the parser has checked.
+    """Build the dataclass ``cls`` from a namespace that the parser has checked.
 
     Raises:
         ConfigError: A rule of ``cls``, with the full path of its field.
@@ -418,7 +423,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
 
 
 def check_recipe(values: Mapping[str, Any], verb: str) -> RunConfig:
-    """The same for a recipe that is a mapping already."""
+    """Check a recipe that is a mapping already, as :func:`load_recipe` does."""
     line = CommandLine(contents=[dict(values)])
     parser = recipe_parser(line.foreign)
     plain = _plain(values)

@@ -31,7 +31,7 @@ class CheckpointConfig:
     keep_best: int = 1
     """How many of the checkpoints with the best values of the metric are kept; 0 neither saves nor keeps for that."""
     keep_every: int | None = None
-    """Checkpoints of every so many optimizer steps are kept for ever; a multiple of every_steps."""
+    """Checkpoints of every so many optimizer steps are kept forever; a multiple of every_steps."""
     monitor: str = "val_loss"
     """Logged metric that decides which checkpoint is the best."""
     mode: Literal["min", "max"] = "min"
@@ -58,12 +58,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig:
-    """The ``resume`` section: how far a checkpoint is trusted, and whether an older one may take its place."""
+    """The ``resume`` section: how far a checkpoint is trusted, and whether an older one may stand in for it."""
 
     verify: bool = True
     """Compare the hash of every file with the manifest before anything is loaded; false compares sizes only."""
     fallback: bool = False
-    """Where last or best is damaged, say so and go on from the newest (next best) sound one instead of stopping."""
+    """Where last or best is damaged, say so and resume from the newest (next best) sound one instead of stopping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ def validation_steps(
         interval: Micro-batches between validations.
         accumulate: Micro-batches of an optimizer step.
         per_epoch: Micro-batches of an epoch; None: they do not end, or are not known.
-        every_n_epoch: Epochs with validations, in each of which micro-batches are counted anew; None: over all epochs.
+        every_n_epoch: Epochs with validations, in each of which micro-batches count from 0; None: over all epochs.
     """
     per_epoch = per_epoch or steps * accumulate
     steps_per_epoch = math.ceil(per_epoch / accumulate)

@@ -106,20 +106,20 @@ class SlurmConfig:
         if isinstance(self.time, str):
             time_seconds(self.time)
         for name, value in (self.env or {}).items():
-            require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "mend its name")
+            require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "fix its name")
             fix = "drop it; slurm.master_addr and slurm.master_port say where the ranks meet"
             require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "no variable of the launch", fix)
         require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
 
     def _check_lines(self) -> None:
-        """Nothing that becomes one line of the script may hold two."""
+        """Refuse values that would become two lines of the script."""
         values = {name: getattr(self, name) for name in _ONE_LINE}
         for name in ("extra", "container_mounts"):
             values |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name) or [])}
         for field, value in values.items():
             is_line = value is None or (value.strip() and value.isprintable())
-            require(is_line, field, repr(value), "one line of text without control characters", f"mend {field}")
+            require(is_line, field, repr(value), "one line of text without control characters", f"fix {field}")
         for i, text in enumerate(self.extra or []):
             require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch", "begin it with --")
             for word in text.partition("=")[0].split():  # the script quotes what stands after the first =

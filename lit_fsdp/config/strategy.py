@@ -70,7 +70,7 @@ def _check_patterns(patterns: list[str], field: str) -> None:
 
 
 def wrap_from_words(words: list[str]) -> WrapConfig:
-    """A list of class names and path patterns (those with a dot or a star) as its mapping."""
+    """Turn a list of class names and path patterns (those with a dot or a star) into its mapping."""
     require(words and all(word.strip() for word in words), "wrap", words, "auto, or at least one class name or path")
     patterns = [word for word in words if "." in word or "*" in word]
     _check_patterns(patterns, "wrap")
@@ -202,7 +202,7 @@ class StrategyConfig:
     """How long a collective may wait for a rank."""
     find_unused_parameters: bool = True
     """ddp: look in every step for parameters it did not use; false saves that where there are none, but torch lays out
-    its buckets anew after the first step, so that on more than two ranks a resume may differ in the last bits."""
+    its buckets again after the first step, so that on more than two ranks a resume may differ in the last bits."""
     contract: Literal["error", "warn"] | None = None
     """What a dtype that differs from the precision mode's does; default: error, but warn for somebody's own module."""
     state_dict: StateDict = "sharded"
@@ -320,7 +320,7 @@ def _check_degrees(config: StrategyConfig) -> None:
 
 
 def _check_engine(config: StrategyConfig) -> None:
-    """What an engine cannot do; what would leave the arithmetic as it is, is replaced instead."""
+    """Refuse what an engine cannot do; what would leave the arithmetic as it is, is replaced instead."""
     engine, precision = f"engine {config.engine}", config.precision_config
     given = f"false with {engine}, which always knows"
     fits = config.find_unused_parameters or config.engine == "ddp"

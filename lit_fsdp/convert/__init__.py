@@ -21,7 +21,7 @@ _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"
 
 
 def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
-    """The recipe of a configuration file, and what became of each of its keys.
+    """Convert a configuration file to a recipe, with what became of each of its keys.
 
     ``ranks`` and ``num_nodes`` are those of the run, which the files of Transformers and DeepSpeed do not hold.
 
@@ -47,7 +47,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
 
 
 def _finish(conversion: Conversion) -> None:
-    """Hybrid sharding where there are copies and only there; modes without details as words."""
+    """Put hybrid sharding where there are copies and only there; write modes without details as words."""
     strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
     if strategy.get("replicate_degree", 1) > 1:
         strategy["sharding"] = "hybrid_shard" if sharding == "full_shard" else "hybrid_shard_zero2"
@@ -62,7 +62,7 @@ def _finish(conversion: Conversion) -> None:
 
 
 def _check(conversion: Conversion) -> None:
-    """The recipe passes the check of ``audit``, which leaves out what only a run needs; errors name the input's key."""
+    """Check the recipe as ``audit`` does, which leaves out what only a run needs; errors name the input's key."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         flags = [] if conversion.get("model.name") else ["--model.name", "unnamed"]

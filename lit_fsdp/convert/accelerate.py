@@ -140,7 +140,7 @@ def convert_fsdp(
 
 
 def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> tuple[int | None, bool]:
-    """Put devices, nodes and accelerator; gives the ranks, if known, and whether they are on CPUs."""
+    """Put devices, nodes and accelerator; returns the ranks, if known, and whether they are on CPUs."""
     cpu, nodes = source.take("use_cpu", False), source.take("num_machines", 1)
     on_cpu = cpu.on or str(name).upper() == "MULTI_CPU"
     conversion.keep(cpu, "trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "single" else "gpu")

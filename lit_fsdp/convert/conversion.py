@@ -23,7 +23,7 @@ Reader = Callable[[str, Any], Any] | Mapping[str, Any]
 
 
 def as_is(key: str, value: Any) -> Any:
-    """The value, or the number or truth that its text stands for; the check of the recipe judges it."""
+    """Return the value, or the number or truth that its text stands for; the check of the recipe judges it."""
     try:
         return number(key, value) if isinstance(value, str) else value
     except ConfigError:
@@ -31,7 +31,7 @@ def as_is(key: str, value: Any) -> Any:
 
 
 def number(key: str, value: Any) -> float:
-    """A number, also written as text (``5e-5``, which YAML takes for text); an integer where it is one."""
+    """Parse a number, also written as text (``5e-5``, which YAML takes for text); an integer where it is one."""
     try:
         found = float(value)
         return int(found) if found.is_integer() else found
@@ -40,13 +40,13 @@ def number(key: str, value: Any) -> float:
 
 
 def names(key: str, value: Any) -> list[str]:
-    """Names as a list, or as one text with commas or spaces."""
+    """Split names, given as a list or as one text with commas or spaces."""
     parts = value if isinstance(value, list) else [value]
     return list(dict.fromkeys(name for part in parts for name in re.split(r"[,\s]+", str(part)) if name))
 
 
 def choose(key: str, value: Any, words: Mapping[str, Any]) -> Any:
-    """What stands for a word in any case; words in capitals also by their number, counted from 1."""
+    """Look a word up in any case; words in capitals also by their number, counted from 1."""
     lowered = {word.lower(): result for word, result in words.items()}
     word = "no" if value is False and "no" in lowered else str(value).strip().lower()  # YAML reads NO as false
     if word.isdigit() and 1 <= int(word) <= len(words) and next(iter(words)).isupper():
@@ -56,13 +56,13 @@ def choose(key: str, value: Any, words: Mapping[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in YAML, on one line."""
+    """Format a value as YAML on one line."""
     line = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
     return line.removesuffix("\n...").strip()
 
 
 def read_mapping(key: str, given: str, folder: Path = Path()) -> dict[str, Any]:
-    """JSON text, a YAML or JSON file (from here, or else from ``folder``), or ``-`` for standard input."""
+    """Read JSON text, a YAML or JSON file (from here, or else from ``folder``), or standard input (``-``)."""
     path = Path(given).expanduser()
     try:
         if given.startswith("{") or given == "-":
@@ -126,27 +126,27 @@ class Conversion:
         return any(fate.differs for fate in self.fates)
 
     def get(self, path: str) -> Any:
-        """A value of the recipe so far; a bare word is a field of the strategy."""
-        place: Any = self.recipe
+        """Return a value of the recipe so far; a bare word is a field of the strategy."""
+        section: Any = self.recipe
         for part in _full(path).split("."):
-            place = place.get(part) if isinstance(place, dict) else None
-        return place
+            section = section.get(part) if isinstance(section, dict) else None
+        return section
 
     def put(self, path: str, value: Any, key: str = "") -> Any:
-        """Set a value where none is, with ``key`` also over a default but not over another key; gives what holds."""
+        """Set a value where none is, with ``key`` also over a default but not over another key; returns what holds."""
         path = _full(path)
         *parents, last = path.split(".")
-        place = self.recipe
+        section = self.recipe
         for part in parents:
-            place = place.setdefault(part, {})
+            section = section.setdefault(part, {})
         if by := key and self.by.get(path):
-            given = f"{shown(value)}, beside {by} {shown(place[last])}"
-            require(place[last] == value, key, given, f"one value for {path}", f"drop {key}, or {by}")
-        if key or last not in place:
-            place[last] = value
+            given = f"{shown(value)}, beside {by} {shown(section[last])}"
+            require(section[last] == value, key, given, f"one value for {path}", f"drop {key}, or {by}")
+        if key or last not in section:
+            section[last] = value
         if key:
             self.by[path] = key
-        return place[last]
+        return section[last]
 
     def keep(self, given: Given, path: str, value: Any, note: str = "", differs: bool = False) -> None:
         """Put a value and say so of its key."""
@@ -163,7 +163,7 @@ class Conversion:
             self.fates.append(Fate(given.key, words, differs))
 
     def as_yaml(self, source: str) -> str:
-        """The recipe as YAML with a head that says where it is from and what is missing."""
+        """Write the recipe as YAML with a head that says where it is from and what is missing."""
         head = "\n".join(f"# {line}" for line in (f"Converted from {source}.", *self.to_give))
         ordered = {name: self.recipe[name] for name in _SECTIONS if name in self.recipe}
         return f"{head}\n\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)}"

@@ -132,14 +132,14 @@ def put_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None:
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:
-    """The engine, or else the one that keeps the whole model on every rank, with what it takes by default."""
+    """Put the engine, or else the one that keeps the whole model on every rank, with what it takes by default."""
     conversion.put("engine", engine or ("single" if ranks == 1 else "ddp"))
     conversion.put("sharding", "full_shard" if engine else "no_shard")
     conversion.put("state_dict", state_dict or ("sharded" if engine else "full"))
 
 
 def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: str = "--ranks") -> None:
-    """Nodes, and devices per node: all at hand where the ranks are not known."""
+    """Put nodes, and devices per node: all at hand where the ranks are not known."""
     fits = num_nodes > 0 and (ranks or 0) % num_nodes == 0
     require(fits, key, ranks, f"a multiple of {num_nodes} nodes", f"write {key} {num_nodes}")
     conversion.put("trainer.num_nodes", num_nodes)

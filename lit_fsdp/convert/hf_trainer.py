@@ -89,7 +89,7 @@ def convert_hf_trainer(
         for word in words:
             put_precision(conversion, word)
     elif zero.get("scheduler"):
-        source.ignore("lr_scheduler_", "the scheduler of the deepspeed configuration takes its place")
+        source.ignore("lr_scheduler_", "the scheduler of the deepspeed configuration replaces it")
     _loop(conversion, source, values)
     source.rest()
     for path, value in FILLED_IN.items():

@@ -50,12 +50,12 @@ Table = Mapping[str, Keep | Drop | None]
 
 
 def rows(words: str, row: Keep | Drop | None) -> dict[str, Keep | Drop | None]:
-    """The same row for several keys."""
+    """Give several keys the same row."""
     return dict.fromkeys(words.split(), row)
 
 
 def under(section: str, table: Table) -> dict[str, Keep | Drop | None]:
-    """The rows of a section, for the table of the whole file."""
+    """Prefix the rows of a section, for the table of the whole file."""
     return {f"{section}.{key}": row for key, row in table.items()}
 
 
@@ -80,7 +80,7 @@ class Source:
                 self._left[name] = Given(written, value)
 
     def take(self, name: str, default: Any = None) -> Given:
-        """The value of a key, which is gone then; ``default`` without a key where it is missing or null."""
+        """Remove a key and return its value; ``default`` without a key where it is missing or null."""
         return self._left.pop(name, Given("", default))
 
     def ignore(self, starts: str, why: str) -> None:
@@ -89,7 +89,7 @@ class Source:
             self.conversion.drop(self._left.pop(name), why)
 
     def rest(self) -> None:
-        """Do what the table says with every key that is left, in its order, then with those of patterns and unknown."""
+        """Apply the table to every key that is left, in its order, then to those of patterns and unknown ones."""
         for name, row in self.table.items():
             if name in self._left:
                 self._apply(row or Drop("other keys decide"), self._left.pop(name))

@@ -66,23 +66,23 @@ class Wanted:
 
 
 def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
-    """A row that is ok, or has another grade and its fix."""
+    """Build a row that is ok, or has another grade and its fix."""
     return Row(name, found) if is_ok else Row(name, found, otherwise, fix)
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB."""
     return f"{num_bytes / GIB:.4g} GiB"
 
 
 def nearest(folder: Path) -> Path:
-    """The folder itself or the closest one above it that exists, links followed."""
+    """Return the folder itself or the closest one above it that exists, links followed."""
     folder = folder.expanduser().absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
 
 
 def ask_torch(seconds: float = 120) -> dict[str, Any]:
-    """``device_facts`` of :mod:`lit_fsdp.launch.doctor_ranks` from a process of its own, or ``{"error": why}``."""
+    """Run :func:`lit_fsdp.launch.doctor_ranks.device_facts` in a process of its own; ``{"error": why}`` if it fails."""
     words = [sys.executable, "-m", "lit_fsdp.launch.doctor_ranks"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)  # noqa: S603
@@ -94,13 +94,13 @@ def ask_torch(seconds: float = 120) -> dict[str, Any]:
 
 
 def judge_machine(wanted: Wanted, facts: Mapping[str, Any], processes: int) -> list[Row]:
-    """All rows on this machine, by the facts of :func:`ask_torch`, for ``processes`` on the devices and cores seen."""
+    """Judge this machine by the facts of :func:`ask_torch`, for ``processes`` on the devices and cores seen."""
     rows = [*judge_versions(), *judge_devices(facts, wanted, processes)]
     return [*rows, *judge_host(wanted, processes), *judge_disks(wanted), *judge_hub(wanted.model)]
 
 
 def judge_versions() -> list[Row]:
-    """A row for each package that a run imports, against the floors of our own metadata."""
+    """Compare each package that a run imports with the floors of our own metadata."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 
@@ -121,7 +121,7 @@ def judge_versions() -> list[Row]:
 
 
 def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> list[Row]:
-    """Rows on torch, GPUs, precision and NCCL."""
+    """Judge torch, GPUs, precision and NCCL."""
     if "error" in facts:
         return [Row("torch loads", facts["error"], "fail", "install torch again: pytorch.org/get-started")]
     gpus, build, in_dev = facts["gpus"], facts["build"], facts["device_files"]
@@ -144,7 +144,7 @@ def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> l
 
 
 def judge_host(wanted: Wanted, processes: int) -> list[Row]:
-    """Rows on shared memory, host memory and cores."""
+    """Judge shared memory, host memory and cores."""
     free = shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) else 0
     fix = f"in a container --shm-size=16g or --ipc=host; else mount -o remount,size=16G {_SHM}"
     is_ok = free >= _SHM_BYTES_PER_PROCESS * processes
@@ -163,7 +163,7 @@ def judge_host(wanted: Wanted, processes: int) -> list[Row]:
 
 
 def judge_disks(wanted: Wanted) -> list[Row]:
-    """Rows on the room for checkpoints and for the cache."""
+    """Judge the room for checkpoints and for the cache."""
     folder, count = nearest(wanted.run_folder / "checkpoints"), wanted.num_checkpoints
     free = shutil.disk_usage(folder).free
     found, needed = f"{gib(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
@@ -180,7 +180,7 @@ def judge_disks(wanted: Wanted) -> list[Row]:
 
 
 def judge_hub(model: str | None) -> list[Row]:
-    """Rows on the Hugging Face hub and on the recipe's model; a token is never shown."""
+    """Judge access to the Hugging Face hub and to the recipe's model; a token is never shown."""
     import huggingface_hub
     from huggingface_hub import constants
 

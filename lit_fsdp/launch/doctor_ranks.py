@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def device_facts() -> dict[str, Any]:
-    """What torch says of its own build and of the GPUs that this process may use."""
+    """Ask torch about its build and the GPUs that this process may use."""
     from torch.utils import collect_env
 
     why_not, cuda = "", torch.version.cuda
@@ -111,7 +111,7 @@ def _connect(**options: Any) -> dist.Store:
 
 
 def _collect(store: dist.Store, key: str, count: int, seconds: float = 0.0) -> list[str]:
-    """What ``count`` ranks have set as ``key``, once all have or the time is over; empty where one has not."""
+    """Collect what ``count`` ranks have set as ``key``, once all have or the time is over; empty where one has not."""
     names, deadline = [f"{key}/{rank}" for rank in range(count)], time.monotonic() + seconds
     for name in names:
         left = deadline - time.monotonic()
@@ -122,7 +122,7 @@ def _collect(store: dist.Store, key: str, count: int, seconds: float = 0.0) -> l
 
 
 def _scratch(stack: contextlib.ExitStack, wanted: Wanted, rows: list[Row]) -> str:
-    """A hidden folder where the run's checkpoints will lie, gone with ``stack``; empty if none can be made."""
+    """Make a hidden folder where the run's checkpoints will lie, gone with ``stack``; empty if none can be made."""
     folder = nearest(wanted.run_folder / "checkpoints")
     try:
         made = tempfile.TemporaryDirectory(prefix=".lit-fsdp-doctor-", dir=folder, ignore_cleanup_errors=True)
@@ -134,7 +134,7 @@ def _scratch(stack: contextlib.ExitStack, wanted: Wanted, rows: list[Row]) -> st
 
 
 def _arrival(rank: int, rows: Sequence[Row], folder: str) -> dict[str, Any]:
-    """What a process tells rank 0: what its node is like, and whether it sees the folder that rank 0 has made."""
+    """Describe this process's node to rank 0, and whether it sees the folder that rank 0 has made."""
     deadline = time.monotonic() + _SEE_SECONDS
     while folder and not os.path.isdir(folder) and time.monotonic() < deadline:  # a network file system takes a moment
         time.sleep(0.2)
@@ -150,7 +150,7 @@ def _arrival(rank: int, rows: Sequence[Row], folder: str) -> dict[str, Any]:
 def judge_arrivals(
     arrived: Sequence[Mapping[str, Any]], started: int, wanted: Wanted, here: Sequence[Row]
 ) -> list[Row]:
-    """Rows on which processes came, what their nodes share, and what is amiss on one of them but not ``here``."""
+    """Judge which processes came, what their nodes share, and what is wrong on one of them but not ``here``."""
     leaders = [one for one in arrived if one["is_leader"]]
     rows = []
     if len(leaders) != wanted.nodes:
@@ -200,7 +200,7 @@ def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: in
 
 
 def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
-    """One rank: rendezvous, all-reduce, trial save, each announced in the store before it begins."""
+    """Run one rank: rendezvous, all-reduce, trial save, each announced in the store before it begins."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent is gone, whatever blocks here
     os.dup2(2, 1)  # NCCL_DEBUG writes to standard output, which is the report's
     if os.getppid() != plan["parent"]:  # it went before it could be watched
@@ -231,7 +231,7 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
 
 
 def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> float:
-    """Milliseconds of one all-reduce in fp32, whose sums are compared first; collective."""
+    """Time one all-reduce in fp32, in milliseconds, after comparing its sums; collective."""
     tensor = torch.ones(num_bytes // 4, device=device)
     dist.all_reduce(tensor)  # makes connections and buffers too
     if not bool((tensor == dist.get_world_size()).all()):
@@ -246,7 +246,7 @@ def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> f
 
 
 def trial_save(folder: Path, num_bytes: int, device: torch.device) -> tuple[int, float]:
-    """Bytes and seconds of a checkpoint by the code that a run saves with, every file of it verified; collective."""
+    """Save and verify a checkpoint by the code that a run saves with; returns bytes and seconds; collective."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -292,7 +292,7 @@ def _report_ranks(store: dist.Store, plan: Mapping[str, Any], started: int, repo
 
 
 def judge_save(num_bytes: int, seconds: float, plan: Mapping[str, Any], wanted: Wanted) -> Row:
-    """A row on how fast the trial save was, and on what that means for a whole checkpoint."""
+    """Judge how fast the trial save was, and what that means for a whole checkpoint."""
     rate = num_bytes / seconds
     found = f"{num_bytes / MIB:.0f} MiB by {plan['world']} rank(s) at {rate / MIB:.0f} MiB/s, verified"
     if wanted.checkpoint_bytes is not None:

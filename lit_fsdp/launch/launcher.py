@@ -27,7 +27,7 @@ _TORCHRUN = (
 def adopt_step(environment: MutableMapping[str, str]) -> None:
     """Make SLURM's variables say what is true of the job step that this process is in, for Lightning, which reads them.
 
-    One task, also that of a batch script, is a place to start ranks from and none of several. Of a step of several
+    A single task, also that of a batch script, starts the ranks itself and is none of several. Of a step of several
     tasks some variables are the allocation's, as salloc and sbatch were asked for it: its name, by which Lightning
     takes every step of an ``salloc`` for a shell and would start processes in each task; its nodes, of which a step may
     have others first; its tasks per node.
@@ -129,7 +129,7 @@ def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
 
 
 def _first_node(nodes: str) -> str:
-    """The first name in SLURM's short form: ``a[03-05,7],b1`` → ``a03``."""
+    """The first name in SLURM's short notation: ``a[03-05,7],b1`` → ``a03``."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*))?", nodes)
     return "".join(match.groups(default="")) if match else ""
 

@@ -41,7 +41,7 @@ class Facts:
     """What is known beside the recipe."""
 
     sinfo: str | None = None
-    """What ``sinfo`` says in the form :data:`SINFO`; ``None``: it does not answer."""
+    """What ``sinfo`` prints in the format :data:`SINFO`; ``None``: it does not answer."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint, from shapes; ``None`` where the model's config is not at hand."""
     save_seconds: float | None = None
@@ -53,7 +53,7 @@ class Facts:
 
 
 def check_job(job: Job, run: RunConfig, facts: Facts) -> tuple[list[ConfigError], list[str]]:
-    """Errors and warnings about a job, in the order in which they are best mended."""
+    """Return errors and warnings about a job, in the order in which they are best fixed."""
     found = [entry for check in CHECKS for entry in check(job, run, facts)]
     return [e for e in found if isinstance(e, ConfigError)], [w for w in found if isinstance(w, str)]
 
@@ -68,7 +68,7 @@ def _start_is_clear(job: Job, run: RunConfig, facts: Facts) -> Found:
     elif word is None and facts.num_kept:
         given = f"{job.run_folder}, which holds {facts.num_kept} checkpoint(s) of a run already"
         fix = f"give --ckpt_path last, or name another --{field}"
-        yield ConfigError(field, given, "a new run folder, or a run that goes on", fix)
+        yield ConfigError(field, given, "a new run folder, or a run to resume", fix)
     elif word in ("last", "best") and not facts.num_kept:
         yield ConfigError("ckpt_path", word, f"a checkpoint in {job.run_folder}, where there is none", "drop ckpt_path")
     elif word not in (None, "last", "best") and not Path(str(word)).is_dir():
@@ -82,7 +82,7 @@ def _shell_is_whole(job: Job, run: RunConfig, facts: Facts) -> Found:
     for field, text in texts.items():
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607
         if done.returncode:
-            yield ConfigError(field, done.stderr.strip(), "lines that bash can read", f"mend {field}")
+            yield ConfigError(field, done.stderr.strip(), "lines that bash can read", f"fix {field}")
     added = "\n".join([*(config.setup or []), texts.get("slurm.env_file", ""), *(config.command or [])])
     if launcher := _LAUNCHER.search(added):
         yield f"{launcher[1]} in setup, env_file or command: the script calls srun itself, once, with all processes"
@@ -95,12 +95,12 @@ def _files_are_there(job: Job, run: RunConfig, facts: Facts) -> Found:
         is_output = field in ("trainer.default_root_dir", "data.cache_dir")
         if not is_output and not glob.glob(str(path)):
             yield ConfigError(field, f"{path}, which does not exist", "an existing file or folder", f"check {field}")
-        elif why := local_place(path):
+        elif why := node_local(path):
             local.append(f"{field} {path} ({why})")
     program = job.command[0]
     if not job.config.container and shutil.which(program) is None:
         yield f"slurm.command {program}: not on this machine; the nodes must have it"
-    elif not job.config.container and (why := local_place(Path(program))):
+    elif not job.config.container and (why := node_local(Path(program))):
         local.append(f"slurm.command {program} ({why})")
     if local:
         yield f"other nodes, and another one that the job may get, do not see: {'; '.join(local)}"
@@ -129,7 +129,7 @@ def _paths(job: Job, run: RunConfig) -> Iterator[tuple[str, Path]]:
             yield field, path.absolute()
 
 
-def local_place(path: Path) -> str | None:
+def node_local(path: Path) -> str | None:
     """Why a path cannot be seen from other nodes, as far as its name tells; links are followed."""
     paths = (path, path.resolve())
     return next((f"{f} is a node's own" for f in _LOCAL_FOLDERS for path in paths if path.is_relative_to(f)), None)

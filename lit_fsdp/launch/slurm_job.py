@@ -1,7 +1,7 @@
 """A recipe as a SLURM job, and its sbatch file: the template ``job.sbatch`` beside this file, filled in.
 
 One task per process, one ``srun``. The batch shell runs on the first node of the job; all it does is to name a meeting
-point, start the step and, when the step has saved and stopped, put the job back into the queue. No value runs anything.
+point, start the step and, when the step has saved and stopped, requeue the job. No value runs anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError, require
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
-_PLACE = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
+_BLANK = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
 """``{{name}}``; a line that holds nothing else goes if there is nothing to fill in."""
 _SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
 
@@ -78,7 +78,7 @@ class Job:
 
 
 def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
-    """The job of a checked recipe.
+    """Plan the job of a checked recipe.
 
     Args:
         run: The recipe.
@@ -134,7 +134,7 @@ def _fits(run: RunConfig, nodes: int, tasks: int) -> bool:
 
 
 def render(job: Job) -> str:
-    """The script that ``sbatch`` takes."""
+    """Write the script that ``sbatch`` takes."""
     config, quoted = job.config, shlex.quote
     size = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
     processes = "one process per GPU" if job.gpus_per_node else f"{job.tasks_per_node} process(es) per node, on CPUs"
@@ -161,7 +161,7 @@ def render(job: Job) -> str:
         "flags": "".join(f" \\\n  {flag}" for flag in flags),
         "command": command,
     }
-    return _PLACE.sub(lambda found: _filled(found, values), _TEMPLATE.read_text(encoding="utf-8"))
+    return _BLANK.sub(lambda found: _filled(found, values), _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _filled(found: re.Match[str], values: Mapping[str, object]) -> str:
@@ -170,7 +170,7 @@ def _filled(found: re.Match[str], values: Mapping[str, object]) -> str:
 
 
 def sbatch_value(text: str) -> str:
-    """A value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but runs no shell."""
+    """Quote a value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but no shell."""
     if text and all(c.isalnum() or c in "-_./:,=@%+[]&|*()" for c in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

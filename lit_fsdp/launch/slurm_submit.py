@@ -25,7 +25,7 @@ class SlurmError(ConfigError):
 
 
 def run_slurm(words: Sequence[str], timeout_seconds: float = _SECONDS, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of one of SLURM's commands; what it warns of goes to our standard error.
+    """Run one of SLURM's commands and return its standard output; its warnings go to our standard error.
 
     Raises:
         SlurmError: It is not installed, does not answer, or refuses.
@@ -78,7 +78,7 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
 
 
 def living_jobs(job: Job) -> list[str]:
-    """Numbers of earlier jobs of this run folder that wait or run.
+    """List the numbers of earlier jobs of this run folder that wait or run.
 
     Raises:
         SlurmError: squeue does not answer.
@@ -88,7 +88,7 @@ def living_jobs(job: Job) -> list[str]:
 
 
 def _recipe(job: Job, values: Mapping[str, Any]) -> str:
-    """The recipe as the job reads it; secrets have no place in files."""
+    """The recipe as the job reads it; secrets are refused, as no file of a run may hold one."""
     shown = redact_values(dict(values))
     if shown != values:
         key = next(iter(hidden_keys(shown)), "recipe")

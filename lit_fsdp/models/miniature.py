@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lit_fsdp.config.places import shipped
+from lit_fsdp.config.locations import shipped
 from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_on_meta, num_parameters
 

@@ -86,7 +86,7 @@ class Traffic:
 
 
 def step_traffic(weights: Weights, layout: Layout, forwards: int = 1) -> Traffic:
-    """Traffic of an optimizer step.
+    """Count what an optimizer step sends.
 
     Parameters are gathered for the forward and, unless they stay gathered (``shard_grad_op``, ``hybrid_shard_zero2``),
     again for the backward pass; gradients are reduce-scattered over the ranks of a copy and all-reduced over copies.

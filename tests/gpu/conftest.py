@@ -1,4 +1,4 @@
-"""One process, one device, one fresh process group per test.
+"""One process, one device, one fresh process group per run.
 
 ``LIT_FSDP_GPU_DRY_RUN=1 pytest tests/gpu`` runs the same code on the CPU with gloo: everything but CUDA itself.
 """
@@ -28,35 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
 
 
-@pytest.fixture(scope="session")
-def accelerator() -> str:
-    """Lightning's word for the device."""
-    return "cpu" if DRY_RUN else "gpu"
-
-
-@pytest.fixture(scope="session")
-def device(accelerator: str) -> str:
-    """Torch's word for the device."""
-    return "cpu" if accelerator == "cpu" else "cuda"
-
-
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """No process group, launcher variables, deterministic mode or memory statistics are left for the next test."""
+    """Launcher variables and the deterministic mode of a test are not left for the next one."""
     import torch
-    import torch.distributed as dist
 
     before = dict(os.environ)
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
     torch.use_deterministic_algorithms(False)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture(scope="session")
@@ -64,4 +46,4 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with tied embeddings and random weights."""
     from tests.gpu.runs import save_model
 
-    return save_model(tmp_path_factory.mktemp("tiny") / "model", {})
+    return save_model(tmp_path_factory.mktemp("tiny") / "model")

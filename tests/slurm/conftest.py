@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -99,23 +99,15 @@ class Cluster:
             time.sleep(0.5)
         raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
 
-    def put_back(self, number: str, seconds: float = 180) -> None:
-        """Waits until a job has been put back into the queue, whether it runs again or not yet."""
-        deadline = time.monotonic() + seconds
-        while self.states(number)[0]["Restarts"] == "0":
-            assert time.monotonic() < deadline, f"{number} is {self.states(number)}\n{self.logs()}"
-            time.sleep(0.2)
-
     def restarted(self, number: str, times: int, seconds: float = 600) -> None:
-        """Waits until a job has been put back into the queue so often and runs again."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        """Waits until a job has been requeued so often, and no end was the last one."""
+
+        def is_back() -> bool:
             (state,) = self.states(number)
-            if state["Restarts"] == str(times) and state["JobState"] in ("RUNNING", "COMPLETED"):
-                return
             assert state["JobState"] not in _ENDED, self.logs()
-            time.sleep(0.3)
-        raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
+            return state["Restarts"] == str(times)
+
+        self._wait(is_back, f"start {times + 1} of job {number}", seconds)
 
     def signal(self, number: str, name: str = "USR1") -> None:
         """What a time limit and a preemption send to every process of the step."""
@@ -124,19 +116,17 @@ class Cluster:
 
     def wait_for_step(self, name: str, step: int, seconds: float = 600) -> None:
         """Until a run has logged a step."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if max(losses(self.folder / name), default=-1) >= step:
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"{name} did not reach step {step}\n{self.logs()}")
+        self._wait(lambda: max(losses(self.folder / name), default=-1) >= step, f"{name} to log step {step}", seconds)
 
     def wait_for(self, path: Path, seconds: float = 600) -> None:
         """Until a file is there."""
+        self._wait(path.exists, str(path), seconds)
+
+    def _wait(self, is_there: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, f"no {path}\n{self.logs()}"
-            time.sleep(0.05)
+        while not is_there():
+            assert time.monotonic() < deadline, f"waited for {what}\n{self.logs()}"
+            time.sleep(0.2)
 
     def logs(self) -> str:
         """The end of every log."""
@@ -173,30 +163,3 @@ def cluster() -> Iterator[Cluster]:
     finally:
         subprocess.run([str(HERE / "stop.sh"), str(folder / "cluster")], check=False)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-_FAILED = pytest.StashKey[bool]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Lets the fixture below know of a failure."""
-    report = yield
-    item.stash[_FAILED] = report.failed or (call.when != "setup" and item.stash.get(_FAILED, False))
-    return report
-
-
-@pytest.fixture(autouse=True)
-def _nothing_of_a_failed_attempt_stays(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[None]:
-    """Neither jobs nor folders, so that the next attempt begins as the first one did."""
-    before = set(cluster.folder.iterdir())
-    yield
-    if not request.node.stash.get(_FAILED, False):
-        return
-    cluster.run("scancel", "--user=root")
-    deadline = time.monotonic() + 120
-    while cluster.run("squeue", "-h").stdout.strip() and time.monotonic() < deadline:
-        time.sleep(0.3)
-    aside = Path(tempfile.mkdtemp(prefix="failed-", dir=cluster.folder))
-    for path in set(cluster.folder.iterdir()) - before - {aside}:
-        path.rename(aside / path.name)

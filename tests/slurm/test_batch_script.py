@@ -15,7 +15,7 @@ from lit_fsdp.launch.slurm_job import render
 from tests.slurm.conftest import Cluster
 from tests.unit.launch.conftest import planned
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long("with stand-ins for SLURM in tests/unit/launch")]
 TOUCH = '$(touch pwned) `touch pwned` ; touch pwned & "$(touch pwned)" \' #'
 DUMP = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['OUT'], 'w'))"
 
@@ -73,7 +73,7 @@ def test_who_is_started_again(cluster: Cluster):
     found = {name: ended(cluster, number) for name, number in jobs.items()}
     assert found == {name: wanted for name, (_, _, wanted) in cases.items()}, cluster.logs()
     log = (cluster.folder / "capped" / "slurm" / f"{jobs['capped']}.log").read_text()
-    assert log.count("not put back into the queue: 1 times are enough (slurm.max_requeues)") == 1
+    assert log.count("not requeued: 1 times are enough (slurm.max_requeues)") == 1
     assert ended(cluster, setup) == ("FAILED", "1:0", "0")
     assert not (cluster.folder / "begun").exists()
 

@@ -148,11 +148,8 @@ def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["exit.3"]
 
 
-def test_a_free_port_is_none_of_those_of_outgoing_connections():
+def test_a_free_port_is_none_of_outgoing_connections_and_none_where_somebody_listens(monkeypatch):
     assert all(10000 <= free_port() < 20000 for _ in range(50))
-
-
-def test_a_port_where_somebody_listens_is_passed_over(monkeypatch):
     with socket.create_server(("", free_port())) as taken:
         busy, free = taken.getsockname()[1], own_port()
         monkeypatch.setattr(host, "_PORTS", [busy, free])

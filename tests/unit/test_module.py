@@ -246,12 +246,13 @@ def test_built_on_meta_once_and_the_same_weights_for_a_seed():
 
 
 def test_wrong_options_are_refused():
-    for options, field in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "model.name"),
         ({"name": "x", "learning_rate": 1e-4}, "model.learning_rate"),
         ({"name": "x", "optim": {"lr": -1}}, "model.optim.lr"),
         ({"name": "x", "attn_implementation": "flash"}, "model.attn_implementation"),
-    ):
+    ]
+    for options, field in cases:
         with pytest.raises(ConfigError) as caught:
             CausalLMModule(**options)
         assert caught.value.field == field

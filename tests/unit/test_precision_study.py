@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import struct
-import sys
-import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -18,15 +15,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
     """The script, imported as it is when run from recipes/."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "recipes"))
         spec = importlib.util.spec_from_file_location("precision_study", ROOT / "recipes/precision_study.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "recipes"))
     return module
 
 
@@ -41,27 +36,15 @@ def stepped(dtype: torch.dtype, rate: float) -> tuple[list[torch.Tensor], list[t
     return before, [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rate", "unchanged"),
-    [
+def test_updates_below_half_a_spacing_vanish(study: ModuleType) -> None:
+    for dtype, rate, unchanged in (
         (torch.bfloat16, 1e-4, 4),  # half the spacing below 1 is 2**-9: too little for the ones, not for the others
         (torch.bfloat16, 2.0**-8, 0),
         (torch.bfloat16, 1e-7, 8),
         (torch.float32, 1e-4, 0),
         (torch.float32, 1e-8, 4),  # fp32 has an end too
-    ],
-)
-def test_updates_below_half_a_spacing_vanish(
-    study: ModuleType, dtype: torch.dtype, rate: float, unchanged: int
-) -> None:
-    assert study.count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
-
-
-def test_frozen_parameters_are_not_counted_and_tied_ones_once(study: ModuleType) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    model[1].bias.requires_grad_(False)
-    assert [tuple(tensor.shape) for tensor in study.local_parameters(model)] == [(3, 3)]
+    ):
+        assert study.count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
 
 
 def run_of(mode: str, rate: float, last: float, share: float) -> dict:
@@ -75,26 +58,18 @@ def run_of(mode: str, rate: float, last: float, share: float) -> dict:
     }
 
 
-def test_table_compares_with_fp32_at_the_same_rate(study: ModuleType) -> None:
+def test_table_compares_with_fp32_at_the_same_rate(study: ModuleType, tmp_path: Path) -> None:
     runs = [run_of("fp32", 1e-5, 0.5, 0.0), run_of("low_precision", 1e-5, 0.75, 0.98), run_of("fp32", 1e-4, 0.2, 0.0)]
     lines = study.as_table(runs).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert lines[3] == "| 1e-05 | `low_precision` | 0.8500 | 0.7500 | 0.7400 | +0.2500 | 98.00% | 98.00% | 98.00% |"
-    assert "| 1e-04 | `fp32` |" in lines[4]
 
 
 def test_picture_has_something_in_it(study: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("matplotlib.image")
     runs = [run_of(mode, rate, 0.5, 0.5) for rate in (1e-5, 1e-4) for mode in study.MODES]
     study.draw(runs, tmp_path / "loss.png")
-    data = (tmp_path / "loss.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", data[16:24])
-    assert width > 800
-    assert height > 300
-    chunks, at = b"", 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        chunks += data[at + 8 : at + 8 + length] if data[at + 4 : at + 8] == b"IDAT" else b""
-        at += 12 + length
-    assert len(set(zlib.decompress(chunks))) > 50  # text and lines in several colors, not one blank page
+    pixels = image.imread(tmp_path / "loss.png")
+    assert pixels.shape[0] > 300
+    assert pixels.shape[1] > 800
+    assert len({*map(tuple, pixels.reshape(-1, pixels.shape[-1])[::50])}) > 5  # lines in several colors

@@ -48,21 +48,21 @@ def means(record: dict[str, Any]) -> dict[int, list[str]]:
     return {row["step"]: row["means"] for row in record["checkpoints"] if row["means"]}
 
 
-@pytest.mark.parametrize("word", ["run", "run/checkpoints"])
-def test_the_table(run: Callable[..., Path], capsys: Out, word: str):
+def test_the_table(run: Callable[..., Path], capsys: Out):
     for step, loss in {2: 0.5, 4: 0.25, 10: 0.75}.items():
         run(step, val_loss=loss)
-    assert commands.run(["ckpt", "ls", word]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    head, *rows = [line.split() for line in out.splitlines()]
-    assert head == ["step", "time", "(UTC)", "size", "val_loss", "complete", "verified"]
-    assert [row[0] for row in rows] == ["2", "4", "10"]
-    assert [row[5:] for row in rows] == [
-        ["0.5", "yes", "-"],
-        ["0.25", "yes", "-", "best"],
-        ["0.75", "yes", "-", "last"],
-    ]
+    for word in ("run", "run/checkpoints"):
+        assert commands.run(["ckpt", "ls", word]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        head, *rows = [line.split() for line in out.splitlines()]
+        assert head == ["step", "time", "(UTC)", "size", "val_loss", "complete", "verified"]
+        assert [row[0] for row in rows] == ["2", "4", "10"]
+        assert [row[5:] for row in rows] == [
+            ["0.5", "yes", "-"],
+            ["0.25", "yes", "-", "best"],
+            ["0.75", "yes", "-", "last"],
+        ]
 
 
 def test_damage_is_in_the_table(run: Callable[..., Path], capsys: Out):
@@ -138,12 +138,12 @@ def test_an_empty_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: O
     assert listed(capsys, "run")["checkpoints"] == []
 
 
-@pytest.mark.parametrize(("verb", "field"), [("ls", "RUN"), ("verify", "PATH")])
-def test_a_run_that_does_not_exist(run: Callable[..., Path], verb: str, field: str):
-    for given in ("rum", str(run(1) / "state.json")):
-        with pytest.raises(ConfigError, match="which is no folder") as caught:
-            commands.run(["ckpt", verb, given])
-        assert caught.value.field == field
+def test_a_run_that_does_not_exist(run: Callable[..., Path]):
+    for verb, field in (("ls", "RUN"), ("verify", "PATH")):
+        for given in ("rum", str(run(1) / "state.json")):
+            with pytest.raises(ConfigError, match="which is no folder") as caught:
+                commands.run(["ckpt", verb, given])
+            assert caught.value.field == field
 
 
 def test_a_checkpoint_is_no_run(run: Callable[..., Path], tmp_path: Path):
@@ -216,8 +216,6 @@ def test_nothing_heavy_is_imported(run: Callable[..., Path]):
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
-)
-def test_sizes(num_bytes: int, words: str):
-    assert size_words(num_bytes) == words
+def test_sizes():
+    for num_bytes, words in ((0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")):
+        assert size_words(num_bytes) == words

@@ -14,8 +14,8 @@ import pytest
 
 from lit_fsdp.commands import run
 from lit_fsdp.commands.recipes import find_shipped
+from lit_fsdp.config.locations import shipped, shipped_name, shipped_root
 from lit_fsdp.config.parser import read_yaml
-from lit_fsdp.config.places import shipped, shipped_name, shipped_root
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -51,57 +51,44 @@ def test_ls_for_a_machine(capsys: pytest.CaptureFixture[str]):
     assert len(found) == len(files)
 
 
-@pytest.mark.parametrize("name", ["debug/smoke", "debug/smoke.yaml", "configs/debug/smoke.yaml"])
-def test_show_prints_the_file(name: str, capsys: pytest.CaptureFixture[str]):
-    assert run(["recipes", "show", name]) == 0
-    assert capsys.readouterr().out == SMOKE.read_text(encoding="utf-8")
+def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]):
+    for name in ("debug/smoke", "debug/smoke.yaml", "configs/debug/smoke.yaml"):
+        assert run(["recipes", "show", name]) == 0
+        assert capsys.readouterr().out == SMOKE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
+def test_a_typo_names_what_is_near_and_only_what_ships_is_found():
+    for name, first in (
         ("quickstrat", "quickstart"),
         ("smoke", "debug/smoke"),
         ("llama3.2-1b", "llama3.2-1b_full_fsdp2_2x24gb"),
         ("recipes/mistral-7b_full_fsdp2_8x80g.yaml", "mistral-7b_full_fsdp2_8x80gb"),
-    ],
-)
-def test_a_typo_names_what_is_near(name: str, first: str):
-    with pytest.raises(ConfigError) as caught:
-        find_shipped(name)
-    assert caught.value.fix == f"write {first}"
-    assert first in caught.value.allowed
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find_shipped(name)
+        assert caught.value.fix == f"write {first}"
+        assert first in caught.value.allowed
+    for name in ("", "nothing-like-it-at-all", "../pyproject", "/etc/passwd"):
+        with pytest.raises(ConfigError, match="lit-fsdp recipes ls"):
+            find_shipped(name)
 
 
-@pytest.mark.parametrize("name", ["", "nothing-like-it-at-all", "../pyproject", "/etc/passwd"])
-def test_only_what_ships_is_found(name: str):
-    with pytest.raises(ConfigError, match="lit-fsdp recipes ls"):
-        find_shipped(name)
-
-
-@pytest.mark.parametrize(
-    ("dest", "copy"),
-    [
-        (".", "smoke.yaml"),
-        ("new/deep/", "new/deep/smoke.yaml"),
-        ("new/mine.yaml", "new/mine.yaml"),
-        ("there", "there/smoke.yaml"),
-    ],
-)
-def test_cp(dest: str, copy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    assert run(["recipes", "cp", "debug/smoke", dest]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{copy}\n"
-    assert err == f"use it: lit-fsdp fit --config RECIPE.yaml --config {copy}\n"
-    assert Path(copy).read_bytes() == SMOKE.read_bytes()
-    Path(copy).write_text("mine")
-    with pytest.raises(ConfigError, match="which exists"):
-        run(["recipes", "cp", "debug/smoke", dest])
-    assert Path(copy).read_text() == "mine"
-    assert run(["recipes", "cp", "debug/smoke", dest, "--force"]) == 0
-    assert Path(copy).read_bytes() == SMOKE.read_bytes()
+    for dest, copy in ((".", "smoke.yaml"), ("new/deep/", "new/deep/smoke.yaml"), ("there", "there/smoke.yaml")):
+        assert run(["recipes", "cp", "debug/smoke", dest]) == 0
+        out, err = capsys.readouterr()
+        assert out == f"{copy}\n"
+        assert err == f"use it: lit-fsdp fit --config RECIPE.yaml --config {copy}\n"
+        assert Path(copy).read_bytes() == SMOKE.read_bytes()
+        Path(copy).write_text("mine")
+        with pytest.raises(ConfigError, match="which exists"):
+            run(["recipes", "cp", "debug/smoke", dest])
+        assert Path(copy).read_text() == "mine"
+        assert run(["recipes", "cp", "debug/smoke", dest, "--force"]) == 0
+        assert Path(copy).read_bytes() == SMOKE.read_bytes()
+        capsys.readouterr()
 
 
 def test_cp_where_no_file_can_be(tmp_path: Path):

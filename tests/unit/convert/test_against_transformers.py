@@ -47,18 +47,19 @@ def _resolved(arguments: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_arguments_decide_what_the_recipe_says(tmp_path: Path, name: str) -> None:
+def test_the_arguments_decide_what_the_recipe_says(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **CASES[name])
-    found = convert("hf-trainer", {"output_dir": str(tmp_path / "out"), **CASES[name]}, 2)
-    ours, theirs = strategy(found), _resolved(arguments)
-    assert {key: ours[key] for key in theirs} == theirs
-    # What it writes of itself, with its many nulls, is the same recipe; only the CPU was for this test.
-    whole = json.loads(arguments.to_json_string())
-    whole.pop("use_cpu")
-    again = convert("hf-trainer", whole, 2)
-    assert strategy(again) == ours
-    assert again.recipe["model"] == found.recipe["model"]
-    assert again.recipe["data"]["micro_batch_size"] == found.recipe["data"]["micro_batch_size"]
-    assert not again.differs
+    out = str(tmp_path / "out")
+    for name, given in CASES.items():
+        arguments = transformers.TrainingArguments(out, use_cpu=True, report_to=[], **given)
+        found = convert("hf-trainer", {"output_dir": out, **given}, 2)
+        ours, theirs = strategy(found), _resolved(arguments)
+        assert {key: ours[key] for key in theirs} == theirs, name
+        # What it writes of itself, with its many nulls, is the same recipe; only the CPU was for this test.
+        whole = json.loads(arguments.to_json_string())
+        whole.pop("use_cpu")
+        again = convert("hf-trainer", whole, 2)
+        assert strategy(again) == ours
+        assert again.recipe["model"] == found.recipe["model"]
+        assert again.recipe["data"]["micro_batch_size"] == found.recipe["data"]["micro_batch_size"]
+        assert not again.differs

@@ -75,7 +75,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         if name.startswith(("SLURM_", "SBATCH_")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_checks, "local_place", lambda path: None)
+    monkeypatch.setattr(slurm_checks, "node_local", lambda path: None)
     monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 2**20)
     Path("r.yaml").write_text(yaml.safe_dump(recipe(trainer={"default_root_dir": "run"})))
     return FakeSlurm(tmp_path / "fake", monkeypatch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lit_fsdp.errors import ConfigError
@@ -33,9 +31,8 @@ def step(tasks_per_node: str, **more: str) -> dict[str, str]:
 BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "environment"),
-    [
+def test_right():
+    for trainer, environment in (
         ({"devices": 8}, {}),
         ({"devices": 4}, torchrun(4, 4)),
         ({"devices": [0, 1]}, torchrun(2, 2)),
@@ -48,16 +45,13 @@ BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
         *(({"devices": 2}, environment) for environment in (batch(), batch(1), step("1"), step("2"))),
         ({"devices": 2, "num_nodes": 2}, BY_HAND),
         ({"devices": 2, "num_nodes": 2}, {"OMPI_COMM_WORLD_SIZE": "4"}),  # Lightning knows that launcher
-    ],
-)
-def test_right(trainer: dict[str, Any], environment: dict[str, str]):
-    adopt_step(environment)
-    assert check_launch(trainer, environment) is None  # nothing is raised
+    ):
+        adopt_step(environment)
+        assert check_launch(trainer, environment) is None  # nothing is raised
 
 
-@pytest.mark.parametrize(
-    ("trainer", "environment", "field", "fix"),
-    [
+def test_wrong():
+    for trainer, environment, field, fix in (
         ({"devices": 8}, torchrun(4, 4), "trainer.devices", "devices: 4, or start torchrun --nnodes 1 --nproc-per-"),
         ({"devices": 8}, torchrun(4, 4), "trainer.devices", "exec torchrun, and #SBATCH --signal=B:TERM@120"),
         ({"devices": 4}, torchrun(4, 8), "trainer.num_nodes", "num_nodes: 2"),
@@ -77,14 +71,12 @@ def test_right(trainer: dict[str, Any], environment: dict[str, str]):
             "SLURM_DISTRIBUTION",
             "--distribution=block",
         ),
-    ],
-)
-def test_wrong(trainer: dict[str, Any], environment: dict[str, str], field: str, fix: str):
-    adopt_step(environment)
-    with pytest.raises(ConfigError) as caught:
-        check_launch(trainer, environment)
-    assert caught.value.field == field
-    assert fix in caught.value.fix
+    ):
+        adopt_step(environment)
+        with pytest.raises(ConfigError) as caught:
+            check_launch(trainer, environment)
+        assert caught.value.field == field
+        assert fix in caught.value.fix
 
 
 def test_a_step_says_what_is_true_of_it():

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.locations import shipped
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.parser import check_recipe
-from lit_fsdp.config.places import shipped
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, check_attention, num_parameters
 from lit_fsdp.models.resolve import resolve_model

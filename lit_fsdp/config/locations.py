@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
 
 def expanded(text: str, field: str) -> str:
-    """A path with each ``$VAR`` or ``${VAR}`` of the environment put in, and ``~``, where a shell has not done so.
+    """Expand ``$VAR``, ``${VAR}`` and ``~`` of a path, where a shell has not done so.
 
     Raises:
         ConfigError: A variable is not set; names it and ``field``.
