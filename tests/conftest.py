@@ -99,14 +99,15 @@ def _is_the_whole_suite(config: pytest.Config) -> bool:
 
 
 def _leave_some_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is only in the long version, unless a test is asked for by its name."""
+    """Deselect what is only in the long version, and what is marked ``long``, unless asked for by its name."""
     if not _is_the_whole_suite(config):
         return
     seen: Counter[str] = Counter()
     kept, left_out = [], []
     for item in items:
         name = getattr(item, "originalname", item.name)
-        (left_out if seen[name] % _EVERY.get(name, 1) else kept).append(item)
+        is_long = item.get_closest_marker("long") or seen[name] % _EVERY.get(name, 1)
+        (left_out if is_long else kept).append(item)
         seen[name] += 1
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
