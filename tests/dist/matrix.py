@@ -1,6 +1,6 @@
 """The table of choices: which combinations are run, what they must agree with, and how closely.
 
-``python -m tests.dist.matrix`` runs every cell and writes the table into README.md; test_matrix.py holds both against
+``python -m tests.dist.matrix`` runs every cell and writes the table into the manual; test_matrix.py holds both against
 each other. Cells are chosen by greedy all-pairs covering (the method of AETG: Cohen et al., 1997): each step takes, out
 of all combinations that the factory accepts, the one with the most pairs of values not seen yet.
 """
@@ -18,6 +18,7 @@ from lit_fsdp.config.parser import strategy_config
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "verification.md"
 BEGIN, END = "<!-- table of choices: begin -->", "<!-- table of choices: end -->"
 COLUMNS: dict[str, dict[str, Any]] = {
     "engine": {"fsdp2": "fsdp2", "fsdp1": "fsdp1"},
@@ -100,9 +101,9 @@ def worst_difference(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
-def rows_of_readme() -> list[dict[str, str]]:
-    """The table as it stands in README.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def rows_of_the_manual() -> list[dict[str, str]]:
+    """The table as it stands in the manual."""
+    text = PAGE.read_text(encoding="utf-8")
     lines = [line for line in text.partition(BEGIN)[2].partition(END)[0].splitlines() if line.startswith("|")]
     head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(head, row, strict=True)) for row in body]
@@ -148,10 +149,9 @@ def _write_table() -> None:
             lines.append(f"| {' | '.join([*cell.values(), *found])} |")
             print(lines[-1], file=sys.stderr, flush=True)
     workers.close()
-    file = ROOT / "README.md"
     table = "\n".join([BEGIN, *lines, END])
-    text = file.read_text(encoding="utf-8")
-    file.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The factory under somebody else's LightningModule, and the README's example as it stands."""
+"""The factory under somebody else's LightningModule, and the examples of the manual and the README as they stand."""
 
 from __future__ import annotations
 
@@ -74,15 +74,30 @@ def test_lightnings_own_checkpoints_resume_but_are_no_transformers_model(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_readmes_example_runs(root: Path, tmp_path: Path) -> None:
-    text = (root / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- example: [^>]*-->\n```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 1
-    script = tmp_path / "example.py"
-    script.write_text(blocks[0] + "\nprint('steps', trainer.global_step)\n")
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False
+def test_the_examples_run(root: Path, tmp_path: Path) -> None:
+    (example,) = blocks_after(root / "docs" / "own-module.md", "<!-- example: [^>]*-->\n")
+    (lines,) = blocks_after(root / "README.md", "")
+    (tmp_path / "my_package.py").write_text(
+        example.partition("trainer = ")[0].replace("Net", "MyModule")
+        + "my_rows = torch.utils.data.DataLoader(rows, batch_size=8)\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert "steps 8" in done.stdout  # 64 rows, 2 ranks of 8, 2 epochs
+    for number, text in enumerate((example, lines)):
+        script = tmp_path / f"example{number}.py"
+        script.write_text(text + "\nprint('steps', trainer.global_step)\n")
+        env = {**os.environ, "PYTHONPATH": str(root)}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"steps {(8, 4)[number]}" in done.stdout  # 64 rows, 2 ranks of 8, 2 epochs; or max_steps
+
+
+def blocks_after(page: Path, mark: str) -> list[str]:
+    """The blocks of Python of a page that stand behind such a comment."""
+    return re.findall(f"{mark}```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Every cell of the README's table of choices: ten losses against the loop in one process."""
+"""Every cell of the manual's table of choices: ten losses against the loop in one process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_pair_of_values_is_in_a_cell_of_each_engine() -> None:
             assert any(c["engine"] == engine and c[a] == one and c[b] == two for c in CELLS), (engine, one, two)
 
 
-def test_the_readme_has_these_cells_with_a_difference_within_the_tolerance() -> None:
-    rows = matrix.rows_of_readme()
+def test_the_manual_has_these_cells_with_a_difference_within_the_tolerance() -> None:
+    rows = matrix.rows_of_the_manual()
     assert [{name: row[name] for name in matrix.COLUMNS} for row in rows] == CELLS
     for row in rows:
         if matrix.needs_gpu(row):

@@ -1,0 +1,45 @@
+"""A sample of the quickstart as `lit-fsdp data inspect` shows it; python docs/pictures/mask.py.
+
+Needs what ``make quickstart`` installs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+
+from drawing import HERE, ROOT
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+
+def main() -> None:
+    """Two conversations, the second with two turns of the assistant, in color."""
+    import quickstart
+
+    os.chdir(ROOT)
+    quickstart.prepare_model()
+    quickstart.prepare_rows()
+    from lit_fsdp.config.parser import load_recipe
+    from lit_fsdp.data.encode import RowEncoder
+    from lit_fsdp.data.packing import prepare_samples
+    from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.report.inspection import Inspector
+    from lit_fsdp.report.sample_text import print_items
+
+    run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
+    tokenizer = resolve_tokenizer(run.model)
+    samples = prepare_samples(run.data, ["train"], RowEncoder(tokenizer, run.data))
+    items = Inspector(tokenizer, run.data, "train").items(samples["train"], 2)
+    console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    print_items(console, tokenizer, items)
+    svg = console.export_svg(title="lit-fsdp data inspect --config recipes/quickstart.yaml --n 2", theme=MONOKAI)
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched
+    svg = svg.replace("Fira Code, monospace", "monospace")
+    (HERE / "mask.svg").write_text(svg, encoding="utf-8")
+    print(f"mask.svg: {len(svg):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

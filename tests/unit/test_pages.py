@@ -1,0 +1,53 @@
+"""README.md and the manual: links lead somewhere, YAML is a recipe, commands are in blocks that are run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.config.parser import load_recipe
+from tests.pages import NEEDS, PAGES, ROOT, blocks
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def anchors(page: Path) -> set[str]:
+    """What ``page.md#anchor`` may name: headings, as links write them."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pages
+def test_yaml_is_a_recipe(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "yaml"):
+        (tmp_path / "page.yaml").write_text(text, encoding="utf-8")
+        words = ["--config", str(ROOT / "recipes/quickstart.yaml"), "--config", str(tmp_path / "page.yaml")]
+        assert load_recipe(words, "fit").run.model.name
+
+
+@pages
+def test_commands_are_in_blocks_that_are_run_or_say_what_they_need(page: Path) -> None:
+    needing = [block for block in blocks(page, "sh") if block.startswith(NEEDS)]
+    assert all(len(block.splitlines()[0]) > len(NEEDS) for block in needing)
+    for block in blocks(page, "yaml", "json", "python", "bash", "console"):
+        assert not re.search(r"^(\$ )?(lit-fsdp|make|pip) ", block, re.MULTILINE), block
+
+
+def test_the_readme_fits_on_a_screen_and_names_every_promise_in_order() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    named = re.findall(r"\| \[\d\d\]\((tests/spec/test_\d\d_\w+\.py)\) \|", text)
+    assert named == [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "spec").glob("test_*.py"))]
