@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import logging
 import sys
 import time
@@ -15,13 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import lit_fsdp
 from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.checkpointing import restore_rng, rng_state
@@ -39,8 +33,7 @@ class IsolationProof(Callback):
     It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
     ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
     sample must stay bit-equal whatever its neighbors hold. Random generators and the mode of every module are
-    afterwards what they were, so that a resumed run stays bit-equal. What was proved is remembered in the cache folder
-    by model configuration, attention, dtype, device and versions. Batches without packs cost nothing.
+    afterwards what they were, so that a resumed run stays bit-equal. Batches without packs cost nothing.
     """
 
     proves_isolation = True
@@ -68,18 +61,12 @@ class IsolationProof(Callback):
                     type(module).__name__,
                 )
             return
-        _check_form(module, batch)
-        path = _remembered_at(trainer, module)
-        remembered = trainer.strategy.broadcast(_read(path) if trainer.is_global_zero else None)
-        record = remembered or self.prove(trainer, batch)
+        record = self.prove(trainer, batch)
         if trainer.is_global_zero:
-            if path is not None and not remembered:
-                with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a second
-                    write_json(path, record)
             verb = trainer.state.fn.value if trainer.state.fn else "fit"
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)
-            print(_sentence(record, not remembered), file=sys.stderr)
+            print(_sentence(record), file=sys.stderr)
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
@@ -96,6 +83,10 @@ def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any
     """
     module: Any = trainer.lightning_module
     strategy: Any = trainer.strategy
+    if not takes_positions(module.model):
+        raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
+    if batch.get("attention_mask") is not None:
+        raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
     started, ids = time.perf_counter(), batch["input_ids"]
 
     def states(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -136,13 +127,6 @@ def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any
     return record
 
 
-def _check_form(module: Any, batch: Mapping[str, Any]) -> None:
-    if not takes_positions(module.model):
-        raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
-    if batch.get("attention_mask") is not None:
-        raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
-
-
 def _refusal(module: Any, reason: str) -> ConfigError:
     kind, backend = module.source.hf_config.model_type, module.attn_implementation
     others = [name for name in ("sdpa", "eager", "flash_attention_2") if name != backend]
@@ -152,31 +136,6 @@ def _refusal(module: Any, reason: str) -> ConfigError:
         "a model and an attention under which no sample of a pack depends on another",
         f"set data.packing: false, or try model.attn_implementation: {' or '.join(others)}",
     )
-
-
-def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
-    """Where a proof of this model, attention and dtype is kept; None for a model whose code may be another tomorrow."""
-    strategy: Any = trainer.strategy
-    if module.config.trust_remote_code:
-        return None
-    device = strategy.root_device
-    parts = [
-        module.source.hf_config.to_json_string(use_diff=False),
-        module.attn_implementation,
-        strategy.config.precision_config.mode,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
-    ]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    folder = getattr(getattr(getattr(trainer, "datamodule", None), "config", None), "cache_dir", None)
-    return (Path(folder).expanduser() if folder else cache_root()) / "isolation" / f"{key}.json"
-
-
-def _read(path: Path | None) -> dict[str, Any] | None:
-    try:
-        return None if path is None else json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _states(strategy: Any, module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -212,11 +171,10 @@ def _shares_rounding(module: Any, strategy: Any) -> str | None:
     return "experts" if max(experts, default=0) > 1 else None
 
 
-def _sentence(record: Mapping[str, Any], is_new: bool) -> str:
+def _sentence(record: Mapping[str, Any]) -> str:
     result = "bit-equal whatever its neighbors hold"
     if not record["bit_equal"]:
         change, allowed = record["largest_change"], record["tolerance"]
         result = f"equal to {change:.1e} (allowed for {record['tolerance_because_of']}: {allowed:g})"
     how = ", ".join(str(record[key]) for key in ("model_type", "attn_implementation", "compute_dtype", "engine"))
-    when = f"in {record['seconds']:.1f} s" if is_new else "by an earlier run"
-    return f"isolation proved {when}: a packed sample is {result}; {how}"
+    return f"isolation proved in {record['seconds']:.1f} s: a packed sample is {result}; {how}"
