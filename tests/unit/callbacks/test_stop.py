@@ -105,12 +105,12 @@ def module(*votes: float) -> Any:
 
 def test_votes_of_this_rank_travel_with_the_step(flags: SignalFlags) -> None:
     callback, pl_module = StopOnSignal(flags), module(0, 0)
-    callback.on_train_batch_start(trainer(), pl_module, None, 0)
-    assert pl_module.stop_votes == [0.0, 0.0]
     flags.training = True
-    flags.receive(SIGTERM)
-    callback.on_train_batch_start(trainer(), pl_module, None, 0)
-    assert pl_module.stop_votes == [0.0, 1.0]
+    for number, votes in ((None, [0.0, 0.0]), (SIGTERM, [0.0, 1.0]), (SIGINT, [1.0, 1.0])):
+        if number is not None:
+            flags.receive(number)
+        callback.on_train_batch_start(trainer(), pl_module, None, 0)
+        assert pl_module.stop_votes == votes
 
 
 def test_one_vote_of_any_rank_saves_once_and_stops(flags: SignalFlags) -> None:
@@ -190,22 +190,18 @@ class Watched(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
-@pytest.mark.parametrize(("verb", "ours"), [("fit", True), ("validate", True), ("fit", False)])
+@pytest.mark.parametrize(("verb", "ours"), [("validate", True), ("fit", False)])
 def test_lightnings_handlers_stay_out_under_slurm_too(
     tmp_path: Path, flags: SignalFlags, verb: str, ours: bool
 ) -> None:
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
     watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
+    switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     run = Trainer(
-        accelerator="cpu",
-        devices=1,
-        plugins=[environment],
-        callbacks=[StopOnSignal(flags)] if ours else [],
-        max_steps=1,
-        default_root_dir=tmp_path,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
+        accelerator="cpu", devices=1, plugins=[environment], callbacks=[StopOnSignal(flags)] if ours else [],
+        max_steps=1, default_root_dir=tmp_path, **dict.fromkeys(switched_off, False),
+    )  # fmt: skip
     getattr(run, verb)(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
     assert (watched.seen == before) is ours
     assert environment.auto_requeue is not ours
