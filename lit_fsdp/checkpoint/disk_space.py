@@ -7,8 +7,8 @@ for all checkpoints that the run will keep at the same time, and again before ea
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -63,33 +63,28 @@ def free_bytes(folder: Path) -> int:
     while not place.exists() and place != place.parent:
         place = place.parent
     with naming(place):
-        system = os.statvfs(place)
-    return system.f_bavail * system.f_frsize
+        return shutil.disk_usage(place).free
 
 
-def peak_count(
-    config: CheckpointConfig, steps: int | None, validates: bool, validation_steps: Collection[int] = ()
-) -> int | None:
+def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> int | None:
     """How many checkpoints there are at most at the same time, the one being written included; None: not known.
 
-    With ``keep_last: -1`` any validation may be the best so far and add one that stays.
+    With ``keep_last: -1`` those that only a validation adds, because it was the best so far, are not counted.
 
     Args:
         config: The ``checkpoint`` section.
         steps: Optimizer steps at the end of the run; None if nobody knows.
         validates: Whether validations may add checkpoints at other steps than ``every_steps``.
-        validation_steps: After which they come, as far as that is known.
     """
-    every = config.every_steps
-    adds = validates and config.keep_best > 0
+    adds = config.keep_best if validates else 0
     if steps is None:
         grows = config.keep_last == -1 or config.keep_every
-        return None if grows else config.keep_last + config.keep_best * adds + 1
-    saves = math.ceil(steps / every) if every else 1
+        return None if grows else config.keep_last + adds + 1
+    saves = math.ceil(steps / config.every_steps) if config.every_steps else 1
     if config.keep_last == -1:
-        return saves + sum(step < steps and not (every and step % every == 0) for step in validation_steps) * adds
+        return saves
     for_ever = steps // config.keep_every if config.keep_every else 0
-    return min(config.keep_last + config.keep_best * adds + for_ever + 1, max(steps, 1) if adds else saves)
+    return min(config.keep_last + adds + for_ever + 1, max(steps, 1) if adds else saves)
 
 
 def check_room(

@@ -5,7 +5,6 @@ They are checked before any process starts and before torch is imported.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -262,26 +261,3 @@ RULES: list[Callable[[RunConfig], None]] = [
     _fused_loss_has_a_gpu,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
-
-
-def validation_steps(
-    steps: int, interval: int, accumulate: int, per_epoch: int | None = None, every_n_epoch: int | None = None
-) -> set[int]:
-    """The optimizer steps of a run after which Lightning validates.
-
-    Args:
-        steps: Of the run.
-        interval: Micro-batches between validations.
-        accumulate: Micro-batches of an optimizer step.
-        per_epoch: Micro-batches of an epoch; None: they do not end, or are not known.
-        every_n_epoch: Epochs with validations, in each of which micro-batches are counted anew; None: over all epochs.
-    """
-    per_epoch = per_epoch or steps * accumulate
-    steps_per_epoch = math.ceil(per_epoch / accumulate)
-    epochs, n = math.ceil(steps / steps_per_epoch), every_n_epoch
-    batches = set(range(interval, epochs * per_epoch + 1, interval))
-    if n is not None:
-        in_epoch = range(interval, per_epoch + 1, interval)
-        batches = {epoch * per_epoch + batch for epoch in range(n - 1, epochs, n) for batch in in_epoch}
-    found = {batch // per_epoch * steps_per_epoch + batch % per_epoch // accumulate for batch in batches}
-    return {step for step in found if 0 < step <= steps}

@@ -72,8 +72,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(10)[None]).logits
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
-@pytest.mark.parametrize(("dtype", "max_shard_gib"), [(None, 5.0), ("fp32", 3e-6), ("bf16", 5.0)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "max_shard_gib"), [("sharded", None, 5.0), ("full", "fp32", 3e-6), ("sharded", "bf16", 5.0)]
+)
 def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, layout, dtype, max_shard_gib):
     report = export(checkpoint(layout), tmp_path / "out", dtype=dtype, max_shard_gib=max_shard_gib)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -96,7 +97,7 @@ def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, la
     assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
     assert len(report.plan.specs) == len(stored)
     assert (len(weights) > 2) == (max_shard_gib < 1) == ((tmp_path / "out" / "model.safetensors.index.json").exists())
-    assert (report.plan.tied, report.plan.left_out) == (TIED, ["model/scale"])
+    assert report.plan.tied == TIED
 
 
 def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_path):
@@ -139,9 +140,9 @@ def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError) as error:
-        export(folder, out)
-    assert (error.value.field, error.value.allowed) == ("out", "a new or empty folder")
+    for place in (out, folder / "hf"):
+        with pytest.raises(ConfigError, match="a new or empty folder outside of checkpoints"):
+            export(folder, place)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
     (out / "thesis.tex").unlink()
     assert export(folder, out).folder == out
@@ -154,7 +155,7 @@ def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path
 
     def meanwhile(*arguments):
         export(folder, tmp_path / "two")
-        with pytest.raises(CheckpointError, match=r"\.one\.draft: another export is writing"):
+        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists; .*another export is writing"):
             export(folder, tmp_path / "one")
         return []
 
@@ -162,20 +163,16 @@ def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
+def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path):
+    for changes, match in (
         ({"manifest": {"global_step": 5}}, "no `model` entry"),
-        ({"manifest": {"global_step": 5, "model": "llama"}}, "no `model` entry"),
         ({"manifest": {"global_step": 5, "model": {"prefix": "net."}}}, r"no tensor begins with model/net\."),
         ({"files": {}}, r"hf/config\.json: not in the manifest"),
         ({"files": {"hf/config.json": b"[]"}}, "not the config of a model"),
-    ],
-)
-def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path, changes, match):
-    with pytest.raises(CheckpointError, match=match):
-        export(checkpoint(**changes), tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            export(checkpoint(**changes), tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
 def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
