@@ -118,8 +118,10 @@ def choose(
         return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
     if not found:
-        lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in broken]
-        raise CheckpointError("\n".join([f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}", *lines]))
+        listed = [f"  {entry.path} is damaged: {entry.damage}" for entry in broken]
+        raise CheckpointError(
+            "\n".join([f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}", *listed])
+        )
     order = found[::-1] if word == "last" else ranked(found, monitor, mode)
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})

@@ -81,17 +81,6 @@ def test_rates_are_means_since_they_were_last_logged(monkeypatch: pytest.MonkeyP
     assert [found["step_seconds"] for found in run.logged] == [2.0, 2.0]
 
 
-def test_a_second_fit_counts_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch):
-    run = Run(monkeypatch, every=4)
-    for _ in range(6):
-        run.step(seconds=2, tokens=100)
-    run.now += 1000
-    run.callback.on_train_start(run.trainer, run.module)
-    run.step(seconds=50, tokens=100)
-    run.step(seconds=4, tokens=100)
-    assert [found["tokens_per_second"] for found in run.logged] == [50.0, 25.0]
-
-
 def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch):
     for pause in (
         lambda run: run.callback.on_validation_start(run.trainer, run.module),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lit_fsdp.checkpoint import export as export_module
-from lit_fsdp.checkpoint import pieces
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
@@ -115,24 +113,6 @@ def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
     tensors = {f"model/model.{name}": t for name, t in model.state_dict().items() if name != TIED["lm_head.weight"]}
     export(checkpoint(tensors=tensors), tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
-
-
-def test_one_piece_of_a_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 128)
-    seen: list[weakref.ref[torch.Tensor]] = []
-    others: list[int] = []
-    real = pieces._some_rows
-
-    def counting(*arguments):
-        others.append(sum(ref() is not None for ref in seen))
-        piece = real(*arguments)
-        seen.append(weakref.ref(piece))
-        return piece
-
-    monkeypatch.setattr(pieces, "_some_rows", counting)
-    report = export(checkpoint("full"), tmp_path / "out")
-    assert others == [0] * len(seen)
-    assert len(seen) > 3 * len(report.plan.specs)
 
 
 def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):

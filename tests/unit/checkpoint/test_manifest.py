@@ -69,21 +69,15 @@ def test_every_change_of_a_manifest_is_noticed(save):
             read_manifest(path.parent)
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(save):
-    """Also where every value stays as it was: an exponent in capitals, the last digit of a long number."""
-    folder = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06, "gib": 0.5082473754882812}})
-    path = folder / "manifest.json"
+def test_a_change_that_leaves_every_value_as_it_was_is_noticed_too(save):
+    """An exponent in capitals, the last digit of a long number, a space."""
+    path = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06}}) / "manifest.json"
     text = path.read_bytes()
-    for position in range(len(text)):
-        for bit in (0, 5) if b"metrics" in text[max(0, position - 80) : position] else (position % 8,):
-            path.write_bytes(bytes([*text[:position], text[position] ^ (1 << bit), *text[position + 1 :]]))
-            with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-                read_manifest(folder)
-    path.write_bytes(text + b" ")
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_manifest(folder)
-    path.write_bytes(text)
-    assert read_manifest(folder).metrics["lr"] == 6.499999926745659e-06
+    for changed in (text.replace(b"e-06", b"E-06"), text.replace(b"745659e", b"745658e"), text + b" "):
+        assert changed != text
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
+            read_manifest(path.parent)
 
 
 def test_what_is_no_checkpoint_is_named(save, tmp_path):
