@@ -34,7 +34,6 @@ _SPECIAL_TOKEN = re.compile(
 _URL_USER = re.compile(r"(:/{1,2})[^/\s:@'\"]*:[^/\s@'\"]+@")  # a path has one slash of the two
 _URL_QUERY = re.compile(r"(?i)([?&][\w\-]*(?:token|secret|password|api_?key|signature|sig)=)[^&\s'\"]+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w\-.~+/]{8,}=*")
-_YAML_LINE = re.compile(r"^[ \t]*(?:-[ \t]+)?[\"']?([\w\-.]+)[\"']?[ \t]*[:=][ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 
 _remembered: set[str] = set()
 
@@ -71,13 +70,6 @@ def remember(values: Any, name: str = "") -> None:
             remember(value, name)
     elif _hides(name, values):
         _remembered.add(str(values))
-
-
-def remember_lines(text: str) -> None:
-    """The same for YAML that cannot be parsed, by its lines ``key: value``."""
-    for key, value in _YAML_LINE.findall(text):
-        if is_secret_key(key):
-            _remembered.update({value, value.strip("\"'[]{}, ")})
 
 
 def redact(text: str) -> str:

@@ -60,9 +60,8 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._is_untidy = False
+        self._is_tidied = False
         self._checkpoint_bytes: int | None = None
-        self._own_steps: set[int] = set()
         self._lock: RunLock | None = None
         self._agreed = True
         self.resumes: bool | None = None
@@ -92,14 +91,12 @@ class Checkpoint(ModelCheckpoint):
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
         root, step = Path(trainer.default_root_dir), trainer.global_step
-        if step == 0:
-            _alike(f"looking at {root}", lambda: refuse_used_run_folder(root))
+        found = _alike(f"looking at {root}", lambda: _found_at_start(root, step))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._make_room(trainer)
         self._seen_step = self._saved_step = step
-        found = _alike(f"looking at {root}", lambda: run_folder.checkpoints(root))
-        top = run_folder.best(found, self.config.monitor, self.config.mode)
-        self._best_value = top.metrics[self.config.monitor] if top else None
+        top = run_folder.ranked(found, self.config.monitor, self.config.mode)
+        self._best_value = top[0].metrics[self.config.monitor] if top else None
         if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._check_room(trainer, pl_module, found)
 
@@ -138,11 +135,11 @@ class Checkpoint(ModelCheckpoint):
         folder = self._folder(trainer.global_step)
         if self._saved_step != trainer.global_step or self.config.monitor not in metrics:
             return
-        if self._pending is not None:
-            self._late_metrics.update(metrics)
+        if self._pending is None:
+            self._complete(trainer, folder, metrics)
+        else:
+            self._late_metrics, self._is_tidied = metrics, False
             self._look(trainer)
-            return
-        self._complete(trainer, folder, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
@@ -185,7 +182,7 @@ class Checkpoint(ModelCheckpoint):
             strategy: Any = trainer.strategy
             with strategy.saving_in_background():
                 trainer.save_checkpoint(folder, weights_only=False)
-            self._saved_step, self._pending = trainer.global_step, folder
+            self._saved_step, self._pending, self._is_tidied = trainer.global_step, folder, False
         return folder
 
     def finish(self, trainer: Trainer) -> None:
@@ -201,7 +198,7 @@ class Checkpoint(ModelCheckpoint):
         except CheckpointError:
             self._pending = None
             raise
-        folder, self._pending, self._is_untidy = self._pending, None, False
+        folder, self._pending = self._pending, None
         metrics, self._late_metrics = self._late_metrics, {}
         self._complete(trainer, folder, metrics)
 
@@ -248,20 +245,17 @@ class Checkpoint(ModelCheckpoint):
 
     def _folder(self, step: int) -> Path:
         assert self.dirpath is not None
-        return Path(self.dirpath) / f"step-{step:08d}"
+        return run_folder.step_folder(Path(self.dirpath).parent, step)
 
     def _look(self, trainer: Trainer) -> None:
         """Do what waited for the save in the background, if that stands; on rank 0, not collective."""
-        if self._pending is None or not self._background.stands:
+        if self._pending is None or self._is_tidied or not self._background.stands:
             return
-        is_news = self.last_model_path != str(self._pending)
-        self.last_model_path = str(self._pending)
-        if trainer.is_global_zero and (is_news or self._late_metrics) and not self._is_untidy:
+        self.last_model_path, self._is_tidied = str(self._pending), True
+        if trainer.is_global_zero:
             try:
                 self.best_model_path = self._tidy(trainer, self._pending, self._late_metrics)
-                self._late_metrics = {}
             except (CheckpointError, OSError) as error:  # finish tries again, and is collective
-                self._is_untidy = True
                 _log.warning("%s", error)
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
@@ -314,16 +308,13 @@ class Checkpoint(ModelCheckpoint):
         """Compare for the checkpoint that is written next; collective."""
         if self._checkpoint_bytes is None:
             return  # its checkpoints are not ours, and their size is not known here
-        root, estimate = Path(trainer.default_root_dir), self._checkpoint_bytes
+        root, size = Path(trainer.default_root_dir), self._checkpoint_bytes
 
         def check() -> None:
             run_folder.sweep(root)
-            there = run_folder.checkpoints(root)
-            written = [entry.num_bytes for entry in there if entry.step in self._own_steps]  # better than an estimate
-            disk_space.check_room(self.config, root, there, max(written, default=estimate))
+            disk_space.check_room(self.config, root, run_folder.checkpoints(root), size)
 
         _alike("looking for disk space", check)
-        self._own_steps.add(trainer.global_step)
 
 
 def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
@@ -358,18 +349,15 @@ def _alike(what: str, step: Callable[[], T]) -> T:
     return found
 
 
-def refuse_used_run_folder(root: Path) -> None:
-    """Refuse to start a new run where another one has left checkpoints.
-
-    Raises:
-        CheckpointError: There are checkpoints; says which and what to do.
-    """
+def _found_at_start(root: Path, step: int) -> list[Found]:
+    """What a run that goes on from ``step`` goes on with; a new one has to begin in a folder without checkpoints."""
     found = run_folder.checkpoints(root)
-    if found:
+    if found and step == 0:
         raise CheckpointError(
             f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
             "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
         )
+    return [entry for entry in found if entry.step <= step]
 
 
 def _is_last_step(trainer: Trainer) -> bool:

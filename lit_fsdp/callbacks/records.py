@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_fsdp.callbacks.resume import resumed_from
+from lit_fsdp.config.parser import changed_values
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
@@ -89,7 +90,7 @@ class RunRecord(Callback):
             pending = Path(trainer.default_root_dir) / PENDING_RECIPE
             if pending.is_file():
                 pending.replace(pending.with_name("recipe.yaml"))
-            print(resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
+            print(_resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the audit; the strategy's set-up has compared the plan with the live units already."""
@@ -149,6 +150,20 @@ def _gathered(trainer: Trainer, own: Any) -> list[Any]:
     found: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(found, own)
     return found
+
+
+def _resumed_from(trainer: Trainer, step: int) -> str:
+    """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
+    strategy: Any = trainer.strategy
+    folder = getattr(strategy, "loaded_checkpoint", None)
+    if folder is None:  # of somebody else's strategy
+        return f"resumed from step {step}"
+    lines = [f"resumed from step {step}: {folder}"]
+    before, now = folder / "recipe.yaml", strategy.checkpoint_files.get("recipe.yaml")
+    if now is not None and before.is_file():  # an imported checkpoint has none
+        old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
+        lines += [f"  {line}" for line in changed_values({**old, "ckpt_path": new["ckpt_path"]}, new)]
+    return "\n".join(lines)
 
 
 def print_audit(record: dict[str, Any]) -> None:

@@ -38,7 +38,6 @@ class Throughput(Callback):
         self._steps = self._seen_step = 0
         self._is_warm, self._is_paused = False, True
         self._flops = FlopMeter()
-        self.total_tokens = self.total_seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
@@ -92,8 +91,6 @@ class Throughput(Callback):
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: dict[str, float]) -> None:
         seconds = max(self._seconds, 1e-9)
-        self.total_tokens += counts["tokens"]
-        self.total_seconds += seconds
         device = trainer.strategy.root_device
         found = {
             "tokens_per_second": counts["tokens"] / seconds,

@@ -7,7 +7,7 @@ for all checkpoints that the run will keep at the same time, and again before ea
 from __future__ import annotations
 
 import math
-import os
+import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -63,8 +63,7 @@ def free_bytes(folder: Path) -> int:
     while not place.exists() and place != place.parent:
         place = place.parent
     with naming(place):
-        system = os.statvfs(place)
-    return system.f_bavail * system.f_frsize
+        return shutil.disk_usage(place).free
 
 
 def peak_count(

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import yaml
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.export_card import model_card
 from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, plan_export
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.checkpoint.store import verify_files
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import return_freed_memory
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
+_HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+_KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapter merged"}
 Check = Callable[[Path, Manifest, ExportPlan], list[str]]
 """Compares a written folder with its checkpoint and says in what they differ; see ``export_verify``."""
 
@@ -88,14 +91,13 @@ def export(
     texts = _texts(manifest, plan)
     verify_files(ckpt)
     draft = out.with_name(f".{out.name}.draft")
-    with disk.naming(draft):
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.mkdir()
-        except FileExistsError:
-            # of another client of a network file system no lock would tell whether it lives
-            text = f"another export is writing {out} there, or a killed one left it; then remove it"
-            raise CheckpointError(f"{draft}: {text}") from None
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:  # of another client of a network file system no lock would tell whether it lives
+        text = (
+            f"{error.strerror}; if it exists another export is writing {out}, or a killed one left it: remove it then"
+        )
+        raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
         differences = check(draft, manifest, plan) if check else []
@@ -114,14 +116,10 @@ def export(
 
 
 def _check_out(out: Path) -> None:
-    for parent in out.absolute().parents:
-        if (parent / MANIFEST).is_file():
-            raise ConfigError(
-                "out", f"{out}, inside the checkpoint {parent}", "a folder of its own", "name another one"
-            )
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        kind = "a folder that is not empty" if out.is_dir() else "something that is no folder"
-        raise ConfigError("out", f"{out}, {kind}", "a new or empty folder", f"name another one, or remove {out}")
+    is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+    is_apart = not any((parent / MANIFEST).is_file() for parent in out.absolute().parents)
+    fix = "name another one" if is_free else f"name another one, or remove {out}"
+    require(is_free and is_apart, "out", out, "a new or empty folder outside of checkpoints", fix)
 
 
 def _model_config(manifest: Manifest, dtype: str) -> bytes:
@@ -149,7 +147,7 @@ def _architectures(model_type: str) -> list[str]:
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     """The files that are made here, by name: the configuration, the index of the weight files, the model card."""
     config = _model_config(manifest, plan.dtype)
-    texts = {"README.md": model_card(manifest, plan).encode()}
+    texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         return {**texts, "adapter_config.json": _json(plan.entry["adapter"])}
     texts["config.json"] = config
@@ -158,6 +156,26 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
         content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
         texts["model.safetensors.index.json"] = _json(content)
     return texts
+
+
+def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
+    """What the checkpoint itself can vouch for; no path, no user, no host, no recipe."""
+    base = str(plan.entry.get("hub_name") or "")
+    is_known = _HUB_NAME.fullmatch(base) is not None  # a local model has a path
+    head: dict[str, Any] = {
+        "library_name": "peft" if plan.form == "adapter" else "transformers",
+        "pipeline_tag": "text-generation",
+        **({"base_model": base} if is_known else {}),
+        "tags": ["lit_fsdp", *(["lora"] if plan.form != "model" else [])],
+    }
+    metrics = {name: f"{value:.6g}" for name, value in manifest.metrics.items() if value == value}
+    rows = "".join(f"| {name} | {value} |\n" for name, value in {**metrics, **manifest.versions}.items())
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
+        f"{base if is_known else 'a local model'}\n\nWritten by lit_fsdp from the checkpoint of step "
+        f"{manifest.global_step}. What it was trained for, on whose data, how it was evaluated and under which license "
+        f"it may be used is not known here: add it.\n\n| | |\n|---|---|\n{rows}"
+    )
 
 
 def _json(content: object) -> bytes:
@@ -170,7 +188,7 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
     for name in manifest.files:
         inner = name.removeprefix(_EXTRAS)
         if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
-            disk.copy_file(manifest.file(name), draft / inner)
+            disk.write_bytes(draft / inner, manifest.file(name).read_bytes())
     pieces = open_pieces(manifest)
     for file, names in plan.files.items():
         _write_file(draft / file, plan, names, pieces)
@@ -180,14 +198,11 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
 def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) -> None:
     specs = {name: plan.specs[name] for name in names}
     file = TensorFile(path, specs)
-    try:
+    with file.abandoned_on_failure():
         for name in file_order(specs):
             source, delta = plan.sources[name], plan.deltas.get(name)
             file.append_pieces(name, pieces(source) if delta is None else [_merged(pieces, source, delta)])
         file.close()
-    except BaseException:
-        file.abandon()
-        raise
 
 
 def _merged(pieces: Pieces, source: str, delta: Delta) -> torch.Tensor:

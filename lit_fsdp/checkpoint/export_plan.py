@@ -56,8 +56,6 @@ class ExportPlan:
     """Names by weight file, as transformers numbers them."""
     tied: dict[str, str]
     """Names that are not stored because the model shares them, and the name each is shared with."""
-    left_out: list[str]
-    """Tensors of the training module that are not part of the transformers model."""
 
     @property
     def dtype(self) -> str:
@@ -123,7 +121,6 @@ def plan_export(
         specs=specs,
         files=_files(specs, form, int(max_shard_gib * GIB)),
         tied=tied,
-        left_out=sorted(n for n in manifest.tensors if n.startswith(_MODEL) and not n.startswith(prefix)),
     )
 
 

@@ -19,7 +19,6 @@ import xxhash
 from lit_fsdp.errors import CheckpointError
 
 _BUFFER_BYTES = 1 << 18
-_READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entry: FileEntry | None = None
         self._hash = xxhash.xxh3_128()
         self._num_bytes = 0
         with naming(path):
@@ -63,26 +61,17 @@ class HashedFile:
         self._num_bytes += view.nbytes
         return view.nbytes
 
-    def close(self) -> None:
-        """Flush, sync and close; ``entry`` is set afterwards."""
+    def close(self) -> FileEntry:
+        """Flush, sync and close; what was written."""
         with naming(self.path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
-        self.entry = FileEntry(self._num_bytes, self._hash.hexdigest())
+        return FileEntry(self._num_bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close without syncing, after a failure."""
         with contextlib.suppress(OSError):  # the failure that led here is the one to report
             self._file.close()
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
 
 @contextlib.contextmanager
@@ -96,19 +85,13 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> FileEntry:
     """Write one new file, synced; parents are made."""
-    with HashedFile(path) as file:
+    file = HashedFile(path)
+    try:
         file.write(data)
-    assert file.entry is not None
-    return file.entry
-
-
-def copy_file(source: Path, target: Path) -> FileEntry:
-    """Copy one file, synced; parents are made."""
-    with naming(source), source.open("rb") as reader, HashedFile(target) as file:
-        while piece := reader.read(_READ_BYTES):
-            file.write(piece)
-    assert file.entry is not None
-    return file.entry
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
 def replace_bytes(path: Path, data: bytes) -> None:

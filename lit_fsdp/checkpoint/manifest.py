@@ -13,18 +13,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lit_fsdp.checkpoint.files import FileEntry, checked_name, inside, naming, replace_bytes
 from lit_fsdp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "lit_fsdp.checkpoint"
-VERSION = 2
+VERSION = 3
 Layout = Literal["sharded", "full"]
-_OWN_KEYS = {
-    "format", "format_version", "layout", "world_size", "created", "versions", "tensors", "files", "metrics", "sha256"
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Manifest:
         document = {
             "format": FORMAT,
             "format_version": VERSION,
-            **self.extra,
+            "extra": dict(self.extra),
             "global_step": self.global_step,
             "layout": self.layout,
             "world_size": self.world_size,
@@ -130,14 +127,13 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free keys.
 
     Raises:
-        CheckpointError: ``global_step`` is missing, a key is the manifest's own, or a value is not plain JSON.
+        CheckpointError: ``global_step`` is missing, or a value is not plain JSON.
     """
-    taken = sorted(set(extra) & (_OWN_KEYS - {"metrics"}))
-    if taken:
-        raise CheckpointError(f"manifest: {', '.join(taken)} is filled in by the save itself; use another key")
     try:
         plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
-        _count(plain.get("global_step"))
+        step = plain.get("global_step")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"{step!r} is not a whole number >= 0")
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"manifest: global_step and plain JSON are needed: {error}") from error
     return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
@@ -192,21 +188,12 @@ def not_a_checkpoint(path: Path) -> str:
     """A sentence about what is at ``path`` instead of a checkpoint, and what to give instead."""
     if not os.path.lexists(path):
         return f"{path}: no such checkpoint folder"
-    if not path.is_dir():
-        return (
-            f"{path}: a file, not a lit_fsdp checkpoint; give a folder such as RUN/checkpoints/step-00000050, "
-            "or make one of it with lit-fsdp ckpt import"
-        )
-    inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(p.name for p in inner.iterdir() if (p / MANIFEST).is_file() and not p.name.startswith("."))
+    steps = sorted(path.glob(f"step-*/{MANIFEST}")) or sorted(path.glob(f"checkpoints/step-*/{MANIFEST}"))
     if steps:
-        kind = "a run folder" if inner != path else "a folder of checkpoints"
-        return f"{path}: {kind}, not a checkpoint; give one of its checkpoints: {inner / steps[-1]}"
+        return f"{path}: not a checkpoint; give one of those that are in it: {steps[-1].parent}"
     if (path / "config.json").is_file():
         return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
-    if (path / ".metadata").is_file():
-        return f"{path}: a torch DCP folder of another tool; lit-fsdp ckpt import makes a checkpoint of it"
-    return f"{path}: not a checkpoint: it has no {MANIFEST}"
+    return f"{path}: not a checkpoint: it has no {MANIFEST}; lit-fsdp ckpt import reads those of other tools"
 
 
 def _sealed(document: Mapping[str, Any]) -> bytes:
@@ -222,43 +209,27 @@ def _lines(document: Mapping[str, Any]) -> str:
 
 def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
     """The manifest from its JSON; any built-in exception means that it is malformed."""
-    if document["format"] != FORMAT:
-        raise ValueError(f"format is {document['format']!r}, not {FORMAT!r}")
-    if document["format_version"] != VERSION:
-        raise ValueError(f"format_version is {document['format_version']!r}, this version reads {VERSION}")
-    if document["layout"] not in get_args(Layout):
-        raise ValueError(f"layout is {document['layout']!r}")
-    files = {checked_name(n): FileEntry(_count(f["bytes"]), str(f["xxh3"])) for n, f in document["files"].items()}
-    tensors = {name: TensorSpec(str(t["dtype"]), _counts(t["shape"])) for name, t in document["tensors"].items()}
+    written = (document["format"], document["format_version"])
+    if written != (FORMAT, VERSION):
+        raise ValueError(f"format and version are {written}, this version reads {(FORMAT, VERSION)}")
+    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"])) for name, t in document["tensors"].items()}
     chunks = {
-        name: tuple(Chunk(file, _counts(offsets), _counts(sizes)) for file, offsets, sizes in t["chunks"])
+        name: tuple(Chunk(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in t["chunks"])
         for name, t in document["tensors"].items()
     }
     for name, spec in tensors.items():
-        if any(chunk.file not in files for chunk in chunks[name]):
-            raise ValueError(f"{name}: a part of it lies in a file that is not listed")
         if sum(math.prod(chunk.sizes) for chunk in chunks[name]) != math.prod(spec.shape):
             raise ValueError(f"{name}: its parts do not make up the tensor")
     return Manifest(
         folder=folder,
         layout=document["layout"],
-        global_step=_count(document["global_step"]),
-        world_size=_count(document["world_size"]),
-        created=str(document["created"]),
-        versions={str(k): str(v) for k, v in document["versions"].items()},
+        global_step=document["global_step"],
+        world_size=document["world_size"],
+        created=document["created"],
+        versions=document["versions"],
         tensors=tensors,
         chunks=chunks,
-        files=files,
-        metrics={str(k): float(v) for k, v in document["metrics"].items()},
-        extra={k: v for k, v in document.items() if k not in _OWN_KEYS | {"global_step"}},
+        files={checked_name(n): FileEntry(f["bytes"], f["xxh3"]) for n, f in document["files"].items()},
+        metrics={name: float(value) for name, value in document["metrics"].items()},
+        extra=document["extra"],
     )
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number >= 0")
-    return value
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    return tuple(_count(value) for value in values)

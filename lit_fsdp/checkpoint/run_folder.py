@@ -22,7 +22,7 @@ from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.files import naming, sync_folder
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, not_a_checkpoint, read_manifest
 from lit_fsdp.config.run import CheckpointConfig, RunConfig
-from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.errors import CheckpointError, ConfigError, require
 from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
 
 FOLDER = "checkpoints"
@@ -50,8 +50,6 @@ class Found:
     """Whether it was saved between others, for no other reason than a signal."""
     damage: str | None = None
     """What is wrong with it; None for a complete one."""
-    is_readable: bool = True
-    """Whether its manifest can be read."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Choice:
     others: tuple[Path, ...] = ()
     """What the word means next, should this one turn out to be damaged; nothing for a path."""
     damaged: tuple[Found, ...] = ()
-    """What would have come first, or may have, but is visibly damaged."""
+    """What may have come first, but is visibly damaged."""
 
 
 def step_folder(run_folder: Path | str, step: int) -> Path:
@@ -96,11 +94,6 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
     return sorted(scored, key=lambda entry: (sign * entry.metrics[monitor], entry.step), reverse=True)
 
 
-def best(found: Sequence[Found], monitor: str, mode: Mode) -> Found | None:
-    """The checkpoint with the best finite value of ``monitor``; the newest of equals; None if none has one."""
-    return next(iter(ranked(found, monitor, mode)), None)
-
-
 def choose(
     word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
 ) -> Choice:
@@ -114,8 +107,8 @@ def choose(
         fallback: Whether a word may pass over what is visibly damaged; a path never is.
 
     Raises:
-        CheckpointError: There is none (what is there is listed), the path is no checkpoint, or without ``fallback``
-            a damaged one would come first, or may: that is never passed over in silence.
+        CheckpointError: There is none (what is damaged is listed), the path is no checkpoint, or without ``fallback``
+            a damaged one may come first: that is never passed over in silence.
     """
     word = str(word_or_path)
     if word not in ("last", "best"):
@@ -125,21 +118,25 @@ def choose(
         return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
     if not found:
-        raise CheckpointError(_nothing_there(Path(run_folder), word, broken))
+        listed = [f"  {entry.path} is damaged: {entry.damage}" for entry in broken]
+        names = sorted(path.name for path in Path(run_folder).glob("*"))[:12]
+        there = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: "
+        raise CheckpointError("\n".join([there + (", ".join(names) or "nothing"), *listed]))
     order = found[::-1] if word == "last" else ranked(found, monitor, mode)
     if not order:
-        there = sorted({name for entry in found for name in entry.metrics})
+        names = sorted({name for entry in found for name in entry.metrics})
         raise CheckpointError(
             f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
-            f"{monitor}; metrics there: {', '.join(there) or 'none'}; give last or a path"
+            f"{monitor}; metrics there: {', '.join(names) or 'none'}; give last or a path"
         )
-    passed = [entry for entry in broken if _comes_first(entry, order[0], monitor if word == "best" else None, mode)]
+    # what is worse, or whose metrics nobody can read, may have been the best
+    passed = [entry for entry in broken if word == "best" or entry.step > order[0].step]
     choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
     if passed and not fallback:
         which = "the newest complete one" if word == "last" else "the best complete one"
         lines = "\n".join(f"  {entry.path} is damaged: {entry.damage}" for entry in choice.damaged)
         raise CheckpointError(
-            f"ckpt_path {word}: a damaged checkpoint would come first{' or may' if word == 'best' else ''}\n{lines}\n"
+            f"ckpt_path {word}: a damaged checkpoint may come first\n{lines}\n"
             f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
         )
     return choice
@@ -183,12 +180,13 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     """
     there = survey(run_folder / FOLDER)
     if not word:
-        given = (
-            f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step if there else 0}"
-        )
-        fix = "add --ckpt_path last, or name another --trainer.default_root_dir"
-        mine = verb != "fit" or not there or is_launched_by_lightning()  # then the first process has looked already
-        require(mine, "trainer.default_root_dir", given, "a new run folder, or a resume", fix)
+        if verb == "fit" and there and not is_launched_by_lightning():  # else the first process has looked already
+            raise ConfigError(
+                "trainer.default_root_dir",
+                f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
+                "a new run folder, or a resume",
+                "add --ckpt_path last, or name another --trainer.default_root_dir",
+            )
         return Resume(None)
     if word == "last" and is_requeued() and not there:
         return Resume(None)
@@ -296,8 +294,8 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
             remove(old.path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s", error)
-    top = best([entry for entry in found if entry not in gone], config.monitor, config.mode)
-    return None if top is None else top.path
+    top = ranked([entry for entry in found if entry not in gone], config.monitor, config.mode)
+    return top[0].path if top else None
 
 
 def remove(folder: Path) -> None:
@@ -306,7 +304,8 @@ def remove(folder: Path) -> None:
     Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
 
     Raises:
-        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
+        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed.
+        OSError: What is hidden cannot be deleted; names the file.
     """
     folder = Path(folder)
     with naming(folder):
@@ -318,11 +317,7 @@ def remove(folder: Path) -> None:
         hidden = staging.hidden_name(folder, "removed")
         os.rename(folder, hidden)
     sync_folder(folder.parent)
-    try:
-        shutil.rmtree(hidden)
-    except OSError as error:
-        where = error.filename or hidden
-        raise CheckpointError(f"{folder}: the old checkpoint cannot be deleted: {where}: {error.strerror}") from error
+    shutil.rmtree(hidden)
 
 
 def sweep(run_folder: Path) -> None:
@@ -352,27 +347,7 @@ def _entry(path: Path) -> Found:
         damage = str(error)
     if manifest is None:
         match = STEP_NAME.fullmatch(path.name)
-        return Found(int(match[1]) if match else -1, path, damage=damage, is_readable=False)
+        return Found(int(match[1]) if match else -1, path, damage=damage)
     on_signal = manifest.extra.get("on_signal") is True
     metrics = dict(manifest.metrics)
     return Found(manifest.global_step, path, metrics, manifest.created, manifest.num_bytes, on_signal, damage)
-
-
-def _comes_first(entry: Found, chosen: Found, monitor: str | None, mode: Mode) -> bool:
-    """Whether a damaged one is newer than ``chosen``, or better by ``monitor``; unreadable metrics may be better."""
-    if monitor is None:
-        return entry.step > chosen.step
-    return not entry.is_readable or best([chosen, entry], monitor, mode) is entry
-
-
-def _nothing_there(run_folder: Path, word: str, broken: Sequence[Found]) -> str:
-    if broken:
-        lines = "\n".join(f"  {entry.path.name}: {entry.damage}" for entry in broken)
-        return f"ckpt_path {word}: no complete checkpoint in {run_folder / FOLDER}; damaged:\n{lines}"
-    if not run_folder.is_dir():
-        return f"ckpt_path {word}: there is no run folder {run_folder}"
-    if (run_folder / MANIFEST).is_file():
-        return f"ckpt_path {word}: {run_folder} is a checkpoint, not a run folder; give its path as --ckpt_path"
-    names = sorted(path.name for path in run_folder.iterdir())
-    there = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-    return f"ckpt_path {word}: no checkpoint in {run_folder / FOLDER}; in {run_folder}: {there or 'nothing'}"

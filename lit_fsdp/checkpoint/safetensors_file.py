@@ -5,9 +5,10 @@ The header needs only names, dtypes and shapes, so the data can be streamed: no 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,16 @@ class TensorFile:
     def close(self) -> FileEntry:
         """Sync and close; all tensors must have been written."""
         assert not self._left, f"not written: {self._left}"
-        self._file.close()
-        assert self._file.entry is not None
-        return self._file.entry
+        return self._file.close()
 
-    def abandon(self) -> None:
-        """Close an unfinished file after a failure."""
-        self._file.abandon()
+    @contextlib.contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Close the unfinished file when what is done inside fails."""
+        try:
+            yield
+        except BaseException:
+            self._file.abandon()
+            raise
 
 
 def opened(path: Path) -> Any:

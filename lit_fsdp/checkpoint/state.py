@@ -1,17 +1,15 @@
 """Non-tensor state as JSON that reads back exactly, without pickle.
 
 Plain JSON values stand for themselves. Everything else is an object with one key that begins with ``$``, the name
-of its type.
+of its type, and holds what the type is made of, in the same way.
 """
 
 from __future__ import annotations
 
 import base64
-import datetime
-import json
 import math
 import pathlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +19,6 @@ import torch
 from lit_fsdp.errors import CheckpointError
 
 _MAX_DEPTH = 100
-_FACTORIES: dict[str, Callable[[], Any] | None] = {
-    "none": None, "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set,
-}  # fmt: skip
 _DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 
 
@@ -33,9 +28,9 @@ def encode(state: Any) -> Any:
     Tensors come back on the CPU, detached, and each on its own: views of one storage become separate tensors.
 
     Args:
-        state: Any nest of dict, list, tuple, set, frozenset, None, bool, int, float, complex, str, bytes, timedelta,
-            Path, NumPy scalars and arrays, torch.Size, dtype, device, Counter, defaultdict, OrderedDict and dense
-            tensors. Subclasses are not taken for their bases, because they would not come back as what they were.
+        state: Any nest of dict, list, tuple, set, None, bool, int, float, str, bytes, Path, NumPy scalars and arrays,
+            torch.Size, dtype, device, Counter, OrderedDict and dense tensors. Subclasses are not taken for their
+            bases, because they would not come back as what they were.
 
     Raises:
         CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
@@ -60,20 +55,7 @@ def decode(value: Any) -> Any:
     """
     try:
         return _decode(value)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(f"state: malformed ({error!r})") from error
-
-
-def read_states(content: bytes) -> dict[str, Any]:
-    """``state.json``: ``state`` of all ranks and ``ranks``, that of each, both as :func:`decode` takes them.
-
-    Raises:
-        CheckpointError: It is malformed.
-    """
-    try:
-        document = json.loads(content)
-        return {"state": document["state"], "ranks": list(document["ranks"])}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"state: malformed ({error!r})") from error
 
 
@@ -81,43 +63,26 @@ def _encode(value: Any, path: tuple[Any, ...]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind in _LEAVES:
-        name, encoded, _ = _LEAVES[kind]
-        return {f"${name}": encoded(value)}
-    if isinstance(value, torch.Tensor):
-        dense = kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not dense or value.is_quantized or value.is_meta:
-            raise _refused(value, path, "only dense tensors; sharded ones belong in `tensors`")
-        data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return {"$tensor": [_name(value.dtype), list(value.shape), _text(data.numpy().tobytes())]}
-    if isinstance(value, np.generic) or kind is np.ndarray:
-        if value.dtype.hasobject or value.dtype.names:
-            raise _refused(value, path, "only plain NumPy data of numbers, text or times")
-        where = "$numpy_scalar" if isinstance(value, np.generic) else "$numpy"
-        return {where: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
-    if kind in (list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict):
-        if len(path) > _MAX_DEPTH:
-            raise _refused(value, path[:8], "it contains itself or is nested too deeply")
-        return _encode_container(value, path)
-    raise _refused(value, path, "only plain Python data, NumPy data and tensors can be saved without pickle")
-
-
-def _encode_container(value: Any, path: tuple[Any, ...]) -> Any:
-    kind = type(value)
-    if kind in (list, tuple, set, frozenset):
-        items = [_encode(item, (*path, index)) for index, item in enumerate(value)]
-        if kind in (set, frozenset):
-            items.sort(key=json.dumps)
-        return items if kind is list else {f"${kind.__name__}": items}
+    if len(path) > _MAX_DEPTH:
+        raise _refused(value, path[:8], "it contains itself or is nested too deeply")
+    if kind is list:
+        return [_encode(item, (*path, index)) for index, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, (*path, key)) for key, item in value.items()}
-    pairs = [[_encode(key, (*path, key)), _encode(item, (*path, key))] for key, item in value.items()]
-    if kind is not defaultdict:
-        return {f"${kind.__name__}": pairs}
-    for name, factory in _FACTORIES.items():
-        if value.default_factory is factory:
-            return {"$defaultdict": [name, pairs]}
-    raise _refused(value.default_factory, path, f"a defaultdict may only make one of {', '.join(_FACTORIES)}")
+    if kind in (dict, OrderedDict, Counter):
+        return {f"${kind.__name__}": [[_encode(k, (*path, k)), _encode(v, (*path, k))] for k, v in value.items()]}
+    if kind is torch.nn.Parameter:
+        kind = torch.Tensor
+    elif isinstance(value, np.generic):
+        kind = np.generic
+    if kind is torch.Tensor and (value.layout is not torch.strided or value.is_quantized or value.is_meta):
+        raise _refused(value, path, "only dense tensors; sharded ones belong in `tensors`")
+    if kind in (np.ndarray, np.generic) and (value.dtype.hasobject or value.dtype.names):
+        raise _refused(value, path, "only plain NumPy data of numbers, text or times")
+    if kind not in _TYPES:
+        raise _refused(value, path, "only plain Python data, NumPy data and tensors can be saved without pickle")
+    name, parts, _ = _TYPES[kind]
+    return {f"${name}": _encode(parts(value), path)}
 
 
 def _decode(value: Any) -> Any:
@@ -130,8 +95,7 @@ def _decode(value: Any) -> Any:
         return {key: _decode(item) for key, item in value.items()}
     if len(value) != 1:
         raise ValueError(f"{tag} beside other keys")
-    body = value[tag]
-    return _CONTAINERS[tag](_decode(body)) if tag in _CONTAINERS else _READERS[tag](body)
+    return _READERS[tag](_decode(value[tag]))
 
 
 def _refused(value: Any, path: tuple[Any, ...], why: str) -> CheckpointError:
@@ -144,52 +108,46 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def _tensor_parts(value: torch.Tensor) -> list[Any]:
+    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return [_name(value.dtype), list(value.shape), data.numpy().tobytes()]
 
 
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _tensor(body: Any) -> torch.Tensor:
-    dtype, shape, data = body
+def _tensor(parts: list[Any]) -> torch.Tensor:
+    dtype, shape, data = parts
     if not data:
         return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(bytearray(_bytes(data)), dtype=_DTYPES[dtype]).reshape(shape)
+    return torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]).reshape(shape)
 
 
-def _array(body: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = np.dtype(body[0]), body[1], _bytes(body[2])
+def _array_parts(value: Any) -> list[Any]:
+    return [value.dtype.str, list(value.shape), value.tobytes()]
+
+
+def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    dtype, shape, data = np.dtype(parts[0]), parts[1], parts[2]
     if dtype.hasobject or dtype.names:
         raise ValueError(f"dtype {dtype}")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
-_LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+_TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: ("float", repr, float),  # inf and nan, which JSON has not
-    complex: ("complex", repr, complex),
-    bytes: ("bytes", _text, _bytes),
-    datetime.timedelta: (
-        "timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)
-    ),
+    bytes: ("bytes", lambda v: base64.b64encode(v).decode(), lambda text: base64.b64decode(text, validate=True)),
+    tuple: ("tuple", list, tuple),
+    set: ("set", list, set),
+    type(pathlib.Path()): ("path", str, pathlib.Path),
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", _name, _DTYPES.__getitem__),
     torch.device: ("device", str, torch.device),
-    type(pathlib.Path()): ("path", str, pathlib.Path),
-}  # fmt: skip
-_READERS: dict[str, Callable[[Any], Any]] = {
-    **{f"${name}": read for name, _, read in _LEAVES.values()},
-    "$tensor": _tensor,
-    "$numpy": _array,
-    "$numpy_scalar": lambda body: _array(body)[()],
+    torch.Tensor: ("tensor", _tensor_parts, _tensor),
+    np.ndarray: ("numpy", _array_parts, _array),
+    np.generic: ("numpy_scalar", _array_parts, lambda parts: _array(parts)[()]),
 }
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
+"""By type: its name, what it is made of, and how it is made of that again."""
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{f"${name}": read for name, _, read in _TYPES.values()},
     "$dict": dict,
     "$OrderedDict": OrderedDict,
     "$Counter": lambda pairs: Counter(dict(pairs)),
-    "$defaultdict": lambda body: defaultdict(_FACTORIES[body[0]], body[1]),
 }

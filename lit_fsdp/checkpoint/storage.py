@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -203,7 +203,7 @@ class Writer(StorageWriter):
         # what torch's own HuggingFaceStorageReader looks for
         sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
         file = TensorFile(draft / name, specs, {"format": "pt", "DCP_SHARDING_INFO": sharding})
-        with _finishing(file):
+        with file.abandoned_on_failure():
             for key in file_order(specs):
                 file.append(key, cast(torch.Tensor, planner.resolve_data(parts[key])))
         found.append(_result(name, file.close(), [(key, offsets[key], specs[key].shape) for key in specs]))
@@ -216,7 +216,7 @@ class Writer(StorageWriter):
         def take(name: str, tensor: torch.Tensor) -> None:
             nonlocal file
             file = file or TensorFile(draft / FULL_FILE, specs)
-            with _finishing(file):
+            with file.abandoned_on_failure():
                 file.append(name, as_numbers(tensor))
 
         gather_whole(snapshot.tensors, specs, take if self._is_first else None)
@@ -282,7 +282,8 @@ def gather_whole(
 ) -> None:
     """Give ``take`` one whole tensor after the other, in :func:`file_order`; collective where there are DTensors.
 
-    A failure must not leave the other ranks waiting in a collective, so the rest is gathered and dropped.
+    A failure must not leave the other ranks waiting in a collective, so the rest is gathered and dropped. A rank that
+    cannot even begin one for want of memory would: see :func:`make_room`.
 
     Args:
         tensors: Tensors and DTensors by name.
@@ -292,14 +293,21 @@ def gather_whole(
     failure: BaseException | None = None
     for name in file_order(specs):
         tensor = tensors[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         try:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if take is not None and failure is None:
                 take(name, whole)
         except BaseException as error:
-            failure = error
+            failure = failure or error
     if failure is not None:
         raise failure
+
+
+def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fail now, before other ranks wait for this one in :func:`gather_whole`, where the largest tensor has no room."""
+    largest = max((t for t in tensors.values() if isinstance(t, DTensor)), key=lambda t: t.nbytes, default=None)
+    if largest is not None:
+        torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)  # and given back at once
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
@@ -325,15 +333,6 @@ def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """
     holds_codes: bool = is_traceable_wrapper_subclass(tensor)
     return tensor.cpu().dequantize() if holds_codes else tensor
-
-
-@contextlib.contextmanager
-def _finishing(file: TensorFile) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        file.abandon()
-        raise
 
 
 def _item(name: str, spec: TensorSpec, chunk: ChunkStorageMetadata) -> WriteItem:

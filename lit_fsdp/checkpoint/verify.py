@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,28 +21,14 @@ if TYPE_CHECKING:
     from lit_fsdp.checkpoint.ranks import Ranks
 
 _THREADS = 4
-# A kill while metrics are added to a manifest leaves the new one beside the old, which holds: no reader opens it.
-_UNFINISHED_MANIFEST = re.compile(rf"\.{re.escape(MANIFEST)}\.tmp-[0-9a-f]{{16}}")
+_UNFINISHED = f".{MANIFEST}.tmp-"  # a kill while metrics are added leaves it beside the manifest, which holds
 _WAY_OUT = (
     "  fix:     lit-fsdp ckpt ls RUN --verify shows which checkpoints are sound: give one as --ckpt_path;\n"
     "           --resume.fallback true lets --ckpt_path last (or best) go on with the newest (next best) sound one"
 )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One file that is not what the manifest says."""
-
-    file: str
-    """Its path inside the checkpoint."""
-    problem: str
-    """What is wrong with it."""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.problem}"
-
-
-def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) -> list[Difference]:
+def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) -> dict[str, str]:
     """Everything in which the checkpoint at ``folder`` differs from its manifest; nothing if it is sound.
 
     An unreadable manifest is the only difference then. A file that the manifest does not list is one in a single
@@ -54,19 +38,29 @@ def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) 
         folder: The checkpoint.
         hashes: Compare the content of each file, not only its size.
         ranks: Each takes a part of the files, and all get the same answer; collective.
+
+    Returns:
+        What is wrong with each file that differs, by its path inside the checkpoint.
     """
     folder = Path(folder)
-    read = lambda: _read(folder)  # noqa: E731
+
+    def read() -> Manifest | dict[str, str]:
+        try:
+            return read_manifest(folder)
+        except (CheckpointError, OSError) as error:
+            return {MANIFEST: _short(error, folder / MANIFEST)}
+
     manifest = read() if ranks is None else ranks.first(f"reading {folder}", read)  # rank 0 looks for all
-    if isinstance(manifest, Difference):
-        return [manifest]
+    if isinstance(manifest, dict):
+        return manifest
+    largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     if ranks is None:
-        found = [*_differences(manifest, list(manifest.files), hashes), *_unlisted(manifest)]
+        found = {**_differences(manifest, largest_first, hashes), **_unlisted(manifest)}
     else:
-        names = _share(manifest, ranks.rank, ranks.size)
-        parts = ranks.run(f"verifying {folder}", lambda: _differences(manifest, names, hashes))
-        found = [difference for part in parts for difference in part]
-    return sorted(found, key=lambda difference: difference.file)
+        mine = largest_first[ranks.rank :: ranks.size]
+        parts = ranks.run(f"verifying {folder}", lambda: _differences(manifest, mine, hashes))
+        found = {name: problem for part in parts for name, problem in part.items()}
+    return dict(sorted(found.items()))
 
 
 def sound_checkpoint(
@@ -101,12 +95,9 @@ def sound_checkpoint(
     raise CheckpointError(f"{text}\n{_WAY_OUT}")
 
 
-def describe(folder: Path, differences: Sequence[Difference], shown: int = 8) -> str:
-    """``folder`` and what differs there, one line per file; more than ``shown`` are counted."""
-    lines = [f"{folder} is damaged:", *(f"  {difference}" for difference in differences[:shown])]
-    if len(differences) > shown:
-        lines.append(f"  and {len(differences) - shown} more files")
-    return "\n".join(lines)
+def describe(folder: Path, differences: Mapping[str, str]) -> str:
+    """``folder`` and what differs there, one line per file."""
+    return "\n".join([f"{folder} is damaged:", *(f"  {name}: {problem}" for name, problem in differences.items())])
 
 
 def sha256_of(manifest: Manifest) -> str:
@@ -115,47 +106,28 @@ def sha256_of(manifest: Manifest) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _read(folder: Path) -> Manifest | Difference:
-    try:
-        return read_manifest(folder)
-    except (CheckpointError, OSError) as error:
-        return Difference(MANIFEST, _short(error, folder / MANIFEST))
+def _differences(manifest: Manifest, names: Sequence[str], hashes: bool) -> dict[str, str]:
+    def problem(name: str) -> str:
+        try:
+            path = manifest.file(name)
+            if hashes and hash_file(path) != manifest.files[name].xxh3:
+                return "xxh3 differs from the manifest"
+        except (CheckpointError, OSError) as error:
+            return _short(error, manifest.folder / name)
+        return ""
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = zip(names, pool.map(problem, names), strict=True)
+        return {name: text for name, text in found if text}
 
 
-def _share(manifest: Manifest, rank: int, size: int) -> list[str]:
-    """The files that ``rank`` hashes: the largest first to the rank with the least."""
-    load, mine = [0] * size, []
-    for name in sorted(manifest.files, key=lambda n: (-manifest.files[n].num_bytes, n)):
-        least = load.index(min(load))
-        load[least] += manifest.files[name].num_bytes
-        if least == rank:
-            mine.append(name)
-    return mine
-
-
-def _differences(manifest: Manifest, names: Sequence[str], hashes: bool) -> list[Difference]:
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: _difference(manifest, name, hashes), names)
-    return [difference for difference in found if difference is not None]
-
-
-def _difference(manifest: Manifest, name: str, hashes: bool) -> Difference | None:
-    try:
-        path = manifest.file(name)
-        if hashes and hash_file(path) != manifest.files[name].xxh3:
-            return Difference(name, "xxh3 differs from the manifest")
-    except (CheckpointError, OSError) as error:
-        return Difference(name, _short(error, manifest.folder / name))
-    return None
-
-
-def _unlisted(manifest: Manifest) -> list[Difference]:
-    found = []
+def _unlisted(manifest: Manifest) -> dict[str, str]:
+    found = {}
     for place, folders, files in os.walk(manifest.folder):
         for name in (*files, *(name for name in folders if os.path.islink(os.path.join(place, name)))):
             inner = str(Path(place, name).relative_to(manifest.folder))
-            if inner not in manifest.files and inner != MANIFEST and not _UNFINISHED_MANIFEST.fullmatch(inner):
-                found.append(Difference(inner, "not in the manifest"))
+            if inner not in manifest.files and inner != MANIFEST and not inner.startswith(_UNFINISHED):
+                found[inner] = "not in the manifest"
     return found
 
 

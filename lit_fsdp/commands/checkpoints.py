@@ -14,8 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, read_manifest
-from lit_fsdp.checkpoint.run_folder import best, folder_of_checkpoints, looks_like_one, moved_aside, survey
-from lit_fsdp.checkpoint.run_lock import is_held
+from lit_fsdp.checkpoint.run_folder import folder_of_checkpoints, looks_like_one, moved_aside, ranked, survey
 from lit_fsdp.checkpoint.staging import hidden_folders
 from lit_fsdp.checkpoint.verify import describe, sha256_of, verify
 from lit_fsdp.commands.importing import run_import
@@ -33,7 +32,6 @@ _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
 
 lit-fsdp ckpt VERB --help explains one of them
 """
-_RECIPE = "recipe.yaml"
 
 
 def run_ckpt(argv: Sequence[str]) -> int:
@@ -52,12 +50,12 @@ def _ls(argv: Sequence[str]) -> int:
     folder = _checkpoints_in("RUN", options.run)
     given = f"{options.run}, which is a checkpoint"
     require(not looks_like_one(options.run), "RUN", given, "a run folder", "write the folder above its checkpoints")
-    monitor, mode = _monitored(folder)
-    monitor, mode = options.monitor or monitor, options.mode or mode
+    config = _config(folder.parent / "recipe.yaml")
+    monitor, mode = options.monitor or config.monitor, options.mode or config.mode
     rows = _rows(folder, monitor, mode, options.verify)
-    making, is_live = hidden_folders(folder), is_held(folder.parent)
+    making = hidden_folders(folder)
     if options.json:
-        left = [{"path": str(path), "kind": kind, "live": is_live} for path, _, kind in making]
+        left = [{"path": str(path), "kind": kind} for path, _, kind in making]
         record = {"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows, "unfinished": left}
         print(json.dumps(record, indent=1))
     elif rows:
@@ -65,8 +63,8 @@ def _ls(argv: Sequence[str]) -> int:
     if not any(row["complete"] for row in rows):
         print(f"{folder}: no complete checkpoint" if rows else f"{folder}: no checkpoints yet", file=sys.stderr)
     for path, _, kind in making:
-        state = "going on" if is_live else "that did not end; a run that goes on there clears it away"
-        print(f"{path.name}: {'a save' if kind == 'tmp' else 'a removal'} {state}", file=sys.stderr)
+        what = "a save" if kind == "tmp" else "a removal"
+        print(f"{path.name}: {what} that goes on, or was killed: then the next run clears it away", file=sys.stderr)
     for path in moved_aside(folder):
         print(f"{path.name}: moved aside by a run that went on from an older step", file=sys.stderr)
     return 1 if any(row["differences"] for row in rows) else 0
@@ -76,45 +74,38 @@ def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], hashed: bool)
     """One per checkpoint, complete or not, oldest first; with ``hashed`` every file is compared."""
     entries = survey(folder)
     complete = [entry for entry in entries if entry.damage is None]
-    top, rows = best(complete, monitor, mode), []
+    means = {"last": complete[-1:], "best": ranked(complete, monitor, mode)[:1]}
+    rows = []
     for entry in entries:
-        found = entry if entry.damage is None else None
-        differences = {d.file: d.problem for d in verify(entry.path)} if hashed else None
-        words = {"last": found and found is complete[-1], "best": found and found is top}
+        differences = verify(entry.path) if hashed else None
         rows.append(
             {
                 "step": None if entry.step < 0 else entry.step,
                 "path": str(entry.path),
-                "created": found and found.created,
-                "bytes": found and found.num_bytes,
-                "metrics": entry.metrics if entry.is_readable else None,
-                "complete": found is not None,
+                "created": entry.created,
+                "bytes": entry.num_bytes,
+                "metrics": entry.metrics,
+                "complete": entry.damage is None,
                 "reason": entry.damage and entry.damage.replace(f"{entry.path}/", ""),
                 "verified": None if differences is None else not differences,
                 "differences": differences,
-                "means": [word for word, holds in words.items() if holds],
+                "means": [word for word, meant in means.items() if entry in meant],
             }
         )
     return rows
 
 
-def _monitored(folder: Path) -> tuple[str, Literal["min", "max"]]:
-    """``monitor`` and ``mode`` of the newest checkpoint's recipe, else of the run folder's, else the defaults."""
-    complete = [entry for entry in survey(folder) if entry.damage is None]
-    for place in [*(entry.path for entry in complete[-1:]), folder.parent]:
-        try:
-            section = CheckpointConfig(**yaml.safe_load((place / _RECIPE).read_text(encoding="utf-8"))["checkpoint"])
-        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            continue  # somebody else's file, or a section with keys of another version
-        return str(section.monitor), section.mode
-    return str(CheckpointConfig.monitor), CheckpointConfig.mode
+def _config(recipe: Path) -> CheckpointConfig:
+    """The ``checkpoint`` section of a run's recipe; the defaults where there is none."""
+    return (
+        CheckpointConfig(**yaml.safe_load(recipe.read_text())["checkpoint"]) if recipe.is_file() else CheckpointConfig()
+    )
 
 
 def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
     lines = [["step", "time (UTC)", "size", monitor, "complete", "verified", ""]]
     for row in rows:
-        value, differences = (row["metrics"] or {}).get(monitor), list(row["differences"] or ())
-        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+        value, differences = row["metrics"].get(monitor), list(row["differences"] or ())
         lines.append(
             [
                 Path(row["path"]).name if row["step"] is None else str(row["step"]),
@@ -122,7 +113,7 @@ def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
                 size_words(row["bytes"]) if row["complete"] else "-",
                 "-" if value is None else f"{value:.6g}",
                 "yes" if row["complete"] else "no",
-                f"no: {differences[0]}{more}" if differences else "yes" if row["verified"] else "-",
+                f"no: {', '.join(differences[:2])}" if differences else "yes" if row["verified"] else "-",
                 row["reason"] or ", ".join(row["means"]),
             ]
         )
@@ -144,7 +135,7 @@ def _verify(argv: Sequence[str]) -> int:
     sums = {path: sha256_of(read_manifest(path)) for path in paths if options.sha256 and not results[path]}
     if options.json:
         records = [
-            {"path": str(path), "verified": not found, "differences": {d.file: d.problem for d in found}}
+            {"path": str(path), "verified": not found, "differences": found}
             | ({"sha256": sums.get(path)} if options.sha256 else {})
             for path, found in results.items()
         ]
@@ -152,7 +143,7 @@ def _verify(argv: Sequence[str]) -> int:
         return 1 if any(results.values()) else 0
     for path, found in results.items():
         if found:
-            print(describe(path, found, shown=len(found)))
+            print(describe(path, found))
             continue
         manifest = read_manifest(path)
         print(f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest")

@@ -44,7 +44,7 @@ from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process
-from lit_fsdp.redaction import HIDDEN, hidden_keys, remember, remember_lines
+from lit_fsdp.redaction import HIDDEN, hidden_keys, remember
 
 T = TypeVar("T")
 OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
@@ -131,8 +131,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        remember_lines(text)  # the error quotes the file
-        why = " ".join(str(error).split())
+        # its text quotes the line, which may hold a secret
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
+        why = f"{why} in line {mark.line + 1}" if mark else why
         raise ConfigError("--config", f"{path}, which is no YAML ({why})", "YAML", "mend that line") from None
     require(isinstance(content, dict), "--config", f"{path} with {type(content).__name__}", "a mapping of sections")
     remember(content)

@@ -162,7 +162,7 @@ class Checkpoints:
         if not self.lightning_module.strict_loading:
             templates = {name: tensor for name, tensor in templates.items() if name in saved}
             skip |= saved - templates.keys()
-        store.load_tensors(path, templates, skip, verify=False)  # it has been, if it was to be
+        store.load_tensors(path, templates, skip)
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
         dcp_state.set_model_state_dict(owner, model, options=strict)

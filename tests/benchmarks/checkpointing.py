@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import checkpoint as dcp
 
-from lit_fsdp.checkpoint.store import BackgroundSaver, load_tensors, save_checkpoint
+from lit_fsdp.checkpoint.store import BackgroundSaver, load_tensors, save_checkpoint, verify_files
 
 MIB = 2**20
 AIMS = {"save": ">= 0.85", "plain": "", "load": ">= 0.75", "blocked": "<= 0.1", "beside": ">= 0.9"}
@@ -123,6 +123,7 @@ class Bench:
     def own_load(self) -> float:
         """With every hash verified."""
         with timed() as seconds:
+            verify_files(self.folder / "loaded")
             load_tensors(self.folder / "loaded", self.into)
         return seconds()
 

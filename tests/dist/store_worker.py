@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,21 @@ def _error_of_save(
     return "no error"
 
 
-SCENARIOS = {f.__name__: f for f in (save_all, load_all, fail_everywhere)}
+def no_memory_to_gather(rank: int, size: int, folder: Path) -> Any:
+    """The error of each rank where rank 1 has not the memory for one whole tensor."""
+    tensors = {"w": DTensor.from_local(torch.empty(1 << 25), init_device_mesh("cpu", (size,)), [Shard(0)])}
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 3 * (1 << 26), resource.RLIM_INFINITY))
+    started = time.monotonic()
+    try:
+        store.save_checkpoint(step_folder(folder, 4), tensors, {}, {"global_step": 4}, "full")
+    except CheckpointError as error:
+        return [str(error), time.monotonic() - started]
+    return ["no error", 0.0]
+
+
+SCENARIOS = {f.__name__: f for f in (save_all, load_all, fail_everywhere, no_memory_to_gather)}
 
 
 def scenario(name: str, folder: str) -> Any:

@@ -122,7 +122,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert aside.name.startswith(f"superseded-{NEWEST}-")
     for folder in (run, by_path):
         assert [entry.step for entry in checkpoints(folder)] == [1, 2, 3, 4, 5]
-        assert [verify(entry.path) for entry in checkpoints(folder)] == [[]] * 5
+        assert [verify(entry.path) for entry in checkpoints(folder)] == [{}] * 5
     hashes = [json.loads((r / "checkpoints/step-00000005/manifest.json").read_text())["files"] for r in (run, by_path)]
     shards = [{name: f["xxh3"] for name, f in files.items() if name.startswith("tensors/")} for files in hashes]
     assert shards[0] == shards[1]

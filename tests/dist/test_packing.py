@@ -57,13 +57,32 @@ def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
         assert all(proof["left_alone"] for proof in before["proofs"] + after["proofs"])
 
 
-def test_resumed_on_other_ranks(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
-    job: dict[str, Any] = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "data": STEPS, "every": 5}
-    (whole, _) = workers.run("packed_run", 2, run=str(tmp_path / "whole"), steps=15, **job)
-    workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=5, **job)
-    (one,) = workers.run("packed_run", 1, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job)
-    assert one["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
-    assert one["epoch"] == whole["epoch"]
+@pytest.mark.parametrize(
+    ("engine", "before", "after", "model", "data"),
+    [
+        ("fsdp2", 2, 1, {}, STEPS),
+        ("fsdp2", 1, 2, {"lora": {}}, {**STEPS, "packing": False}),
+        ("fsdp1", 2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
+    ],
+    ids=["packed", "adapters", "streamed-adapters"],
+)
+def test_resumed_on_other_ranks(
+    workers: Workers,
+    tiny_model: Path,
+    tmp_path: Path,
+    engine: str,
+    before: int,
+    after: int,
+    model: dict[str, Any],
+    data: dict[str, Any],
+) -> None:
+    job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "model": model, "data": data, "every": 5}
+    whole = workers.run("packed_run", before, run=str(tmp_path / "whole"), steps=15, **job)[0]
+    workers.run("packed_run", before, run=str(tmp_path / "cut"), steps=5, **job)
+    other = workers.run("packed_run", after, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job)[0]
+    assert other["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
+    assert len(set(other["losses"])) == 10
+    assert other["epoch"] == whole["epoch"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +101,7 @@ def test_isolation_holds_in_bf16(
     (proof,) = workers.run("packed_run", 2, run=str(tmp_path / "run"), **job)[0]["proofs"]
     assert proof["bit_equal"]
     assert proof["compute_dtype"] == "bf16"
+    assert proof["tokens"] <= 4 * 64  # of four forward passes: no more than a step's
     assert 0 <= proof["largest_change_when_moved"] < proof["tolerance_when_moved"]
 
 

@@ -102,6 +102,15 @@ def test_a_failure_on_one_rank_is_an_error_on_all(run, saved):
     assert [path.name for path in sorted((saved / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
 
 
+def test_without_memory_on_one_rank_no_other_waits_for_it(run, tmp_path):
+    """A rank that fails before a collective begins cannot take part in it."""
+    for text, seconds in run("no_memory_to_gather", 2, tmp_path):
+        assert "rank 1: RuntimeError" in text
+        assert "can't allocate memory" in text
+        assert seconds < 20
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
 def test_a_checkpoint_without_tensors_is_one_too(tmp_path):
     store.save_checkpoint(step_folder(tmp_path, 1), {}, {"a": 1}, {"global_step": 1}, "full")
     store.load_tensors(step_folder(tmp_path, 1), {})

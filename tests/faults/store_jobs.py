@@ -155,7 +155,7 @@ def fill_the_disk(disk: str, temporary: str, layout: str) -> list[dict[str, Any]
 def _take_back(run: Path, step: int) -> None:
     """Remove the checkpoint of ``step`` if it stands, and then it must be a whole one."""
     if step_folder(run, step).exists():
-        assert verify(step_folder(run, step)) == []
+        assert verify(step_folder(run, step)) == {}
         run_folder.remove(step_folder(run, step))
 
 

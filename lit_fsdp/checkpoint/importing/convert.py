@@ -48,12 +48,8 @@ class ImportReport:
 
     folder: str
     """The checkpoint."""
-    kind: str
-    """What the source was."""
     num_tensors: int
     """Weights written; a tied one once."""
-    num_params: int
-    """Elements in them."""
     prefix: str
     """What was taken off the source's names."""
     surplus: list[str]
@@ -70,7 +66,7 @@ class ImportReport:
         if self.num_moments:
             moments = f"AdamW state of {self.num_moments} of {self.num_tensors} tensors"
         lines = [
-            f"{self.folder}: {self.num_tensors} tensors, {self.num_params / 1e6:.1f}M parameters, from {self.kind}",
+            f"{self.folder}: {self.num_tensors} tensors",
             f"  step:      {self.step}",
             f"  names:     {f'without {self.prefix!r}' if self.prefix else 'as they were'}",
             f"  optimizer: {moments}",
@@ -112,10 +108,8 @@ def import_checkpoint(
     surplus = sorted(name for name in source.weights if name not in names and not _COMPUTED.search(name))
     _check_fit(source, target, weights, [] if allow_surplus else surplus, prefix)
     moments, why = _moments(source, target, weights, prefix)
-    if step is None:
-        step = source.step
-    if step is None:  # as the optimizer has counted
-        step = max((int(entry["step"]) for entry in moments.values()), default=0)
+    counted = max((int(entry["step"]) for entry in moments.values()), default=0)
+    step = next(one for one in (step, source.step, counted) if one is not None)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         kept = _DTYPES[dtype] if dtype and weight.is_floating_point() else weight.dtype
@@ -140,16 +134,13 @@ def import_checkpoint(
             "epoch": 0,
             "tied": {_PREFIX + again: _PREFIX + first for again, first in target.ties.items()},
             "model": {**target.entry, "prefix": _PREFIX, "tied": dict(target.ties)},
-            "imported": {"from": source.kind, "optimizer": len(moments)},
         },
         layout="full",
         files=target.files,
     )
     return ImportReport(
         folder=str(out),
-        kind=source.kind,
         num_tensors=len(weights),
-        num_params=sum(weight.numel() for weight in weights.values()),
         prefix=prefix,
         surplus=surplus,
         step=step,

@@ -56,9 +56,10 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
     first = RunCSVLogger(tmp_path)
     for step in range(5):
         first.log_metrics({"a": float(step)}, step)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("5,1.0\n,7\n")  # cut off by a kill
     second = RunCSVLogger(tmp_path)
     second.loaded_step = 3
-    assert len(rows(tmp_path)) == 5  # nothing happens before the first row
     second.log_metrics({"a": 30.0, "b": 1.0}, 3)
     second.log_metrics({"a": 40.0}, 4)
     assert rows(tmp_path) == [
@@ -66,29 +67,8 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
         {"step": "3", "a": "30.0", "b": "1.0"},
         {"step": "4", "a": "40.0"},
     ]
-
-
-def test_a_row_cut_off_by_a_kill_is_dropped(tmp_path: Path):
-    (tmp_path / "metrics.csv").write_text("step,a,b\n0,1.0,2.0\n1,1.5\n,7\n")
-    logger = RunCSVLogger(tmp_path)
-    logger.loaded_step = 2
-    logger.log_metrics({"a": 9.0}, 2)
-    assert rows(tmp_path) == [
-        {"step": "0", "a": "1.0", "b": "2.0"},
-        {"step": "1", "a": "1.5"},
-        {"step": "2", "a": "9.0"},
-    ]
-
-
-def test_a_new_run_replaces_the_file(tmp_path: Path):
-    RunCSVLogger(tmp_path).log_metrics({"a": 1.0}, 0)
-    RunCSVLogger(tmp_path).log_metrics({"b": 2.0}, 0)
+    RunCSVLogger(tmp_path).log_metrics({"b": 2.0}, 0)  # a new run
     assert rows(tmp_path) == [{"step": "0", "b": "2.0"}]
-
-
-def test_the_run_folder_is_its_place(tmp_path: Path):
-    logger = RunCSVLogger(tmp_path)
-    assert (logger.log_dir, logger.save_dir, logger.name, logger.version) == (str(tmp_path), str(tmp_path), "", "")
 
 
 def test_validate_adds_a_row_per_call_beside(tmp_path: Path):
@@ -114,21 +94,10 @@ class _Counting(BoringModel):
 @pytest.mark.filterwarnings("ignore")
 def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_before(tmp_path: Path):
     logger = RunCSVLogger(tmp_path)
+    switched_off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
     options: dict[str, Any] = {"accelerator": "cpu", "logger": logger, "callbacks": [LoggerRuns()]}
-    options |= {
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = Trainer(
-        **options,
-        max_steps=3,
-        accumulate_grad_batches=4,
-        val_check_interval=6,
-        limit_val_batches=1,
-        log_every_n_steps=1,
-    )
+    options |= {"max_steps": 3, "accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
+    trainer = Trainer(**options, **dict.fromkeys(switched_off, 0), log_every_n_steps=1)
     trainer.fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
     assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
@@ -187,40 +156,28 @@ def test_what_can_go_on_is_noted_on_the_first_rank(tmp_path: Path):
     assert noted(tmp_path, *three) == found
 
 
-@pytest.mark.parametrize(("given", "path", "step"), [(None, "there", 10), (None, None, 0), (7, "there", 7)])
 def test_tensorboard_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, path: str | None, step: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(loggers, "read_manifest", lambda path: SimpleNamespace(global_step={"there": 10}[path]))
-    noted(tmp_path, TensorBoardLogger(0), MLFlowLogger("x"))
-    given_ones = [asked("TensorBoardLogger", version=None, purge_step=given), asked("MLFlowLogger", run_id=None)]
-    go_on_logging({"logger": given_ones}, tmp_path, path)
-    assert given_ones[0].init_args == Namespace(version=0, purge_step=step)
-    assert given_ones[1].init_args == Namespace(run_id="x")
+    noted(tmp_path, TensorBoardLogger(0))
+    for given, path, step in ((None, "there", 10), (None, None, 0), (7, "there", 7)):
+        logger = asked("TensorBoardLogger", version=None, purge_step=given)
+        go_on_logging({"logger": logger}, tmp_path, path)
+        assert logger.init_args == Namespace(version=0, purge_step=step)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_they_are_told_to_go_on_unless_the_recipe_says_where(tmp_path: Path, alone: bool):
+def test_they_are_told_to_go_on_unless_the_recipe_says_where(tmp_path: Path):
+    go_on_logging({"logger": asked("WandbLogger", id=None)}, tmp_path, None)  # nothing is noted yet
     noted(tmp_path, TensorBoardLogger(3), TensorBoardLogger(7), MLFlowLogger("abc"))
-    first = asked("TensorBoardLogger", save_dir="x", version=None)
-    section = {"logger": first if alone else [first, asked("CSVLogger"), asked("TensorBoardLogger", version=None)]}
-    go_on_logging(section, tmp_path, None)
-    assert first.init_args.version == 3
-    if not alone:
-        assert section["logger"][1].init_args == Namespace()
-        assert section["logger"][2].init_args.version == 7
-    section = {"logger": [asked("MLFlowLogger", run_id="mine"), asked("WandbLogger", id=None)]}
-    go_on_logging(section, tmp_path, None)
-    assert [entry.init_args for entry in section["logger"]] == [Namespace(run_id="mine"), Namespace(id=None)]
-
-
-@pytest.mark.parametrize("logger", [None, True, False])
-def test_nothing_to_go_on_with(tmp_path: Path, logger: bool | None):
-    section = {"logger": logger}
-    go_on_logging(section, tmp_path, None)
-    noted(tmp_path, TensorBoardLogger(3))
-    go_on_logging(section, tmp_path, None)
-    assert section == {"logger": logger}
-    section = {"logger": asked("TensorBoardLogger", version=None)}
-    go_on_logging(section, tmp_path / "another", None)
-    assert section["logger"].init_args.version is None
+    for given, expected in (
+        ([asked("TensorBoardLogger", version=None)], [Namespace(version=3)]),
+        ([asked("TensorBoardLogger", version=None), asked("CSVLogger")], [Namespace(version=3), Namespace()]),
+        ([asked("TensorBoardLogger", version=None) for _ in "ab"], [Namespace(version=3), Namespace(version=7)]),
+        ([asked("MLFlowLogger", run_id="mine")], [Namespace(run_id="mine")]),
+        ([asked("WandbLogger", id=None)], [Namespace(id=None)]),
+    ):
+        go_on_logging({"logger": given if len(given) > 1 else given[0]}, tmp_path, None)
+        assert [logger.init_args for logger in given] == expected
+    for switch in (None, True, False):
+        go_on_logging({"logger": switch}, tmp_path, None)

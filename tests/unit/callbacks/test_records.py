@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit, print_dtypes, write_json
+from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit, print_dtypes
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -71,12 +71,6 @@ def test_dtypes_declared_and_found(capsys: pytest.CaptureFixture[str]):
     err = capsys.readouterr().err
     assert "Realized dtypes; precision mixed declares param fp32, compute bf16" in err
     assert "│ activations │ 4 × bf16, 1 × fp32 │" in err
-
-
-def test_json_appears_whole(tmp_path: Path):
-    write_json(tmp_path / "a" / "b.json", {"x": 1})
-    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"x": 1}
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
 
 
 def module(**options: Any) -> CausalLMDataModule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lit_fsdp.checkpoint import export as export_module
-from lit_fsdp.checkpoint import pieces
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
@@ -72,8 +70,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(10)[None]).logits
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
-@pytest.mark.parametrize(("dtype", "max_shard_gib"), [(None, 5.0), ("fp32", 3e-6), ("bf16", 5.0)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "max_shard_gib"), [("sharded", None, 5.0), ("full", "fp32", 3e-6), ("sharded", "bf16", 5.0)]
+)
 def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, layout, dtype, max_shard_gib):
     report = export(checkpoint(layout), tmp_path / "out", dtype=dtype, max_shard_gib=max_shard_gib)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -96,7 +95,7 @@ def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path, la
     assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
     assert len(report.plan.specs) == len(stored)
     assert (len(weights) > 2) == (max_shard_gib < 1) == ((tmp_path / "out" / "model.safetensors.index.json").exists())
-    assert (report.plan.tied, report.plan.left_out) == (TIED, ["model/scale"])
+    assert report.plan.tied == TIED
 
 
 def test_the_tokenizer_and_its_template_come_along(checkpoint, hf_files, tmp_path):
@@ -116,32 +115,14 @@ def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
-def test_one_piece_of_a_tensor_is_in_memory_at_a_time(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 128)
-    seen: list[weakref.ref[torch.Tensor]] = []
-    others: list[int] = []
-    real = pieces._some_rows
-
-    def counting(*arguments):
-        others.append(sum(ref() is not None for ref in seen))
-        piece = real(*arguments)
-        seen.append(weakref.ref(piece))
-        return piece
-
-    monkeypatch.setattr(pieces, "_some_rows", counting)
-    report = export(checkpoint("full"), tmp_path / "out")
-    assert others == [0] * len(seen)
-    assert len(seen) > 3 * len(report.plan.specs)
-
-
 def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
     folder = checkpoint()
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError) as error:
-        export(folder, out)
-    assert (error.value.field, error.value.allowed) == ("out", "a new or empty folder")
+    for place in (out, folder / "hf"):
+        with pytest.raises(ConfigError, match="a new or empty folder outside of checkpoints"):
+            export(folder, place)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
     (out / "thesis.tex").unlink()
     assert export(folder, out).folder == out
@@ -154,7 +135,7 @@ def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path
 
     def meanwhile(*arguments):
         export(folder, tmp_path / "two")
-        with pytest.raises(CheckpointError, match=r"\.one\.draft: another export is writing"):
+        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists; .*another export is writing"):
             export(folder, tmp_path / "one")
         return []
 
@@ -162,20 +143,16 @@ def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
+def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path):
+    for changes, match in (
         ({"manifest": {"global_step": 5}}, "no `model` entry"),
-        ({"manifest": {"global_step": 5, "model": "llama"}}, "no `model` entry"),
         ({"manifest": {"global_step": 5, "model": {"prefix": "net."}}}, r"no tensor begins with model/net\."),
         ({"files": {}}, r"hf/config\.json: not in the manifest"),
         ({"files": {"hf/config.json": b"[]"}}, "not the config of a model"),
-    ],
-)
-def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path, changes, match):
-    with pytest.raises(CheckpointError, match=match):
-        export(checkpoint(**changes), tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            export(checkpoint(**changes), tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
 def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):

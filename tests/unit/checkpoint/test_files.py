@@ -16,13 +16,14 @@ from lit_fsdp.errors import CheckpointError
 
 def test_a_hashed_file_knows_its_size_and_hash(tmp_path):
     pieces = [b"", b"small", os.urandom(1 << 19), b"x" * 3, os.urandom((1 << 20) + 1), memoryview(b"")]
-    with disk.HashedFile(tmp_path / "f") as file:
-        for piece in pieces:
-            assert file.write(piece) == len(piece)
+    file = disk.HashedFile(tmp_path / "f")
+    for piece in pieces:
+        assert file.write(piece) == len(piece)
+    entry = file.close()
     content = b"".join(bytes(piece) for piece in pieces)
     assert (tmp_path / "f").read_bytes() == content
-    assert file.entry == disk.FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
-    assert disk.hash_file(tmp_path / "f") == disk.hash_of(content) == file.entry.xxh3
+    assert entry == disk.FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
+    assert disk.hash_file(tmp_path / "f") == disk.hash_of(content) == entry.xxh3
     assert disk.hash_file(tmp_path / "f", hashlib.sha256) == hashlib.sha256(content).hexdigest()
 
 
@@ -37,15 +38,13 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     assert synced == [str(path) for path in expected]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_write_error_names_the_file(tmp_path, monkeypatch, code):
+def test_a_write_error_names_the_file(tmp_path, monkeypatch):
     def fail(handle):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'f'}: No space left on device$"):
         disk.write_bytes(tmp_path / "f", b"1")
-    assert str(error.value) == f"{tmp_path / 'f'}: {os.strerror(code)}"
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -66,12 +65,10 @@ def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     assert (tmp_path / "f").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "./a", "a\\b", "a\nb", "a\x00b", 3]
-)
-def test_names_that_leave_the_folder_are_refused(name):
-    with pytest.raises(CheckpointError, match="not a file name inside a checkpoint"):
-        disk.checked_name(name)
+def test_names_that_leave_the_folder_are_refused():
+    for name in ("", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "./a", "a\\b", "a\nb", "a\x00b", 3):
+        with pytest.raises(CheckpointError, match="not a file name inside a checkpoint"):
+            disk.checked_name(name)  # type: ignore[arg-type]
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path):

@@ -1,115 +1,140 @@
-"""Which checkpoint is meant by last, best or a path; without torch."""
+"""What a run has, which checkpoint a word means, what takes the place of a damaged one, how a run makes room."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, choose, damaged, remove, step_folder
+from lit_fsdp.checkpoint.run_folder import (
+    checkpoints,
+    choose,
+    damaged,
+    move_newer_aside,
+    moved_aside,
+    remove,
+    step_folder,
+    survey,
+)
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
 
 
-def steps(found) -> list[int]:
-    return [entry.step for entry in found]
+def pick(run: Path, word: str | Path, fallback: bool = False, monitor: str = "loss", mode: str = "min"):
+    return choose(word, run, monitor, mode, fallback)  # type: ignore[arg-type]
 
 
-def test_the_command_line_finds_checkpoints_without_torch():
-    code = "import sys, lit_fsdp.checkpoint.run_folder; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+@pytest.fixture
+def four(tmp_path: Path) -> list[Path]:
+    return [make(tmp_path, step, loss=loss) for step, loss in {1: 0.3, 2: 0.1, 3: 0.2, 4: 0.4}.items()]
 
 
-def test_only_complete_ones_are_found_in_order_of_their_steps(tmp_path):
-    assert checkpoints(tmp_path) == []
-    for step in (100, 20, 3):
-        make(tmp_path, step, val_loss=1.0)
-    make(tmp_path, 50, name="by-hand")
-    make(tmp_path, 60, name=".hidden")
-    make(tmp_path, 7)
-    (step_folder(tmp_path, 7) / "data").unlink()
-    make(tmp_path, 8)
-    (step_folder(tmp_path, 8) / "data").write_bytes(b"123")
-    step_folder(tmp_path, 9).mkdir()
-    (tmp_path / "checkpoints" / "notes").mkdir()
-    found = checkpoints(tmp_path)
-    assert steps(found) == [3, 20, 50, 100]
-    assert (found[0].path, found[0].metrics, found[0].num_bytes) == (step_folder(tmp_path, 3), {"val_loss": 1.0}, 4)
-    reasons = {entry.path.name: entry.damage for entry in damaged(tmp_path)}
-    assert sorted(reasons) == ["step-00000007", "step-00000008", "step-00000009"]
-    assert "No such file" in reasons["step-00000007"]
-    assert "3 bytes, 4 in the manifest" in reasons["step-00000008"]
-    assert "has no manifest.json" in reasons["step-00000009"]
+def test_complete_ones_and_others(four: list[Path], tmp_path: Path):
+    parent = tmp_path / "checkpoints"
+    (four[1] / "data").unlink()
+    (four[2] / "data").write_bytes(b"123")
+    (four[3] / "manifest.json").unlink()
+    (parent / ".step-00000009.tmp-0123456789abcdef").mkdir()
+    (parent / "notes").mkdir()
+    assert [entry.path for entry in checkpoints(tmp_path)] == four[:1]
+    assert checkpoints(tmp_path)[0].metrics == {"loss": 0.3}
+    found = damaged(tmp_path)
+    assert [entry.path for entry in found] == four[1:]
+    for entry, text in zip(found, ("No such file", "3 bytes, 4 in the manifest", "no manifest.json"), strict=True):
+        assert text in (entry.damage or "")
+    assert checkpoints(tmp_path / "gone") == []
 
 
-def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    make(tmp_path, 1)
-    path = choose("~/checkpoints/step-00000001", "elsewhere", "val_loss", "min").path
-    assert path == step_folder(tmp_path, 1)
-
-
-def test_last_best_and_a_path(tmp_path):
-    make(tmp_path, 1, val_loss=0.5, accuracy=0.1)
-    make(tmp_path, 2, val_loss=0.4, accuracy=float("nan"))
-    make(tmp_path, 3, val_loss=0.4)
+def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, 1, loss=0.5, accuracy=0.1)
+    make(tmp_path, 2, loss=0.4, accuracy=float("nan"))
+    make(tmp_path, 3, loss=0.4)
     make(tmp_path, 4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for word, monitor, mode, step in (
+        ("last", "loss", "min", 4),
+        ("best", "loss", "min", 3),
+        ("best", "loss", "max", 1),
+        ("best", "accuracy", "max", 1),
+        (step_folder(tmp_path, 2), "loss", "min", 2),
+        ("~/checkpoints/step-00000001", "loss", "min", 1),
+    ):
+        assert pick(tmp_path, word, monitor=monitor, mode=mode).path == step_folder(tmp_path, step), (word, monitor)
+    with pytest.raises(CheckpointError, match="has a value of bleu; metrics there: accuracy, loss; give last"):
+        pick(tmp_path, "best", monitor="bleu")
+    with pytest.raises(CheckpointError, match=r"not a checkpoint; give one of those that are in it: .*step-00000004"):
+        pick(tmp_path, tmp_path)
+    with pytest.raises(CheckpointError, match=r"ckpt_path last: no complete checkpoint in .*gone/checkpoints"):
+        pick(tmp_path / "gone", "last")
 
-    def resolve(word, monitor="val_loss", mode="min"):
-        return choose(word, tmp_path, monitor, mode).path.name
 
-    assert resolve("last") == "step-00000004"
-    assert resolve("best") == "step-00000003"
-    assert resolve("best", mode="max") == "step-00000001"
-    assert resolve("best", monitor="accuracy", mode="max") == "step-00000001"
-    assert resolve(step_folder(tmp_path, 2)) == "step-00000002"
-    with pytest.raises(CheckpointError, match="has a value of bleu; metrics there: accuracy, val_loss; give last"):
-        resolve("best", monitor="bleu")
-    with pytest.raises(CheckpointError, match="a run folder, not a checkpoint; give one of its checkpoints"):
-        resolve(tmp_path)
+def test_the_order_of_substitutes(four: list[Path], tmp_path: Path):
+    last, best = pick(tmp_path, "last"), pick(tmp_path, "best")
+    assert (last.path, last.others) == (four[3], (four[2], four[1], four[0]))
+    assert (best.path, best.others) == (four[1], (four[2], four[0], four[3]))
+    assert pick(tmp_path, four[2], fallback=True).others == ()
+    assert last.damaged == best.damaged == ()
 
 
-def test_a_damaged_newest_one_is_not_passed_over(tmp_path):
-    good, newest = make(tmp_path, 1, val_loss=1.0), make(tmp_path, 2)
-    (newest / "data").unlink()
+def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(four: list[Path], tmp_path: Path):
+    (four[3] / "data").unlink()
+    (four[2] / "manifest.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError) as error:
-        choose("last", tmp_path, "val_loss", "min")
-    assert f"{newest} is damaged: " in str(error.value)
-    assert f"the newest complete one is {good}" in str(error.value)
-    assert choose("best", tmp_path, "val_loss", "min").path == good
-    (good / "data").unlink()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*; damaged:\n  step-00000001: "):
-        choose("last", tmp_path, "val_loss", "min")
+        pick(tmp_path, "last")
+    text = str(error.value)
+    assert text.index(f"  {four[3]} is damaged: ") < text.index(f"  {four[2]} is damaged: ")
+    assert f"the newest complete one is {four[1]}: to go on from there" in text
+    assert "--resume.fallback true" in text
+    with pytest.raises(CheckpointError, match=r"the best complete one is .*step-00000002"):
+        pick(tmp_path, "best")
+    for word in ("last", "best"):
+        choice = pick(tmp_path, word, fallback=True)
+        assert (choice.path, choice.others) == (four[1], (four[0],))
+        assert [entry.path for entry in choice.damaged] == [four[3], four[2]]
+    with pytest.raises(CheckpointError, match="damaged or not ours"):  # a path never is replaced
+        pick(tmp_path, four[2], fallback=True)
+    (four[1] / "data").unlink()
+    (four[0] / "data").unlink()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*\n  .*step-00000001 is damaged: "):
+        pick(tmp_path, "last", fallback=True)
 
 
-def test_an_empty_place_says_what_is_there(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no run folder"):
-        choose("last", tmp_path / "gone", "val_loss", "min")
-    (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*/checkpoints; in .*: recipe\.yaml"):
-        choose("last", tmp_path, "val_loss", "min")
-    folder = make(tmp_path / "run", 1)
-    with pytest.raises(CheckpointError, match="is a checkpoint, not a run folder"):
-        choose("last", folder, "val_loss", "min")
+def test_an_older_damaged_one_is_in_nobodys_way(four: list[Path], tmp_path: Path):
+    (four[0] / "data").unlink()
+    assert pick(tmp_path, "last").path == four[3]
 
 
-def test_removing_hides_first(tmp_path, monkeypatch):
+def test_newer_ones_move_aside(four: list[Path], tmp_path: Path):
+    (four[2] / "data").unlink()
+    content = {path.name: path.read_bytes() for path in four[3].iterdir()}
+    moved = move_newer_aside(tmp_path, 1, damaged=[four[3]])
+    assert list(moved) == four[1:]
+    words = [new.name.rpartition("-")[0] for new in moved.values()]
+    assert words == ["superseded-step-00000002", "damaged-step-00000003", "damaged-step-00000004"]
+    assert {path.name: path.read_bytes() for path in moved[four[3]].iterdir()} == content
+    assert [entry.path for entry in survey(tmp_path / "checkpoints")] == [four[0]]
+    assert sorted(moved.values()) == moved_aside(tmp_path / "checkpoints")
+    assert pick(tmp_path, "last").path == four[0]
+    assert move_newer_aside(tmp_path, 1) == {}
+    make(tmp_path, 2)  # the same step again
+    assert len({*moved.values(), *move_newer_aside(tmp_path, 1).values()}) == 4
+
+
+def test_removing_hides_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = make(tmp_path, 1)
 
-    def killed(path):
+    def killed(path: Path) -> None:
         assert not folder.exists()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(folder)
-    monkeypatch.undo()
     assert checkpoints(tmp_path) == damaged(tmp_path) == []
     assert [path.name.startswith(".step-00000001.removed-") for path in folder.parent.iterdir()] == [True]
 
 
-def test_only_checkpoints_are_removed(tmp_path):
+def test_only_checkpoints_are_removed(tmp_path: Path):
     kept = make(tmp_path, 1)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "link").symlink_to(kept)

@@ -55,11 +55,9 @@ def adam_state(**group: Any) -> dict[str, Any]:
     return {"state": state, "param_groups": [{"params": list(state), "lr": 0.5, **group}]}
 
 
-def lightning_file(
-    path: Path, weights: dict[str, torch.Tensor] | None = None, is_new: bool = True, **content: Any
-) -> Path:
+def lightning_file(path: Path, weights: dict[str, torch.Tensor] | None = None, **content: Any) -> Path:
     state = {f"net.{name}": tensor for name, tensor in (weights or WEIGHTS).items()}
-    torch.save({"state_dict": state, "global_step": 4, **content}, path, _use_new_zipfile_serialization=is_new)
+    torch.save({"state_dict": state, "global_step": 4, **content}, path)
     return path
 
 
@@ -68,25 +66,26 @@ NAMED = {"param_names": [f"net._orig_mod.{name}" for name in ALL]}
 
 
 def test_moments_are_taken_by_name(run: Run, tmp_path: Path) -> None:
-    """As a key of the state, or beside the numbers as torch keeps them; in torch's file format before 1.6 too."""
+    """As a key of the state, or beside the numbers as torch keeps them."""
     numbered = adam_state(**NAMED)
     keyed = {"state": {f"net.{ALL[n]}": entry for n, entry in numbered["state"].items()}, "param_groups": []}
     keyed["param_groups"] = [{"params": list(keyed["state"])}]
     for state in (numbered, keyed):
-        for is_new in (True, False):
-            source = lightning_file(tmp_path / "a.ckpt", is_new=is_new, optimizer_states=[state])
-            report = run(source)
-            assert (report.step, report.num_moments) == (4, 5)
-            found = load_file(tmp_path / "out" / "tensors.safetensors")
-            for index, name in enumerate(ALL):
-                assert torch.equal(found[f"optim/model.{name}/exp_avg"], torch.full(SHAPES[name], float(index)))
-                assert torch.equal(found[f"optim/model.{name}/exp_avg_sq"], torch.full(SHAPES[name], 10.0 + index))
+        report = run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
+        assert (report.step, report.num_moments) == (4, 5)
+        found = load_file(tmp_path / "out" / "tensors.safetensors")
+        for index, name in enumerate(ALL):
+            assert torch.equal(found[f"optim/model.{name}/exp_avg"], torch.full(SHAPES[name], float(index)))
+            assert torch.equal(found[f"optim/model.{name}/exp_avg_sq"], torch.full(SHAPES[name], 10.0 + index))
 
 
 def test_an_optimizer_that_cannot_be_told_apart_is_left_out_and_says_why(run: Run, tmp_path: Path) -> None:
     sgd = {"state": {0: {"momentum_buffer": torch.zeros(6, 4)}}, "param_groups": [{"params": [0, 1, 2, 3, 4], **NAMED}]}
     turned = adam_state(param_names=NAMED["param_names"][::-1])
     others = adam_state(param_names=[f"other.{name}" for name in ALL])
+    some = adam_state(**NAMED)
+    del some["state"][2]  # never stepped
+    assert "AdamW state of 4 of 5 tensors" in str(run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[some])))
     for state, why in (
         (adam_state(), "its parameters have numbers, not names"),
         (sgd, "it is not AdamW's for embed.weight"),
@@ -97,12 +96,6 @@ def test_an_optimizer_that_cannot_be_told_apart_is_left_out_and_says_why(run: Ru
         assert report.num_moments == 0
         assert f"optimizer: not imported: {why}" in str(report)
         assert load_file(tmp_path / "out" / "tensors.safetensors").keys() == {f"model/model.{name}" for name in SHAPES}
-
-
-def test_a_parameter_never_stepped_has_no_moments(run: Run, tmp_path: Path) -> None:
-    state = adam_state(**NAMED)
-    del state["state"][2]
-    assert "AdamW state of 4 of 5 tensors" in str(run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state])))
 
 
 def test_what_is_written(run: Run, tmp_path: Path) -> None:
@@ -175,63 +168,52 @@ def sharded(folder: Path, **state: Any) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("place", ["ckpt", "bin", "optimizer", "metadata", "meta", "shard", "legacy"])
-def test_malice_is_refused_and_never_run(run: Run, tmp_path: Path, place: str) -> None:
-    marker, source = tmp_path / "executed", tmp_path / "source"
-    evil = Evil(marker)
-    if place in ("ckpt", "legacy"):
-        content = {"state_dict": WEIGHTS, "global_step": 1, "callbacks": evil}
-        torch.save(content, source, _use_new_zipfile_serialization=place == "ckpt")
-    elif place in ("bin", "optimizer"):
-        source.mkdir()
-        torch.save(evil if place == "bin" else WEIGHTS, source / "pytorch_model_fsdp.bin")
-        torch.save(evil, source / "optimizer.bin")
-    else:
-        sharded(source, state_dict=WEIGHTS)
-        torch.save(evil if place == "meta" else {"global_step": 1}, source / "meta.pt")
-        if place == "metadata":
-            (source / ".metadata").write_bytes(pickle.dumps(evil))
-        if place == "shard":
-            file = source / "__0_0.distcp"
-            size = file.stat().st_size
-            file.write_bytes(pickle.dumps(evil).ljust(size, b"\0"))
-    with pytest.raises(CheckpointError, match=r"refused|damaged"):
-        run(source)
-    assert not marker.exists()
+def test_malice_is_refused_and_never_run(run: Run, tmp_path: Path) -> None:
+    evil = Evil(tmp_path / "executed")
+    for place in ("ckpt", "bin", "optimizer", "metadata", "meta", "shard"):
+        source = tmp_path / place
+        if place == "ckpt":
+            torch.save({"state_dict": WEIGHTS, "global_step": 1, "callbacks": evil}, source)
+        elif place in ("bin", "optimizer"):
+            source.mkdir()
+            torch.save(evil if place == "bin" else WEIGHTS, source / "pytorch_model_fsdp.bin")
+            torch.save(evil, source / "optimizer.bin")
+        else:
+            sharded(source, state_dict=WEIGHTS)
+            torch.save(evil if place == "meta" else {"global_step": 1}, source / "meta.pt")
+            if place == "metadata":
+                (source / ".metadata").write_bytes(pickle.dumps(evil))
+            if place == "shard":
+                file = source / "__0_0.distcp"
+                file.write_bytes(pickle.dumps(evil).ljust(file.stat().st_size, b"\0"))
+        with pytest.raises(CheckpointError, match=r"refused|damaged"):
+            run(source)
+        assert not evil.marker.exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_no_source(run: Run, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
+    empty, lone, cut, garbage = (tmp_path / name for name in ("empty", "hf", "cut.ckpt", "model.safetensors"))
     empty.mkdir()
-    good = lightning_file(tmp_path / "good.ckpt")
-    cut = tmp_path / "cut.ckpt"
-    cut.write_bytes(good.read_bytes()[:-500])
-    garbage = tmp_path / "model.safetensors"
+    lone.mkdir()
+    save_file(WEIGHTS, lone / "model.safetensors")
+    cut.write_bytes(lightning_file(tmp_path / "good.ckpt").read_bytes()[:-500])
     garbage.write_bytes((1 << 40).to_bytes(8, "little") + b"{not json")
     shards = sharded(tmp_path / "shards", state_dict=WEIGHTS)
     torch.save({"global_step": 1}, shards / "meta.pt")
     assert run(shards).step == 1
     (shards / "__0_0.distcp").write_bytes((shards / "__0_0.distcp").read_bytes()[:-100])
-    save_file(WEIGHTS, tmp_path / "plain.safetensors")
-    lone = tmp_path / "hf"
-    lone.mkdir()
-    save_file(WEIGHTS, lone / "model.safetensors")
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    (ranks / "pytorch_model_fsdp_0_rank0.bin").touch()
-    for source, text in [
+    for source, text in (
         (tmp_path / "nothing", "does not exist"),
         (empty, "no model of Accelerate or the Trainer in it; there is: nothing"),
         (cut, "damaged"),
         (garbage, "not a readable safetensors file"),
         (shards, "damaged"),
         (lone, "give it as model.name"),
-        (ranks, "no model of Accelerate or the Trainer in it; there is: pytorch_model_fsdp_0_rank0.bin"),
-    ]:
+    ):
         with pytest.raises(CheckpointError, match=text):
             run(source)
-    assert run(tmp_path / "plain.safetensors", step=3).step == 3
+    assert run(lone / "model.safetensors", step=3).step == 3
     assert run(lone / "model.safetensors").step == 0
     with pytest.raises(CheckpointError, match="a lit_fsdp checkpoint already"):
         open_source(tmp_path / "out")

@@ -44,83 +44,55 @@ def test_metrics_are_added_atomically_and_survive_non_finite_values(save):
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("extra", "match"),
-    [
+def test_additions_must_be_plain():
+    for extra, match in (
         ({}, "None is not a whole number"),
         ({"global_step": True}, "True is not a whole number"),
         ({"global_step": -1}, "-1 is not a whole number"),
-        ({"global_step": 1, "files": {}}, "files is filled in by the save"),
         ({"global_step": 1, "x": math.nan}, "not JSON compliant"),
         ({"global_step": 1, "x": object()}, "not JSON serializable"),
         ({"global_step": 1, "metrics": {"a": None}}, "not one number"),
-    ],
-)
-def test_additions_must_be_plain(extra, match):
-    with pytest.raises(CheckpointError, match=match):
-        checked_extra(extra)
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            checked_extra(extra)
 
 
 def test_every_change_of_a_manifest_is_noticed(save):
-    folder = save()
-    path = folder / "manifest.json"
+    path = save() / "manifest.json"
     text = path.read_text()
     document = json.loads(text)
-    for key in document:
-        path.write_text(json.dumps({**document, key: "other"}))
-        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-            read_manifest(folder)
-        path.write_text(json.dumps({k: v for k, v in document.items() if k != key}))
-        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-            read_manifest(folder)
-    for broken in ("", "[]", "null", text[:-40], text.replace('"global_step": 1', '"global_step": 2')):
+    changed = [json.dumps({**document, key: "other"}) for key in document]
+    changed += [json.dumps({k: v for k, v in document.items() if k != key}) for key in document]
+    for broken in (*changed, "", "[]", "null", text[:-40], text.replace('"global_step": 1', '"global_step": 2')):
         path.write_text(broken)
         with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-            read_manifest(folder)
-    path.write_text(text)
-    assert read_manifest(folder).global_step == 1
+            read_manifest(path.parent)
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(save):
-    """Also where every value stays as it was: an exponent in capitals, the last digit of a long number."""
-    folder = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06, "gib": 0.5082473754882812}})
-    path = folder / "manifest.json"
+def test_a_change_that_leaves_every_value_as_it_was_is_noticed_too(save):
+    """An exponent in capitals, the last digit of a long number, a space."""
+    path = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06}}) / "manifest.json"
     text = path.read_bytes()
-    for position in range(len(text)):
-        for bit in (0, 5) if b"metrics" in text[max(0, position - 80) : position] else (position % 8,):
-            path.write_bytes(bytes([*text[:position], text[position] ^ (1 << bit), *text[position + 1 :]]))
-            with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-                read_manifest(folder)
-    path.write_bytes(text + b" ")
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_manifest(folder)
-    path.write_bytes(text)
-    assert read_manifest(folder).metrics["lr"] == 6.499999926745659e-06
+    for changed in (text.replace(b"e-06", b"E-06"), text.replace(b"745659e", b"745658e"), text + b" "):
+        assert changed != text
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
+            read_manifest(path.parent)
 
 
 def test_what_is_no_checkpoint_is_named(save, tmp_path):
     newest = save(1)
-    for name, files in {
-        "hf": ["config.json", "model.safetensors"],
-        "dcp": [".metadata", "rank-00000.safetensors"],
-        "other": ["notes.txt"],
-        "fresh/checkpoints": [],
-    }.items():
-        (tmp_path / name).mkdir(parents=True)
-        for file in files:
-            (tmp_path / name / file).write_text("{}")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "last.ckpt").write_text("x")
-    expected = {
+    inside = f"not a checkpoint; give one of those that are in it: {newest}"
+    for name, text in {
         "gone": "no such checkpoint folder",
-        "last.ckpt": "a file, not a lit_fsdp checkpoint; give a folder such as",
+        "last.ckpt": "not a checkpoint: it has no manifest.json; lit-fsdp ckpt import reads those of other tools",
         "hf": "a Hugging Face model folder, not a checkpoint; give it as model.name",
-        "dcp": "a torch DCP folder of another tool; lit-fsdp ckpt import",
-        "other": "not a checkpoint: it has no manifest.json",
-        "fresh": "not a checkpoint: it has no manifest.json",
-        ".": f"a run folder, not a checkpoint; give one of its checkpoints: {newest}",
-        "checkpoints": f"a folder of checkpoints, not a checkpoint; give one of its checkpoints: {newest}",
-    }
-    for name, text in expected.items():
+        ".": inside,
+        "checkpoints": inside,
+    }.items():
         with pytest.raises(CheckpointError) as error:
             read_manifest(tmp_path / name)
         assert str(error.value).startswith(f"{tmp_path / name}: {text}")

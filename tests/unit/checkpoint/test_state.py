@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 import enum
 import json
 import math
 import pathlib
 import random
-import struct
 from collections import Counter, OrderedDict, defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.state import decode, encode, read_states
+from lit_fsdp.checkpoint.state import decode, encode
 from lit_fsdp.errors import CheckpointError
 
 
@@ -28,91 +27,62 @@ class Text(str):
 
 
 LEAVES = [
-    None, True, False, 0, -1, 2**63, 2**64, -(2**200), 0.1, -0.0, 1e308, 5e-324, math.inf, -math.inf,
-    math.nan,
-    1 + 2j, complex(math.nan, -0.0), "", "$tuple", "ü \ud800 \x00\n", b"", b"\x00\xff", datetime.timedelta(-1, 5,
-    7),
-    pathlib.Path("a/b"),
+    None, True, 0, -1, 2**64, -(2**200), 0.1, -0.0, 1e308, 5e-324, math.inf, -math.inf, math.nan, "", "$tuple",
+    "ü \ud800 \x00\n", b"", b"\x00\xff", pathlib.Path("a/b"), (), (1,), [], {}, set(), {1, "a", (2, None)},
+    {1: 2, None: 3, (1, 2): 4}, {True: "bool"}, {"$tensor": "not one"}, {"plain": 1, "$x": 2},
+    Counter(a=2, b=-1), Counter({(1, "x"): 2}), OrderedDict([("b", 1), ("a", 2)]),
+    torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16, torch.device("cuda:1"),
     np.float32(0.1), np.int64(7), np.bool_(True), np.float64(math.nan), np.str_("ab"),
-    np.bytes_(b"x"),
-    np.datetime64("2026-01-02T03:04:05", "ns"), np.complex128(1j), torch.Size([2, 3]), torch.Size([]),
-    torch.float32, torch.bfloat16, torch.device("cuda:1"), torch.device("cpu"),
-    Counter(a=2, b=-1), Counter({(1, "x"): 2}), OrderedDict([("b", 1), ("a", 2)]), defaultdict(list, {1: [2]}),
-    defaultdict(None, {"a": 1}), set(), {1, "a", (2, None)}, frozenset({b"x"}), (), (1,), [], {}, {1: 2, None: 3,
-    (1, 2): 4},
-    {True: "bool"}, {"$tensor": "not one"}, {"plain": 1, "$x": 2}, np.zeros((0, 3)), np.arange(6,
-    dtype=">i2").reshape(2, 3),
+    np.datetime64("2026-01-02T03:04:05", "ns"), np.zeros((0, 3)), np.arange(6, dtype=">i2").reshape(2, 3),
     np.array(["ab", "c"]), np.array(True), np.asfortranarray(np.eye(3)),
     torch.zeros(()), torch.zeros(0, 4), torch.tensor([math.nan, 1.0]), torch.arange(6).reshape(2, 3).t(),
-    torch.ones(3, dtype=torch.bfloat16), torch.tensor([True]), torch.tensor([1j]), torch.tensor([1j]).conj(),
+    torch.ones(3, dtype=torch.bfloat16), torch.tensor([True]), torch.tensor([1j]).conj(),
     torch.tensor([7], dtype=torch.uint16), torch.ones(2).to(torch.float8_e4m3fn),
 ]  # fmt: skip
 
 
-def same(a, b) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Equal in type and value, to the last bit."""
     if isinstance(a, torch.Tensor):
-        a, b = a.resolve_conj(), b.resolve_conj()
-        data = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+        data = [x.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*data)
     if type(a) is not type(b):
         return False
-    if isinstance(a, np.ndarray):
+    if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, (np.str_, np.bytes_)):
-        return str(a) == str(b)
-    if isinstance(a, np.generic):
-        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return struct.pack("dd", a.real, a.imag) == struct.pack("dd", b.real, b.imag)
+        return a.hex() == b.hex()
     if isinstance(a, dict):
-        factories = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-        return (
-            factories
-            and len(a) == len(b)
-            and all(same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True))
-        )
+        return len(a) == len(b) and all(same(*both) for both in zip(a.items(), b.items(), strict=True))
     if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):
         return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+    return bool(a == b)
 
 
-def round_trip(state):
+def round_trip(state: Any) -> Any:
     return decode(json.loads(json.dumps(encode(state), allow_nan=False)))
 
 
-@pytest.mark.parametrize("leaf", LEAVES, ids=[f"{i}-{type(leaf).__name__}" for i, leaf in enumerate(LEAVES)])
-def test_a_leaf_comes_back_as_it_was(leaf):
-    assert same(round_trip(leaf), leaf)
-
-
-def random_nest(rng: random.Random, depth: int):
-    kind = rng.choice(["leaf", "leaf", "list", "tuple", "dict", "odd_dict", "ordered"]) if depth else "leaf"
+def random_nest(rng: random.Random, depth: int) -> Any:
+    kind = rng.choice(["leaf", "leaf", list, tuple, dict, OrderedDict]) if depth else "leaf"
     if kind == "leaf":
         return rng.choice(LEAVES)
     items = [random_nest(rng, depth - 1) for _ in range(rng.randrange(4))]
-    if kind == "list":
-        return items
-    if kind == "tuple":
-        return tuple(items)
-    texts = [rng.choice(["a", "$b", "", "ü", "x.y"]) + str(i) for i in range(len(items))]
-    keys = (
-        texts
-        if kind != "odd_dict"
-        else [rng.choice([i, (i, "k"), float(i) + 0.5, b"%d" % i]) for i in range(len(items))]
-    )
-    pairs = zip(keys, items, strict=True)
-    return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
+    if kind in (list, tuple):
+        return kind(items)
+    keys: list[Any] = [rng.choice([f"a{i}", f"$b{i}", i, (i, "k"), i + 0.5, b"%d" % i]) for i in range(len(items))]
+    return kind(zip(keys, items, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_nest_comes_back_as_it_was(seed):
-    rng = random.Random(seed)
-    for _ in range(10):
+def test_any_state_comes_back_as_it_was():
+    for leaf in LEAVES:
+        assert same(round_trip(leaf), leaf), leaf
+    rng = random.Random(3)
+    for _ in range(400):
         state = {"root": random_nest(rng, 5)}
-        assert same(round_trip(state), state)
+        assert same(round_trip(state), state), state
+    shared = [1]
+    assert round_trip({"a": shared, "b": [shared, shared]}) == {"a": [1], "b": [[1], [1]]}
 
 
 def test_random_generators_come_back_and_continue_alike():
@@ -134,15 +104,10 @@ def test_tensors_are_copies_and_detached():
     assert not any(t.requires_grad for t in decode(encoded).values())
 
 
-def looped() -> list:
-    loop: list = [1]
+def test_what_cannot_be_saved_is_refused_by_name():
+    loop: list[Any] = [1]
     loop.append({"again": loop})
-    return loop
-
-
-@pytest.mark.parametrize(
-    ("state", "where", "kind"),
-    [
+    for state, where, kind in (
         ({"callbacks": {"EarlyStopping": {"thing": object()}}}, "callbacks.EarlyStopping.thing", "builtins.object"),
         ({"a": [0, (lambda: 1)]}, "a.1", "function"),
         ({"a": Color.RED}, "a", "Color"),
@@ -153,38 +118,21 @@ def looped() -> list:
         ({"t": torch.empty(2, device="meta")}, "t", "Tensor"),
         ({"n": np.array([object()])}, "n", "ndarray"),
         ({"n": np.zeros(2, dtype=[("x", "i4")])}, "n", "ndarray"),
-        ({"d": defaultdict(lambda: 1)}, "d", "function"),
-        ({"l": looped()}, "l.1.again.1.again.1.again.1", "builtins"),
+        ({"d": defaultdict(list)}, "d", "defaultdict"),
+        ({"l": loop}, "l.1.again.1.again.1.again.1", "builtins"),
         (int, "the state", "type"),
-    ],
-)
-def test_what_cannot_be_saved_is_refused_by_name(state, where, kind):
-    with pytest.raises(CheckpointError) as error:
-        encode(state)
-    assert str(error.value).startswith(f"{where}: cannot save a ")
-    assert kind in str(error.value)
+    ):
+        with pytest.raises(CheckpointError) as error:
+            encode(state)
+        assert str(error.value).startswith(f"{where}: cannot save a ")
+        assert kind in str(error.value)
 
 
-def test_the_same_object_twice_is_no_loop():
-    shared = [1]
-    assert round_trip({"a": shared, "b": [shared, shared]}) == {"a": [1], "b": [[1], [1]]}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_malformed_values_are_refused():
+    for value in (
         {"$nothing": 1}, {"$tensor": "gone"}, {"$tuple": 3}, {"$tuple": [], "x": 1}, {"$dtype": "load"},
-        {"$numpy_scalar": ["O", [], "AAAAAAAAAAA="]}, {"$numpy": ["O", [1], "AAAA"]}, {"$float": "00x"},
-        {"$defaultdict": ["eval", []]}, {"$set": [[1]]}, {"$tensor": ["float32", [3], "AAAA"]},
-        {"$tensor": ["float32", [2], "AAAAAA=="]},
-    ],
-)  # fmt: skip
-def test_malformed_values_are_refused(value):
-    with pytest.raises(CheckpointError, match="malformed"):
-        decode(value)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"state": 1}', b"[" * 5000])
-def test_a_malformed_file_is_refused(content):
-    with pytest.raises(CheckpointError, match="malformed"):
-        read_states(content)
+        {"$numpy_scalar": ["O", [], {"$bytes": "AAAAAAAAAAA="}]}, {"$numpy": ["O", [1], {"$bytes": "AAAA"}]},
+        {"$float": "00x"}, {"$set": [[1]]}, {"$tensor": ["float32", [3], {"$bytes": "AAAA"}]}, {"$bytes": "?"},
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="malformed"):
+            decode(value)
