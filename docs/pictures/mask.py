@@ -21,12 +21,13 @@ def main() -> None:
     os.chdir(ROOT)
     quickstart.prepare_model()
     quickstart.prepare_rows()
+    from lit_fsdp.report.inspection import Inspector
+    from lit_fsdp.report.sample_text import print_items
+
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import prepare_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.inspection import Inspector
-    from lit_fsdp.report.sample_text import print_items
 
     run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
     tokenizer = resolve_tokenizer(run.model)
