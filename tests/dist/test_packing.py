@@ -62,7 +62,7 @@ def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
     [
         ("fsdp2", 2, 1, {}, STEPS),
         ("fsdp2", 1, 2, {"lora": {}}, {**STEPS, "packing": False}),
-        ("fsdp1", 2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
+        ("fsdp2", 2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
     ],
     ids=["packed", "adapters", "streamed-adapters"],
 )
