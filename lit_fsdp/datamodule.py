@@ -147,9 +147,10 @@ class CausalLMDataModule(LightningDataModule):
         said, commits = strategy.broadcast((str(refused) if refused else None, self._commits))
         if not is_good:
             raise refused or DataError(said or "another node could not prepare the data, and says why")
-        if commits != self._commits:  # as after a push to the hub in the meantime
-            self._samples.clear()
-        self._commits = commits
+        for split, found in self._commits.items():
+            if commits.get(split, found) != found:  # as after a push to the hub in the meantime
+                self._samples.clear()
+        self._commits |= commits
 
     def fix_batches(self, world_size: int, accumulate: int | None) -> int:
         """Settle the global batch size for so many ranks, and return the forward passes per optimizer step.

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from lit_fsdp.checkpoint.export_plan import ExportPlan
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.pieces import read_tensor
+from lit_fsdp.errors import CheckpointError
 
 _ROWS, _LENGTH = 2, 16
 _BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -45,40 +47,29 @@ def find_export_differences(
         One line per difference; none if keys are the same and all tensors and logits equal bit for bit.
     """
     try:
-        state = _saved(manifest, plan)
-        expected, merge = _bare(manifest, plan), None
-        if plan.form != "model":
-            merge = add_adapters(expected, plan.entry["adapter"])
-        _fill(expected, state)
-        if plan.form == "merge":
-            assert merge is not None
-            expected = merge()
-            for param in expected.parameters():
-                param.data = param.data.to(getattr(torch, plan.dtype))
         if plan.form == "adapter":
-            found, lines = _reloaded_adapter(folder, _bare(manifest, plan), state, load_adapter)
+            found, lines = _reloaded_adapter(folder, manifest, plan, load_adapter)
         else:
             found, lines = _reloaded_model(folder, plan)
-        return lines or _compare(expected.eval(), found.eval())
+        return lines or _compare(_rebuilt(manifest, plan, add_adapters), found)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever keeps a user from loading the folder
         return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
 
 
-def _saved(manifest: Manifest, plan: ExportPlan) -> dict[str, torch.Tensor]:
-    """The model's tensors by their names in the checkpoint, tied ones twice; an adapter's as they are exported."""
-    prefix = f"model/{plan.entry['prefix']}"
-    state = {
-        name.removeprefix(prefix): read_tensor(manifest, name) for name in manifest.tensors if name.startswith(prefix)
-    }
-    if plan.form == "adapter":
-        for name in plan.sources.values():
-            inner = name.removeprefix(prefix)
-            state[inner] = state[inner].to(getattr(torch, plan.dtype))
-    for alias, name in (plan.entry.get("tied") or {}).items():
-        for stored, again in ((name, alias), (alias, name)):
-            if stored in state:
-                state[again] = state[stored]
-    return state
+def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) -> Any:
+    """The model of the checkpoint: built from its config and filled, adapters in place or merged."""
+    model, merge = _bare(manifest, plan), None
+    if plan.form != "model":
+        merge = add_adapters(model, plan.entry["adapter"])
+    _fill(model, manifest, plan, {})
+    if plan.form == "merge":
+        assert merge is not None
+        model = merge()
+        for param in model.parameters():
+            param.data = param.data.to(getattr(torch, plan.dtype))
+    return model.eval()
 
 
 def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
@@ -90,11 +81,33 @@ def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _fill(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter and persistent buffer its value, in the dtype that it has in ``model``."""
-    targets = model.state_dict()
-    cast = {name: tensor.to(targets[name].dtype) if name in targets else tensor for name, tensor in state.items()}
-    model.load_state_dict(cast, assign=True)
+def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping[str, str]) -> None:
+    """Give every parameter and buffer its value in the checkpoint, one at a time.
+
+    Args:
+        model: Built from the config, with or without adapters.
+        manifest: Of the checkpoint.
+        plan: Names and, for an adapter, the dtype its tensors are rounded to.
+        names: Name in the checkpoint by name in ``model``, where they differ.
+    """
+    prefix = f"model/{plan.entry['prefix']}"
+    ties = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}
+    ties |= {name: alias for alias, name in ties.items()}
+    rounded = set(plan.sources.values()) if plan.form == "adapter" else set()
+    for name, target in model.state_dict(keep_vars=True).items():
+        possible = [prefix + names.get(one, one) for one in (name, ties.get(name, name))]
+        saved = next((one for one in possible if one in manifest.tensors), None)
+        if saved is None:
+            raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
+        value = read_tensor(manifest, saved)
+        value = value.to(getattr(torch, plan.dtype)) if saved in rounded else value
+        if target.is_meta:
+            owner, _, attribute = name.rpartition(".")
+            param = nn.Parameter(value.to(target.dtype), requires_grad=False)
+            setattr(model.get_submodule(owner), attribute, param)
+        else:
+            with torch.no_grad():
+                target.copy_(value)
 
 
 def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
@@ -106,19 +119,29 @@ def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
     lines = [f"{key.replace('_', ' ')}: {', '.join(map(str, sorted(info[key])[:8]))}" for key in _BAD_KEYS if info[key]]
     if str(model.dtype) != f"torch.{plan.dtype}":
         lines.append(f"dtype: {model.dtype}, not torch.{plan.dtype}")
-    return model, lines
+    return model.eval(), lines
 
 
 def _reloaded_adapter(
-    folder: Path, base: Any, state: Mapping[str, torch.Tensor], load_adapter: LoadAdapter
+    folder: Path, manifest: Manifest, plan: ExportPlan, load_adapter: LoadAdapter
 ) -> tuple[nn.Module, list[str]]:
     """The base of the checkpoint with the folder's adapter; what peft warns of (keys that are missing) counts."""
-    plain = {n.replace(".base_layer.", ".").replace(".original_module.", "."): tensor for n, tensor in state.items()}
-    _fill(base, {name: tensor for name, tensor in plain.items() if name in base.state_dict()})
+    base = _bare(manifest, plan)
+    prefix = f"model/{plan.entry['prefix']}"
+    names = {}
+    for saved in manifest.tensors:
+        name = saved.removeprefix(prefix)
+        names[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = name
+    _fill(base, manifest, plan, names)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load_adapter(base, folder)
-    return model, [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    lines = [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]
+    if stored != set(plan.specs):
+        lines.append(f"adapter: other tensors than planned: {', '.join(sorted(stored ^ set(plan.specs))[:8])}")
+    return model.eval(), lines
 
 
 def _compare(expected: Any, found: Any) -> list[str]:

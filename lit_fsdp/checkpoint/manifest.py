@@ -131,9 +131,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
-        step = plain.get("global_step")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"{step!r} is not a whole number >= 0")
+        _count(plain.get("global_step"))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"manifest: global_step and plain JSON are needed: {error}") from error
     return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
@@ -212,9 +210,9 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
     written = (document["format"], document["format_version"])
     if written != (FORMAT, VERSION):
         raise ValueError(f"format and version are {written}, this version reads {(FORMAT, VERSION)}")
-    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"])) for name, t in document["tensors"].items()}
+    tensors = {name: TensorSpec(str(t["dtype"]), _counts(t["shape"])) for name, t in document["tensors"].items()}
     chunks = {
-        name: tuple(Chunk(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in t["chunks"])
+        name: tuple(Chunk(file, _counts(offsets), _counts(sizes)) for file, offsets, sizes in t["chunks"])
         for name, t in document["tensors"].items()
     }
     for name, spec in tensors.items():
@@ -223,13 +221,23 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
     return Manifest(
         folder=folder,
         layout=document["layout"],
-        global_step=document["global_step"],
-        world_size=document["world_size"],
+        global_step=_count(document["global_step"]),
+        world_size=_count(document["world_size"]),
         created=document["created"],
         versions=document["versions"],
         tensors=tensors,
         chunks=chunks,
-        files={checked_name(n): FileEntry(f["bytes"], f["xxh3"]) for n, f in document["files"].items()},
+        files={checked_name(n): FileEntry(_count(f["bytes"]), str(f["xxh3"])) for n, f in document["files"].items()},
         metrics={name: float(value) for name, value in document["metrics"].items()},
         extra=document["extra"],
     )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number >= 0")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(map(_count, values))

@@ -129,8 +129,13 @@ def choose(
             f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
             f"{monitor}; metrics there: {', '.join(names) or 'none'}; give last or a path"
         )
-    # what is worse, or whose metrics nobody can read, may have been the best
-    passed = [entry for entry in broken if word == "best" or entry.step > order[0].step]
+
+    def comes_first(entry: Found) -> bool:
+        if word == "last":
+            return entry.step > order[0].step
+        return not entry.metrics or ranked([order[0], entry], monitor, mode)[0] is entry  # unread ones may be better
+
+    passed = [entry for entry in broken if comes_first(entry)]
     choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
     if passed and not fallback:
         which = "the newest complete one" if word == "last" else "the best complete one"

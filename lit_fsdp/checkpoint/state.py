@@ -7,6 +7,7 @@ of its type, and holds what the type is made of, in the same way.
 from __future__ import annotations
 
 import base64
+import datetime
 import math
 import pathlib
 from collections import Counter, OrderedDict
@@ -28,9 +29,9 @@ def encode(state: Any) -> Any:
     Tensors come back on the CPU, detached, and each on its own: views of one storage become separate tensors.
 
     Args:
-        state: Any nest of dict, list, tuple, set, None, bool, int, float, str, bytes, Path, NumPy scalars and arrays,
-            torch.Size, dtype, device, Counter, OrderedDict and dense tensors. Subclasses are not taken for their
-            bases, because they would not come back as what they were.
+        state: Any nest of dict, list, tuple, set, frozenset, None, bool, int, float, complex, str, bytes, timedelta,
+            Path, NumPy scalars and arrays, torch.Size, dtype, device, Counter, OrderedDict and dense tensors.
+            Subclasses are not taken for their bases, because they would not come back as what they were.
 
     Raises:
         CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
@@ -125,7 +126,8 @@ def _array_parts(value: Any) -> list[Any]:
 
 
 def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
-    dtype, shape, data = np.dtype(parts[0]), parts[1], parts[2]
+    name, shape, data = parts
+    dtype = np.dtype(name)
     if dtype.hasobject or dtype.names:
         raise ValueError(f"dtype {dtype}")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
@@ -135,7 +137,14 @@ _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: ("float", repr, float),  # inf and nan, which JSON has not
     bytes: ("bytes", lambda v: base64.b64encode(v).decode(), lambda text: base64.b64decode(text, validate=True)),
     tuple: ("tuple", list, tuple),
-    set: ("set", list, set),
+    set: ("set", lambda v: sorted(v, key=repr), set),
+    frozenset: ("frozenset", lambda v: sorted(v, key=repr), frozenset),
+    complex: ("complex", repr, complex),
+    datetime.timedelta: (
+        "timedelta",
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
     type(pathlib.Path()): ("path", str, pathlib.Path),
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", _name, _DTYPES.__getitem__),

@@ -97,9 +97,10 @@ def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], hashed: bool)
 
 def _config(recipe: Path) -> CheckpointConfig:
     """The ``checkpoint`` section of a run's recipe; the defaults where there is none."""
-    return (
-        CheckpointConfig(**yaml.safe_load(recipe.read_text())["checkpoint"]) if recipe.is_file() else CheckpointConfig()
-    )
+    try:
+        return CheckpointConfig(**yaml.safe_load(recipe.read_text(encoding="utf-8"))["checkpoint"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return CheckpointConfig()  # somebody else's file, or a section with keys of another version
 
 
 def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:

@@ -27,6 +27,7 @@ _NEEDS = {
     "plain": (),
 }
 """Special tokens that a named template writes besides BOS and EOS."""
+_MISTRAL_TOOLS = ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 NAMES = tuple(_NEEDS)
 _FIELD = "data.chat_template"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -39,6 +40,7 @@ class ChatTemplate:
         source: Jinja text.
         variables: Names of special tokens and their text, and whatever else each conversation is rendered with.
         tool_use: Jinja text for rows with tools, if it is another one.
+        missing_for_tools: Special tokens that rows with tools need and the tokenizer has not.
 
     Attributes:
         source: As given.
@@ -48,9 +50,15 @@ class ChatTemplate:
         ConfigError: It is not Jinja.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any], tool_use: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        tool_use: str | None = None,
+        missing_for_tools: tuple[str, ...] = (),
+    ) -> None:
         self.source, self._variables, self._tool_use = source, dict(variables), tool_use or source
-        self._marked = {text: bool(_MARK.search(text)) for text in (source, self._tool_use)}
+        self._missing_for_tools = missing_for_tools
         self.text = repr((source, tool_use, sorted(self._variables.items())))
         for text in (source, self._tool_use):
             try:
@@ -70,13 +78,16 @@ class ChatTemplate:
 
         Raises:
             DataError: The template refuses the conversation or is broken; ``location`` is named.
+            ConfigError: A row has tools, and the tokenizer lacks what the named template needs for them.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # whose annotations are of another result
         source = self._tool_use if conversation.tools else self.source
+        if self._missing_for_tools:
+            self._check_tools(conversation, location)
+        marked = bool(_MARK.search(source))
         _compile(source)
-        marked = self._marked[source]
         try:
             (text,), marks = render(
                 [conversation.messages],
@@ -102,6 +113,18 @@ class ChatTemplate:
         except DataError:
             return None
 
+    def _check_tools(self, conversation: Conversation, location: str) -> None:
+        if conversation.tools or any(
+            message.get("tool_calls") or message["role"] == "tool" for message in conversation.messages
+        ):
+            raise ConfigError(
+                _FIELD,
+                f"mistral for rows with tools ({location}), and the tokenizer lacks "
+                f"{', '.join(self._missing_for_tools)}",
+                "a template whose special tokens the tokenizer has",
+                f"write model.add_tokens: {list(self._missing_for_tools)}, or set another data.chat_template",
+            )
+
 
 def _compile(source: str) -> None:
     """Compile a template once, with a day of its own: transformers takes no clock, only the environment has one."""
@@ -125,7 +148,8 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
     """
     variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
     if choice in _NEEDS:
-        return ChatTemplate(_named(choice, tokenizer), variables)
+        source = _named(choice, tokenizer)
+        return ChatTemplate(source, variables, None, _missing(_MISTRAL_TOOLS, tokenizer) if choice == "mistral" else ())
     if choice is not None:
         return ChatTemplate(_read(Path(choice).expanduser()), variables)
     own = tokenizer.chat_template or {}

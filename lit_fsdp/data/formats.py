@@ -37,6 +37,7 @@ _FOREIGN_FLAGS = ("training", "train_detail", "loss")
 _FOREIGN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 """What other programs call ``completion_mask``."""
 _IGNORED = -100
+_LARGEST_ID = 2**31 - 1
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -257,6 +258,8 @@ def _call(call: Any, location: str) -> dict[str, Any]:
     what, arguments = f"{location}: arguments of {function['name'][:40]!r}", function.get("arguments")
     if isinstance(arguments, str):
         arguments = _from_json(arguments.strip() or "{}", what)
+    if isinstance(arguments, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in arguments):
+        arguments = dict(arguments)  # a map of a Parquet or Arrow file
     if not isinstance(arguments, (Mapping, type(None))):
         raise DataError(f"{what} are an object, not {_shown(arguments)}")
     made = {**function, "arguments": dict(arguments or {})}
@@ -266,42 +269,71 @@ def _call(call: Any, location: str) -> dict[str, Any]:
 def read_tokens(row: Mapping[str, Any], location: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Token ids and mask of a row of format ``tokens``.
 
-    The mask comes from ``labels`` (-100: not supervised; never shifted) or from ``completion_mask`` (0 and 1).
+    The mask comes from ``labels`` (-100: not supervised; never shifted) or from ``completion_mask`` (0 and 1). Tokens
+    that ``attention_mask`` has as padding at either end are left out.
 
     Returns:
-        Ids as integers and bool mask, both of shape (T,); ``None`` for the mask if no column has one. The ids are not
+        int32 ids and bool mask, both of shape (T,); ``None`` for the mask if no column has one. The ids are not
         compared with a vocabulary here.
 
     Raises:
-        DataError: Ids are no integers, a mask is no mask or of another length, there are two, or there is padding.
+        DataError: Ids are no integers from 0 on, a mask is no mask or of another length, or two masks disagree.
     """
     check_columns(row, "tokens", location)
     ids = _integers(row["input_ids"], f"{location}: input_ids")
-    masks = [name for name in ("labels", "completion_mask", *_FOREIGN_MASKS) if row.get(name) is not None]
+    bad = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
+    if len(bad):
+        raise DataError(
+            f"{location}: input_ids[{bad[0]}] is {ids[bad[0]]}, which is no token id\n"
+            "  fix:     token ids begin at 0; put -100 into labels, not here"
+        )
     for name in _FOREIGN_MASKS:
-        if name in masks:
+        if row.get(name) is not None:
             fix = f"set data.columns: {{completion_mask: {name}}}"
             raise DataError(f"{location}: the mask {name} is not known here\n  fix:     {fix}")
-    if len(masks) > 1:
-        raise DataError(f"{location}: {' and '.join(masks)}\n  fix:     keep one of them")
-    what = f"{location}: attention_mask"
-    if row.get("attention_mask") is not None and not _integers(row["attention_mask"], what, len(ids)).all():
-        raise DataError(f"{what} has zeros\n  fix:     tokenize the rows without padding")
-    if not masks:
-        return ids, None
-    found = _integers(row[masks[0]], f"{location}: {masks[0]}", len(ids))
-    if masks == ["labels"]:
-        wrong = np.flatnonzero((found != ids) & (found != _IGNORED))
-        if len(wrong):
-            i = wrong[0]
-            raise DataError(
-                f"{location}: labels[{i}] is {found[i]}, but input_ids[{i}] is {ids[i]}\n  fix:     labels are not "
-                "shifted: each is the token id at the same position, or -100 where nothing is supervised"
-            )
-        return ids, found != _IGNORED
+    masks = [
+        read(row[name], ids, name, location)
+        for name, read in (("completion_mask", _mask), ("labels", _mask_of_labels))
+        if row.get(name) is not None
+    ]
+    if len(masks) == 2 and not np.array_equal(masks[0], masks[1]):
+        said = "completion_mask and labels differ in what is supervised"
+        raise DataError(f"{location}: {said}\n  fix:     keep one of them")
+    kept = _without_padding(row, ids, location)
+    return ids[kept].astype(np.int32), masks[0][kept] if masks else None
+
+
+def _mask_of_labels(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
+    labels = _integers(value, f"{location}: {name}", len(ids))
+    wrong = np.flatnonzero((labels != ids) & (labels != _IGNORED))
+    if len(wrong):
+        i = wrong[0]
+        raise DataError(
+            f"{location}: labels[{i}] is {labels[i]}, but input_ids[{i}] is {ids[i]}\n  fix:     labels are not "
+            "shifted: each is the token id at the same position, or -100 where nothing is supervised"
+        )
+    return labels != _IGNORED
+
+
+def _mask(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
+    found = _integers(value, f"{location}: {name}", len(ids))
     if not np.isin(found, (0, 1)).all():
-        raise DataError(f"{location}: {masks[0]}: a list of 0 and 1 expected, not {_shown(row[masks[0]])}")
-    return ids, found.astype(bool)
+        raise DataError(f"{location}: {name}: a list of 0 and 1 expected, not {_shown(value)}")
+    return found.astype(bool)
+
+
+def _without_padding(row: Mapping[str, Any], ids: np.ndarray, location: str) -> slice:
+    if row.get("attention_mask") is None:
+        return slice(None)
+    seen = np.flatnonzero(_mask(row["attention_mask"], ids, "attention_mask", location))
+    if not len(seen):
+        return slice(0, 0)
+    if seen[-1] - seen[0] + 1 != len(seen):
+        raise DataError(
+            f"{location}: attention_mask leaves out tokens in the middle of input_ids\n"
+            "  fix:     only padding at either end can be left out"
+        )
+    return slice(int(seen[0]), int(seen[-1]) + 1)
 
 
 def _integers(value: Any, what: str, length: int | None = None) -> np.ndarray:

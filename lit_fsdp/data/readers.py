@@ -347,12 +347,12 @@ def _numbered_rows(chunk: Chunk) -> Iterator[tuple[str, Any]]:
 def _table_rows(chunk: Chunk) -> Iterator[tuple[str, Any]]:
     try:
         chunk.content.validate(full=True)  # a damaged file may hold offsets that point beside the text
-        rows = chunk.content.to_pylist()
-    except (ValueError, OverflowError) as error:  # pyarrow's own are ValueErrors
+        read = {field.name: _as_written(field.type) for field in chunk.content.schema}
+        rows = [{name: read[name](value) for name, value in row.items()} for row in chunk.content.to_pylist()]
+    except (ValueError, OverflowError, RecursionError) as error:  # pyarrow's own are ValueErrors
         raise unreadable(chunk.name, f", after row {chunk.first}", error) from error
-    read = {field.name: _as_written(field.type) for field in chunk.content.schema}
     for number, row in enumerate(rows, start=chunk.first):
-        yield f"{chunk.name}: row {number}", {name: read[name](value) for name, value in row.items()}
+        yield f"{chunk.name}: row {number}", row
 
 
 def _same(value: Any) -> Any:

@@ -137,10 +137,7 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
         columns = config.columns if entry.columns is None else entry.columns
         pairs = tuple(sorted((columns or {}).items()))
         form = entry.format or config.format
-        parts = tuple(_parts(entry, streaming))
-        given = f"revision {entry.revision} of {entry.source}"
-        require(entry.revision is None or parts[0].is_hub, "data", given, "a name on the hub")
-        found.append(Source(entry.source, parts, form, entry.weight, pairs))
+        found.append(Source(entry.source, tuple(_parts(entry, streaming)), form, entry.weight, pairs))
     return found
 
 
@@ -156,6 +153,13 @@ def pinned(sources: Sources | None, commits: Sequence[str | None] = ()) -> list[
 
 
 def _parts(entry: SourceConfig, streaming: bool) -> list[Part]:
+    parts = _found(entry, streaming)
+    given = f"revision {entry.revision} of {entry.source}"
+    require(entry.revision is None or parts[0].is_hub, "data", given, "a name on the hub")
+    return parts
+
+
+def _found(entry: SourceConfig, streaming: bool) -> list[Part]:
     name = entry.source
     if name.startswith(GENERATED):
         return [Part(name, "generated")]

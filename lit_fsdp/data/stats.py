@@ -16,6 +16,7 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import check_dropped, nothing_supervised, sample_digest
 from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.order import apportion
 from lit_fsdp.data.packing import Samples, plan_packs
 from lit_fsdp.data.stream import SampleStream
 
@@ -145,17 +146,28 @@ def describe_data(
 
 def _counts(name: str, samples: Samples, config: DataConfig) -> dict[str, Any]:
     """Of one split. Of rows that are taken out of data.train it is said there what became of all of them."""
-    meta = samples.rows.meta
+    meta, draws = samples.rows.meta, _draws(samples)
     read = {key: meta[key] for key in ("rows_read", "dropped", "truncated", "split")}
     if name == "val" and config.val_split is not None:
         read = {"taken_out_of": "data.train", "rows_read": None, "dropped": {}, "truncated": None, "split": None}
     return {
         **read,
         "format": _together(entry["format"] for entry in meta["entries"]),
+        "tokens_per_epoch": round(float(samples.lengths @ draws)),
+        "supervised_tokens_per_epoch": round(float(samples.num_supervised @ draws)),
         "fingerprint": meta["fingerprint"],
         "cache": str(samples.rows.folder),
         "sources": _sources(name, samples, config),
     }
+
+
+def _draws(samples: Samples) -> np.ndarray:
+    """How often each row comes in one epoch, on average over epochs, float64 in the order of ``row_ids``."""
+    per_item = np.ones(len(samples))
+    if samples.weights:
+        drawn = np.array(apportion(len(samples), samples.weights))
+        per_item = np.repeat(drawn / np.array(samples.groups), samples.groups)
+    return np.repeat(per_item, np.diff(samples.offsets))
 
 
 def _together(words: Iterable[str]) -> str:

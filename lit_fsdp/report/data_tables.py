@@ -120,4 +120,6 @@ _LINES: dict[str, Callable[[_Split], str]] = {
     "tokens min / median / mean / p95 / max": _lengths,
     "supervised": lambda split: f"{split['supervised_share']:.1%} of {split['tokens']:,} tokens",
     "supervised share of rows, 0 to 100 %": _histogram,
+    "tokens per epoch": _count("tokens_per_epoch"),
+    "supervised tokens per epoch": _count("supervised_tokens_per_epoch"),
 }

@@ -102,7 +102,7 @@ def _accelerate_folder(folder: Path) -> Source:
     if (folder / _SHARDED_OPTIMIZER / METADATA).is_file():
         found = read_dcp(folder / _SHARDED_OPTIMIZER, lambda key: key[:2] == ("optimizer", "state"))
         moments = _by_parameter({key[2:]: tensor for key, tensor in found.items()})
-    for name in (name for name in _OPTIMIZER_FILES if (folder / name).is_file()):
+    for name in [name for name in _OPTIMIZER_FILES if (folder / name).is_file()][: 0 if moments else 1]:
         path = disk.inside(folder, name)
         moments, why = _named_state(read_torch(path), path)
     return Source(folder, weights, moments, why, step)

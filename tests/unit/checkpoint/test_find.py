@@ -90,7 +90,8 @@ def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(four:
     for word in ("last", "best"):
         choice = pick(tmp_path, word, fallback=True)
         assert (choice.path, choice.others) == (four[1], (four[0],))
-        assert [entry.path for entry in choice.damaged] == [four[3], four[2]]
+        # one that is worse by metrics that can be read does not come first
+        assert [entry.path for entry in choice.damaged] == ([four[3], four[2]] if word == "last" else [four[2]])
     with pytest.raises(CheckpointError, match="damaged or not ours"):  # a path never is replaced
         pick(tmp_path, four[2], fallback=True)
     (four[1] / "data").unlink()

@@ -110,6 +110,13 @@ def test_a_named_template_says_what_it_lacks(tokenizer: Any, fitted: Any, name: 
             find_template(name, tokenizer)
 
 
+def test_tokens_that_only_rows_with_tools_need(tokenizer: Any):
+    assert _text(tokenizer, chat_template="mistral") == "[INST]1[/INST]2</s>"
+    said = r"mistral for rows with tools \(rows.jsonl:7\), and the tokenizer lacks \[AV"
+    with pytest.raises(ConfigError, match=said):
+        _text(tokenizer, tools=[TOOL], chat_template="mistral")
+
+
 def test_what_a_family_cannot_show(fitted: Any):
     tokenizer = fitted["small"]
     table = [(name, say("u:1", "a:2"), [TOOL], "shows no tools") for name in ("gemma", "zephyr", "plain")]

@@ -183,6 +183,10 @@ def test_token_ids_and_masks():
             mask = read_tokens({"input_ids": [5, 6, 7], column: form}, "x")[1]
             assert mask is not None
             assert (mask.dtype, mask.tolist()) == (bool, [False, True, True])
+    row = {"input_ids": [0, 5, 6, 0, 0], "attention_mask": [0, 1, 1, 0, 0], "labels": [-100, -100, 6, -100, -100]}
+    ids, mask = read_tokens(row, "x")  # padding is left out
+    assert mask is not None
+    assert (ids.tolist(), mask.tolist()) == ([5, 6], [False, True])
     integers = "input_ids: a list of integers expected"
     for row, message in [
         ({}, "no 'input_ids'"),
@@ -194,8 +198,9 @@ def test_token_ids_and_masks():
         ({"input_ids": [5, 6], "completion_mask": [0]}, "completion_mask: 1 values for 2 input_ids"),
         ({"input_ids": [5, 6], "completion_mask": [0.5, 1]}, "completion_mask: a list of integers expected"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "the mask loss_mask is not known here\n.*{completion_mask: loss"),
-        ({"input_ids": [5, 6], "completion_mask": [0, 1], "labels": [5, 6]}, "labels and completion_mask\n"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask has zeros\n.*without padding"),
+        ({"input_ids": [5, 6], "completion_mask": [0, 1], "labels": [5, 6]}, "completion_mask and labels differ"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 2]}, "attention_mask: a list of 0 and 1 expected"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "attention_mask"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.parquet: row 3: {message}"):
             read_tokens(row, "rows.parquet: row 3")

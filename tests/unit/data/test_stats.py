@@ -42,6 +42,7 @@ def test_counts_and_warnings(tmp_path: Path):
     assert (split["rows_read"], split["samples"], split["duplicates"]) == (6, 4, 1)
     assert split["dropped"] == {"without an assistant turn": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
+    assert split["tokens_per_epoch"] == split["tokens"]
     assert sum(split["supervised_share_histogram"]) == 4
     assert Path(split["cache"]).is_dir()
     text = "\n".join(record["warnings"])
@@ -77,6 +78,8 @@ def test_packs_val_split_and_sources(tmp_path: Path):
     found = [(s["name"], s["samples"], s["weight"], s["format"]) for s in train["sources"]]
     assert found == [(name, 40, 1.0, "messages"), ("generated:4", 4, 3.0, "messages")]
     assert sum(source["tokens"] for source in train["sources"]) == train["tokens"]
+    first, second = train["sources"]  # 44 items per epoch: 11 of the 40, and each of the 4 comes 8.25 times
+    assert train["tokens_per_epoch"] == round(first["tokens"] * 11 / 40 + second["tokens"] * 33 / 4)
 
 
 @pytest.mark.parametrize("packing", [False, True])
