@@ -45,6 +45,8 @@ def fit(run_folder: Path, *flags: str | Path, code: int = 0) -> str:
 def logged(run_folder: Path, name: str = "train_loss") -> dict[int, str]:
     """A column of ``metrics.csv`` by step, as it is written there: equal text is an equal number, bit for bit."""
     with (run_folder / "metrics.csv").open() as file:
+        assert name in file.readline().rstrip().split(",")
+        file.seek(0)
         return {int(row["step"]): row[name] for row in csv.DictReader(file) if row.get(name)}
 
 

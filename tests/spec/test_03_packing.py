@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spec.running import RECIPE, checkpoint, fit, logged, run
+from tests.spec.running import RECIPE, checkpoint, fit, run
 
 
 def test_packed_equals_padded(reference: Path, tmp_path: Path) -> None:
@@ -28,9 +28,7 @@ def test_packed_equals_padded(reference: Path, tmp_path: Path) -> None:
     assert found["true"]["val_token_accuracy"] == found["false"]["val_token_accuracy"]
 
 
-def test_every_row_is_in_a_pack_once(tmp_path: Path) -> None:
-    said = fit(tmp_path / "run", "--data.packing", "true", "--trainer.max_epochs", "1", "--trainer.max_steps", "-1")
-    assert "isolat" in said
-    table = json.loads((tmp_path / "run" / "data.json").read_text())
-    tokens = sum(int(float(count)) for count in logged(tmp_path / "run", "supervised_tokens").values())
-    assert tokens <= table["splits"]["train"]["supervised_tokens"]
+def test_isolation_is_proved_before_the_first_step(tmp_path: Path) -> None:
+    fit(tmp_path / "run", "--data.packing", "true", "--trainer.max_steps", "1")
+    proof = json.loads((tmp_path / "run" / "isolation.json").read_text())
+    assert (proof["bit_equal"], proof["largest_change"]) == (True, 0.0)

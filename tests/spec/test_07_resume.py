@@ -26,7 +26,6 @@ def test_elsewhere(where: str, reference: Path, stopped: Path) -> None:
     fit(stopped, "--ckpt_path", "last", *ELSEWHERE[where])
     ours, wanted = ({step: float(loss) for step, loss in logged(run).items()} for run in (stopped, reference))
     assert ours == pytest.approx(wanted, rel=1e-5)
-    assert logged(stopped, "supervised_tokens") == logged(reference, "supervised_tokens")  # the same rows
 
 
 def test_a_used_run_folder_is_not_overwritten(stopped: Path) -> None:
