@@ -73,7 +73,7 @@ def test_three_commands(followed: Path) -> None:
     assert "rows.jsonl" in (followed / "runs" / "my" / "recipe.yaml").read_text()
 
 
-@pytest.mark.skipif("LIT_FSDP_LONG" not in os.environ, reason="long: tests/spec tries the same promises")
+@pytest.mark.long("tests/spec tries the same promises")
 def test_the_command_of_each_promise(here: Path) -> None:
     (here / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     follow("\n".join(cells(ROOT / "README.md")), here)
