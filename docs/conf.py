@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lit_fsdp import __version__  # noqa: E402
-from lit_fsdp.commands.recipes import recipe_row  # noqa: E402
+from lit_fsdp.commands.recipes import by_model, recipe_row  # noqa: E402
 
 project = "lit_fsdp"
 version = release = __version__
@@ -81,9 +81,9 @@ class Recipes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """A table."""
         rows = [recipe_row(file.stem, file) for file in (ROOT / "recipes").glob("*.yaml")]
-        rows.sort(key=lambda row: (str(row["hardware"]).startswith("two processes"), row["parameters"] or 0))
-        cells = [(row["hardware"], row["model"], row["method"] or "full", row["name"]) for row in rows]
-        return [table(("hardware", "model", "method", "recipe"), cells)]
+        rows.sort(key=by_model)
+        cells = [(row["hardware"], row["parameters"], row["name"]) for row in rows]
+        return [table(("hardware", "parameters", "recipe"), cells)]
 
 
 def table(head: tuple[str, ...], rows: list[Any]) -> nodes.table:

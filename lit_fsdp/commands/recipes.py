@@ -42,7 +42,7 @@ def _ls(argv: Sequence[str]) -> int:
     if options.configs:
         rows = [{"name": name, "what": _first_sentence(file)} for name, file in _configs().items()]
     else:
-        rows = sorted((recipe_row(name, file) for name, file in _recipes().items()), key=_by_model)
+        rows = sorted((recipe_row(name, file) for name, file in _recipes().items()), key=by_model)
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -92,8 +92,8 @@ def recipe_row(name: str, file: Path) -> dict[str, str | None]:
     }
 
 
-def _by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
-    """Families by name, then small models first."""
+def by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
+    """The key that sorts rows by family, then size."""
     family, size = str(row["name"]).partition("-")[0], str(row["parameters"] or "0M")
     return family, float(size[:-1]) * {"M": 1, "B": 1000}[size[-1]], str(row["name"])
 
