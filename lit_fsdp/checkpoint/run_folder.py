@@ -309,8 +309,7 @@ def remove(folder: Path) -> None:
     Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
 
     Raises:
-        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed.
-        OSError: What is hidden cannot be deleted; names the file.
+        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
     """
     folder = Path(folder)
     with naming(folder):
@@ -322,7 +321,11 @@ def remove(folder: Path) -> None:
         hidden = staging.hidden_name(folder, "removed")
         os.rename(folder, hidden)
     sync_folder(folder.parent)
-    shutil.rmtree(hidden)
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        where = error.filename or hidden
+        raise CheckpointError(f"{folder}: the old checkpoint cannot be deleted: {where}: {error.strerror}") from error
 
 
 def sweep(run_folder: Path) -> None:

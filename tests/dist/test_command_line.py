@@ -176,12 +176,16 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
     [
         (["--model.optim.warmup", "1"], 2, ["model.optim.warmup: got a key", "write model.optim.warmup_steps"]),
         (["--data.max_seq", "64"], 2, ["data.max_seq", "write data.max_seq_length"]),
-        (["--trainer.precision", "32-true"], 2, ["trainer.precision: got 32-true", "precision mixed"]),
+        (
+            ["--trainer.precision", "32-true", "--trainer.strategy.init_args.precision", "mixed"],
+            2,
+            ["trainer.precision: got 32-true", "precision mixed"],
+        ),
         (["--data.micro_batch_size", "3"], 2, ["got 4 with micro_batch_size 3 on 2 ranks", "set global_batch_size: 6"]),
         (["--trainer.strategy.init_args.engine", "fsdp3"], 2, ["got fsdp3", "fsdp2 | fsdp1"]),
         (["--ckpt_path", "nowhere"], 1, ["nowhere"]),
         (["--ckpt_path", "folder"], 1, ["folder"]),
-        (["--ckpt_path", "last"], 1, ["there is no run folder other"]),
+        (["--ckpt_path", "last"], 1, ["no complete checkpoint in other/checkpoints; in other: nothing"]),
     ],
 )
 def test_refused_at_once_without_torch(tmp_path: Path, words: list[str], code: int, needles: list[str]) -> None:

@@ -107,7 +107,8 @@ def test_a_removal_that_fails_is_a_warning_and_swept_later(tmp_path, monkeypatch
     run_folder.retain(tmp_path, CheckpointConfig(keep_last=1))
     assert [entry.step for entry in checkpoints(tmp_path)] == [2]
     (hidden,) = folder.parent.glob(".step-00000001.removed-*")
-    assert caplog.messages == [f"[Errno 13] Permission denied: '{hidden}/data'"]
+    said = f"{folder}: the old checkpoint cannot be deleted: {hidden}/data: Permission denied"
+    assert caplog.messages == [said]
     run_folder.sweep(tmp_path)
     assert f"{hidden}: left by a killed save or removal, and cannot be deleted" in caplog.text
     monkeypatch.undo()

@@ -159,8 +159,12 @@ def test_token_ids():
     assert (cut.dropped, cut.truncated) == (CUT, True)
     assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
     assert _encode({"input_ids": []}, "tokens").dropped == NOTHING_LEFT
-    for bad in (len(tokenizer), -1, 2**31):
-        with pytest.raises(DataError, match=rf"rows\.jsonl:3: token id {bad}\n.*0 to {len(tokenizer) - 1}"):
+    for bad, said in (
+        (len(tokenizer), rf"token id {len(tokenizer)}\n.*0 to {len(tokenizer) - 1}"),
+        (-1, r"input_ids\[1\] is -1, which is no token id"),
+        (2**31, r"input_ids\[1\] is \d+, which is no token id"),
+    ):
+        with pytest.raises(DataError, match=rf"rows\.jsonl:3: {said}"):
             _encode({"input_ids": [0, bad]}, "tokens")
 
 
