@@ -216,8 +216,9 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 def load_weights(module: Module, path: Path | str) -> Module:
     """Put the weights of a checkpoint into a plain module, in one process: to evaluate it, or to look at it.
 
-    A module that builds its layers in ``configure_model`` does so here; with ``strict_loading = False`` what the
-    checkpoint lacks stays as it is.
+    Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
+    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here; with
+    ``strict_loading = False`` what the checkpoint lacks stays as it is.
 
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
