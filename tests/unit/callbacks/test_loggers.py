@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +12,10 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lit_fsdp.callbacks import loggers
 from lit_fsdp.callbacks.loggers import LoggerRuns, RunCSVLogger, go_on_logging
+from lit_fsdp.checkpoint.manifest import Manifest
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -37,19 +36,6 @@ def test_one_row_per_step_and_columns_as_they_come(tmp_path: Path):
         "2,2.0,,0.5",
     ]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
-
-
-def test_nothing_is_rewritten_where_the_columns_are_known(tmp_path: Path):
-    logger = RunCSVLogger(tmp_path)
-    logger.log_metrics({"a": 1.0, "b": 1.0}, 0)
-    inode = (tmp_path / "metrics.csv").stat().st_ino
-    for step in (1, 2):
-        logger.log_metrics({"a": 2.0}, step)
-        logger.log_metrics({"b": 3.0}, step)
-        logger.log_metrics({"a": 2.5}, step)
-    assert (tmp_path / "metrics.csv").stat().st_ino == inode
-    second = [{"step": str(step), "a": "2.5", "b": "3.0"} for step in (1, 2)]
-    assert rows(tmp_path) == [{"step": "0", "a": "1.0", "b": "1.0"}, *second]
 
 
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
@@ -121,63 +107,30 @@ def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
     assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
-class TensorBoardLogger:
-    """As much of Lightning's as is looked at."""
-
-    def __init__(self, version: int | str) -> None:
-        self.version = version
-        self.experiment: Any = None
-
-
-class MLFlowLogger(TensorBoardLogger):
-    """Another one."""
-
-
-class CSVLogger(TensorBoardLogger):
-    """One that cannot go on."""
-
-
-def noted(folder: Path, *loggers: Any, first: bool = True) -> Any:
-    run = SimpleNamespace(is_global_zero=first, loggers=loggers, default_root_dir=folder)
-    LoggerRuns().on_train_start(run, None)  # type: ignore[arg-type]
-    path = folder / "loggers.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def asked(name: str, **arguments: Any) -> Any:
-    return Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(**arguments))
-
-
-def test_what_can_go_on_is_noted_on_the_first_rank(tmp_path: Path):
-    three = CSVLogger(0), TensorBoardLogger(3), MLFlowLogger("abc")
-    assert noted(tmp_path, *three, first=False) is None
-    assert noted(tmp_path, CSVLogger(0)) is None
-    found = [{"class": "TensorBoardLogger", "run": 3}, {"class": "MLFlowLogger", "run": "abc"}]
-    assert noted(tmp_path, *three) == found
-
-
-def test_tensorboard_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(loggers, "read_manifest", lambda path: SimpleNamespace(global_step={"there": 10}[path]))
-    noted(tmp_path, TensorBoardLogger(0))
-    for given, path, step in ((None, "there", 10), (None, None, 0), (7, "there", 7)):
-        logger = asked("TensorBoardLogger", version=None, purge_step=given)
-        go_on_logging({"logger": logger}, tmp_path, path)
-        assert logger.init_args == Namespace(version=0, purge_step=step)
-
-
-def test_they_are_told_to_go_on_unless_the_recipe_says_where(tmp_path: Path):
-    go_on_logging({"logger": asked("WandbLogger", id=None)}, tmp_path, None)  # nothing is noted yet
-    noted(tmp_path, TensorBoardLogger(3), TensorBoardLogger(7), MLFlowLogger("abc"))
-    for given, expected in (
-        ([asked("TensorBoardLogger", version=None)], [Namespace(version=3)]),
-        ([asked("TensorBoardLogger", version=None), asked("CSVLogger")], [Namespace(version=3), Namespace()]),
-        ([asked("TensorBoardLogger", version=None) for _ in "ab"], [Namespace(version=3), Namespace(version=7)]),
-        ([asked("MLFlowLogger", run_id="mine")], [Namespace(run_id="mine")]),
-        ([asked("WandbLogger", id=None)], [Namespace(id=None)]),
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(tmp_path: Path):
+    (tmp_path / "step").mkdir()
+    manifest = Manifest(
+        folder=tmp_path / "step", layout="full", global_step=10, world_size=1, created="", versions={}, tensors={},
+        files={}, metrics={},
+    )  # fmt: skip
+    (tmp_path / "step" / "manifest.json").write_bytes(manifest.dumps())
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    options |= {"enable_checkpointing": False, "max_steps": 1, "limit_val_batches": 0, "default_root_dir": tmp_path}
+    loggers = [TensorBoardLogger(tmp_path, version=3), CSVLogger(tmp_path)]
+    Trainer(**options, callbacks=[LoggerRuns()], logger=loggers).fit(_Counting())
+    for given, path, expected in (
+        ({"version": None, "purge_step": None}, tmp_path / "step", {"version": 3, "purge_step": 10}),
+        ({"version": None, "purge_step": None}, None, {"version": 3, "purge_step": 0}),
+        ({"version": 5, "purge_step": 7}, tmp_path / "step", {"version": 5, "purge_step": 7}),  # the recipe says where
     ):
-        go_on_logging({"logger": given if len(given) > 1 else given[0]}, tmp_path, None)
-        assert [logger.init_args for logger in given] == expected
+        board, plain, other = (
+            Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(**arguments))
+            for name, arguments in (("TensorBoardLogger", given), ("CSVLogger", {}), ("WandbLogger", {"id": None}))
+        )
+        go_on_logging({"logger": [other, plain, board]}, tmp_path, path)
+        assert [logger.init_args for logger in (board, plain, other)] == [
+            Namespace(**expected), Namespace(), Namespace(id=None),
+        ]  # fmt: skip
     for switch in (None, True, False):
         go_on_logging({"logger": switch}, tmp_path, None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit, print_dtypes
+from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -65,14 +65,6 @@ def test_equal_neighbors_share_a_line_of_the_audit(capsys: pytest.CaptureFixture
     assert "peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
 
 
-def test_dtypes_declared_and_found(capsys: pytest.CaptureFixture[str]):
-    declared = {"param": "fp32", "compute": "bf16"}
-    print_dtypes({"mode": "mixed", "declared": declared, "realized": {"activations": {"bf16": 4, "fp32": 1}}})
-    err = capsys.readouterr().err
-    assert "Realized dtypes; precision mixed declares param fp32, compute bf16" in err
-    assert "│ activations │ 4 × bf16, 1 × fp32 │" in err
-
-
 def module(**options: Any) -> CausalLMDataModule:
     made = CausalLMDataModule(**{"train": "generated:12", "num_tokenizers": 1, **options})
     made.attach(miniature_tokenizer(), 0)
@@ -103,12 +95,6 @@ def test_only_rank_0_speaks_and_only_training_leaves_a_record(tmp_path: Path, ca
     assert capsys.readouterr().err == ""
     DataRecord().setup(trainer(tmp_path, module()), None, "validate")  # type: ignore[arg-type]
     assert "rows read" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_data_of_others_is_left_alone(tmp_path: Path):
-    DataRecord().setup(trainer(tmp_path, object()), None, "fit")  # type: ignore[arg-type]
-    DataRecord().setup(trainer(tmp_path, None), None, "fit")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

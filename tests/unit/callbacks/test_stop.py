@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,16 +73,6 @@ def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsy
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
 
 
-def test_votes_of_this_rank_travel_with_the_step(flags: SignalFlags) -> None:
-    callback, pl_module = StopOnSignal(flags), SimpleNamespace(stop_votes=None)
-    flags.training = True
-    for number, votes in ((None, [0.0, 0.0]), (SIGTERM, [0.0, 1.0]), (SIGINT, [1.0, 1.0])):
-        if number is not None:
-            flags.receive(number)
-        callback.on_train_batch_start(None, pl_module, None, 0)  # type: ignore[arg-type]
-        assert pl_module.stop_votes == votes
-
-
 def test_a_signal_is_heard_by_a_thread() -> None:
     """Also while the main thread waits in C++, where Python's own handlers would wait too."""
     before = {number: signal.getsignal(number) for number in signals.STOPPING}
@@ -125,22 +114,20 @@ class Watched(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
-@pytest.mark.parametrize(("verb", "ours"), [("validate", True), ("fit", False)])
-def test_lightnings_handlers_stay_out_under_slurm_too(
-    tmp_path: Path, flags: SignalFlags, verb: str, ours: bool
-) -> None:
+def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path: Path, flags: SignalFlags) -> None:
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
-    watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
     switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    run = Trainer(
-        accelerator="cpu", devices=1, plugins=[environment], callbacks=[StopOnSignal(flags)] if ours else [],
-        max_steps=1, default_root_dir=tmp_path, **dict.fromkeys(switched_off, False),
-    )  # fmt: skip
-    getattr(run, verb)(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
-    assert (watched.seen == before) is ours
-    assert environment.auto_requeue is not ours
-    assert [signal.getsignal(number) for number in signals.STOPPING] == before
+    for verb, ours in (("validate", True), ("fit", False)):
+        watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
+        run = Trainer(
+            accelerator="cpu", devices=1, plugins=[environment], callbacks=[StopOnSignal(flags)] if ours else [],
+            max_steps=1, default_root_dir=tmp_path, **dict.fromkeys(switched_off, False),
+        )  # fmt: skip
+        getattr(run, verb)(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
+        assert (watched.seen == before) is ours
+        assert environment.auto_requeue is not ours
+        assert [signal.getsignal(number) for number in signals.STOPPING] == before
 
 
 class AsksToStop(Callback):

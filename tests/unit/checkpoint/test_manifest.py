@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
 
 from lit_fsdp.checkpoint.files import hash_file
-from lit_fsdp.checkpoint.manifest import TensorSpec, checked_extra, read_manifest, record_metrics
+from lit_fsdp.checkpoint.manifest import TensorSpec, read_manifest, record_metrics
 from lit_fsdp.errors import CheckpointError
 
 
@@ -44,38 +43,18 @@ def test_metrics_are_added_atomically_and_survive_non_finite_values(save):
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_additions_must_be_plain():
-    for extra, match in (
-        ({}, "None is not a whole number"),
-        ({"global_step": True}, "True is not a whole number"),
-        ({"global_step": -1}, "-1 is not a whole number"),
-        ({"global_step": 1, "x": math.nan}, "not JSON compliant"),
-        ({"global_step": 1, "x": object()}, "not JSON serializable"),
-        ({"global_step": 1, "metrics": {"a": None}}, "not one number"),
-    ):
-        with pytest.raises(CheckpointError, match=match):
-            checked_extra(extra)
-
-
 def test_every_change_of_a_manifest_is_noticed(save):
-    path = save() / "manifest.json"
+    """Also one that leaves every value as it was: an exponent in capitals, the last digit of a long number, a space."""
+    path = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06}}) / "manifest.json"
     text = path.read_text()
     document = json.loads(text)
     changed = [json.dumps({**document, key: "other"}) for key in document]
     changed += [json.dumps({k: v for k, v in document.items() if k != key}) for key in document]
-    for broken in (*changed, "", "[]", "null", text[:-40], text.replace('"global_step": 1', '"global_step": 2')):
+    changed += ["", "[]", text[:-40], text + " ", text.replace('"global_step": 1', '"global_step": 2')]
+    changed += [text.replace("e-06", "E-06"), text.replace("745659e", "745658e")]
+    for broken in changed:
+        assert broken != text
         path.write_text(broken)
-        with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
-            read_manifest(path.parent)
-
-
-def test_a_change_that_leaves_every_value_as_it_was_is_noticed_too(save):
-    """An exponent in capitals, the last digit of a long number, a space."""
-    path = save(manifest={"global_step": 1, "metrics": {"lr": 6.499999926745659e-06}}) / "manifest.json"
-    text = path.read_bytes()
-    for changed in (text.replace(b"e-06", b"E-06"), text.replace(b"745659e", b"745658e"), text + b" "):
-        assert changed != text
-        path.write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
             read_manifest(path.parent)
 
@@ -96,11 +75,3 @@ def test_what_is_no_checkpoint_is_named(save, tmp_path):
         with pytest.raises(CheckpointError) as error:
             read_manifest(tmp_path / name)
         assert str(error.value).startswith(f"{tmp_path / name}: {text}")
-
-
-def test_a_manifest_elsewhere_is_not_followed(save, tmp_path):
-    folder = save()
-    shutil.move(folder / "manifest.json", tmp_path / "manifest.json")
-    (folder / "manifest.json").symlink_to(tmp_path / "manifest.json")
-    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
-        read_manifest(folder)

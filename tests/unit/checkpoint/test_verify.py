@@ -9,20 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint import verify as verifying
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.verify import sha256_of, sound_checkpoint, verify
 from lit_fsdp.errors import CheckpointError
+from tests.unit.checkpoint.conftest import flip
 
 Save = Callable[..., Path]
 SHARD = "tensors/rank-00000.safetensors"
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_no_torch_is_needed():
@@ -91,12 +85,6 @@ def test_the_first_sound_one_is_taken(save: Save, tmp_path: Path):
     flip(one / "state.json")
     with pytest.raises(CheckpointError, match=r"none of 3 checkpoints is sound:\n(?s:.*)state.json: xxh3 differs"):
         sound_checkpoint(three, [two, one], Ranks())
-
-
-def test_files_are_hashed_once(save: Save, monkeypatch: pytest.MonkeyPatch):
-    folder, hashed = save(), []
-    monkeypatch.setattr(verifying, "hash_file", lambda path: hashed.append(path.name) or "")
-    assert len(verify(folder)) == len(read_manifest(folder).files) == len(hashed) == len(set(hashed))
 
 
 def test_one_sha256_as_coreutils_compute_it(save: Save):

@@ -11,22 +11,15 @@ def test_bf16() -> None:
     for name, tflops in (
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA A10G", 70.0),
-        ("NVIDIA A10", 125.0),
         ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("AMD Instinct MI300X", 1307.4),
     ):
         assert peak_flops(name, "bf16") == tflops * 1e12, name
     for name in (
         "Tesla V100-SXM2-16GB",  # no bf16
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 3090 with Max-Q Design",
         "NVIDIA H200 MIG 1g.18gb",
-        "NVIDIA L40",
         "CPU",
         "",
     ):

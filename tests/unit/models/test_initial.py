@@ -16,16 +16,16 @@ def _random(config, seed=3):
     return open_weights(ModelSource(config, None, None, "x"), model, seed), model
 
 
-def test_distribution_is_that_of_from_config(family, tiny, fill, tensors):
-    weights, meta = _random(tiny(family))
-    model = fill(weights, meta)
-    torch.manual_seed(0)
-    expected = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager")
-    for name, tensor in tensors(expected).items():
-        ours = tensors(model)[name].float()
-        tensor = tensor.float()
-        assert ours.mean().item() == pytest.approx(tensor.mean().item(), abs=3e-3), name
-        assert ours.std(correction=0).item() == pytest.approx(tensor.std(correction=0).item(), abs=3e-3), name
+def test_distribution_is_that_of_from_config(tiny, fill, tensors):
+    for family in ("llama", "gpt2", "mixtral", "gpt_neox"):
+        weights, meta = _random(tiny(family))
+        model = fill(weights, meta)
+        torch.manual_seed(0)
+        expected = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager")
+        for name, tensor in tensors(expected).items():
+            found = torch.std_mean(tensors(model)[name].float(), correction=0)
+            wanted = torch.std_mean(tensor.float(), correction=0)
+            assert [one.item() for one in found] == pytest.approx([one.item() for one in wanted], abs=3e-3), name
 
 
 def test_padding_row_is_zero_ties_share_the_first_owner_and_random_state_is_left_alone(tiny):
@@ -33,7 +33,7 @@ def test_padding_row_is_zero_ties_share_the_first_owner_and_random_state_is_left
     state = torch.get_rng_state()
     embeddings = weights.read("model.embed_tokens", model.model.embed_tokens, "weight")
     assert torch.equal(torch.get_rng_state(), state)
-    assert embeddings.any(dim=1).tolist() == [row != 5 for row in range(99)]
+    assert embeddings.any(dim=1).tolist() == [row != 5 for row in range(128)]
     assert torch.equal(weights.read("lm_head", model.lm_head, "weight"), embeddings)
 
 

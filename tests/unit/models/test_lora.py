@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,29 +33,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(IDS, use_cache=False).logits  # a cache changes the layout, and with it the last bit
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "bloom", "gemma3_text"], indirect=True)
-@pytest.mark.parametrize("targets", [None, "all-linear"])
-def test_the_first_logits_are_the_base_models(saved, fill, family, targets):
-    folder = saved(family)
-    model, _ = filled(folder, fill, target_modules=targets)
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    assert torch.equal(logits(model), logits(base))
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert trained
-    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"], indirect=True)
-def test_dora_starts_at_the_base_model_with_pefts_own_lengths(saved, fill, family):
-    folder = saved(family)
-    model, adapter = filled(folder, fill, use_dora=True, target_modules="all-linear")
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    torch.testing.assert_close(logits(model), logits(base), rtol=1e-5, atol=1e-6)
-    live = peft.LoraModel(base, peft.PeftConfig.from_peft_type(**adapter), "default")
-    lengths = {name: param for name, param in model.named_parameters() if "magnitude" in name}
-    assert lengths
-    for name, param in lengths.items():
-        assert torch.equal(param, live.get_parameter(f"model.{name}")), name
+def test_the_first_logits_are_the_base_models(saved, fill):
+    for family, targets in (("llama", None), ("gpt2", "all-linear"), ("bloom", None), ("gemma3_text", "all-linear")):
+        folder = saved(family)
+        model, _ = filled(folder, fill, target_modules=targets)
+        base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        assert torch.equal(logits(model), logits(base)), family
+        assert trained(model)
+        assert all(".lora_A." in name or ".lora_B." in name for name in trained(model))
 
 
 def trained(model: torch.nn.Module) -> set[str]:
@@ -72,14 +56,6 @@ def test_freezing_by_pattern(tiny):
     model = build_on_meta(tiny("llama"))
     freeze_parameters(model, ["*.1.*"], train_only=["*.self_attn.*"])
     assert trained(model) == {name for name in everything if ".layers.0.self_attn." in name}
-    model = build_on_meta(tiny("llama"))
-    apply_lora(model, LoraConfig())
-    freeze_parameters(model, ["model.layers.0.*"])
-    assert trained(model) == {
-        f"model.layers.1.self_attn.{layer}.lora_{half}.default.weight"
-        for layer in ("q_proj", "v_proj")
-        for half in "AB"
-    }
 
 
 def test_names_that_cannot_be_meant_are_refused(tiny):

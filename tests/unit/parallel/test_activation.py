@@ -91,32 +91,28 @@ def plain() -> tuple[tuple[int, int], float, list[torch.Tensor], Net]:
     return step({})
 
 
-def test_flops_of_none_are_as_counted_by_hand(plain):
+def test_recomputed_ops_and_equal_bits_with_dropout(plain):
     assert plain[0] == (3 * (2 * BLOCKS + 1) * LINEAR, BLOCKS)
-
-
-@pytest.mark.parametrize(
-    ("name", "linears", "attentions"),
-    [
+    for name, linears, attentions in (
         ("full", 2 * BLOCKS, BLOCKS),
         ("every_n", 2 * 3, 3),  # blocks 0, 2 and 4
         ("selective", 0, 0),
         ("offload", 0, 0),
         ("full_offload", 2 * BLOCKS, BLOCKS),
         ("selective_offload", 0, 0),
-    ],
-)
-def test_recomputed_ops_and_equal_bits_with_dropout(plain, name: str, linears: int, attentions: int):
-    (flops, calls), loss, grads, _ = step(MODES[name])
-    assert (flops - plain[0][0], calls - plain[0][1]) == (linears * LINEAR, attentions)
-    assert loss == plain[1]
-    assert all(torch.equal(a, b) for a, b in zip(grads, plain[2], strict=True))
+    ):
+        (flops, calls), loss, grads, _ = step(MODES[name])
+        assert (flops - plain[0][0], calls - plain[0][1]) == (linears * LINEAR, attentions), name
+        assert loss == plain[1], name
+        assert all(torch.equal(a, b) for a, b in zip(grads, plain[2], strict=True)), name
 
 
-def saved_bytes(options: dict) -> int:
+def saved_bytes(options: dict, compile: bool = False) -> int:
     """Bytes of distinct storages saved between forward and backward, without parameters."""
     net = Net()
-    prepare_blocks(net.blocks, ActivationConfig(**options))
+    for block in net.blocks:
+        block.drop = nn.Identity()  # whose numbers the compiler draws in its own way
+    prepare_blocks(net.blocks, ActivationConfig(**options), compile)
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -133,17 +129,32 @@ def saved_bytes(options: dict) -> int:
 
 def test_full_keeps_only_the_inputs_of_the_blocks():
     assert saved_bytes({"mode": "full"}) == (BLOCKS + 2) * ACTIVATION_BYTES  # and the head's input and output
-    assert saved_bytes({}) > (5 * BLOCKS + 2) * ACTIVATION_BYTES
+    assert saved_bytes({}) > 4 * BLOCKS * ACTIVATION_BYTES
     assert saved_bytes({"mode": "full"}) < saved_bytes({"mode": "every_n"}) < saved_bytes({})
 
 
-@pytest.mark.parametrize("name", ["full", "selective", "offload"])
-def test_evaluation_recomputes_and_moves_nothing(plain, name: str):
-    net = Net().eval()
-    prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
-    with FlopCounterMode(display=False) as counter:
-        net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
-    assert counter.get_total_flops() == plain[0][0]
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch about itself
+def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
+    """With the compiler's front and its split of forward and backward, without C++ code."""
+    import torch._functorch.config as functorch_config
+
+    monkeypatch.setattr("lit_fsdp.parallel.activation.BACKEND", "aot_eager")
+    saved = []
+    for budget in (0.0, 1.0):
+        torch._dynamo.reset()
+        saved.append(saved_bytes({"mode": "memory_budget", "memory_budget": budget}, compile=True))
+    torch._dynamo.reset()
+    assert saved[0] < saved[1] / 2
+    assert functorch_config.activation_memory_budget == 1.0  # only while a block is compiled
+
+
+def test_evaluation_recomputes_nothing(plain):
+    for name in ("full", "selective", "offload"):
+        net = Net().eval()
+        prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
+        with FlopCounterMode(display=False) as counter:
+            net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
+        assert counter.get_total_flops() == plain[0][0], name
 
 
 def test_names_stay_and_the_last_mode_holds(plain):
@@ -158,8 +169,6 @@ def test_names_stay_and_the_last_mode_holds(plain):
         (MODES["full_offload"], ["full, offloaded"] * 5),
         (MODES["every_n"], ["full", "no", "full", "no", "full"]),  # the first one always
         ({"mode": "every_n", "n": 3}, ["full", "no", "no", "full", "no"]),
-        ({"mode": "every_n", "n": 9}, ["full", "no", "no", "no", "no"]),
-        (MODES["full"], ["full"] * 5),
         (MODES["none"], ["no"] * 5),
     ):
         prepare_blocks(net.blocks, ActivationConfig(**options))
@@ -168,9 +177,6 @@ def test_names_stay_and_the_last_mode_holds(plain):
     with FlopCounterMode(display=False) as counter:
         net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
     assert counter.get_total_flops() == plain[0][0]
-
-
-# -- offload
 
 
 def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
@@ -185,31 +191,18 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     assert (WIDTH, WIDTH) not in moved  # weights, transposed ones
 
 
-# -- transformers' own switch
-
-
 def test_a_transformers_model_with_its_own_switch_on():
     """It becomes ours, with one warning that names both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
-    for ours, wanted in (("none", "full"), ("full", "full"), ("selective", "selective")):
+    for ours, wanted in (("none", "full"), ("selective", "selective")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for it
             model.gradient_checkpointing_enable()
-        switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-        assert switched
-        with pytest.warns(UserWarning, match="two places") as caught:
-            resolved = resolve_gradient_checkpointing(
-                model, ActivationConfig(mode=ours), "a.b.activation_checkpointing"
-            )
-        (warning,) = caught
-        for text in ("gradient_checkpointing_enable()", f"a.b.activation_checkpointing decides: {wanted}"):
-            assert text in str(warning.message)
+        said = rf"two places, and a\.b decides: {wanted}\. .*gradient_checkpointing_enable\(\)"
+        with pytest.warns(UserWarning, match=said):
+            resolved = resolve_gradient_checkpointing(model, ActivationConfig(mode=ours), "a.b")
         assert resolved.mode == wanted
-        assert not any(m.gradient_checkpointing for m in switched)
-    config = ActivationConfig(mode="every_n", n=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_gradient_checkpointing(Net(), config) is config
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

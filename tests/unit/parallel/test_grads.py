@@ -8,11 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from lit_fsdp.errors import NonFiniteGradientError
 from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard, clip_by_norm, total_norm
-from lit_fsdp.strategy import fsdp_strategy
 
 
 class Plugin(GuardedSteps):
@@ -42,20 +40,13 @@ def step(plugin: Plugin, weight: torch.nn.Parameter, gradient: list[float]) -> t
     return weight.detach().clone()
 
 
-def test_a_finite_step_is_taken_and_its_norm_is_kept() -> None:
-    plugin, weight = Plugin(StepGuard("error", 3)), torch.nn.Parameter(torch.zeros(2))
-    assert step(plugin, weight, [3.0, 4.0]).tolist() == [-3.0, -4.0]
-    assert plugin.last_grad_norm is not None
-    assert plugin.last_grad_norm.item() == 5.0
-    assert plugin.state_dict() == {}
-
-
 def test_error_leaves_the_parameters_as_they_were() -> None:
     for bad in (math.inf, -math.inf, math.nan):
         plugin, weight = Plugin(StepGuard("error", 3)), torch.nn.Parameter(torch.ones(2))
         with pytest.raises(NonFiniteGradientError, match="nonfinite_gradients: skip"):
             step(plugin, weight, [1.0, bad])
         assert weight.tolist() == [1.0, 1.0]
+        assert plugin.state_dict() == {}
 
 
 def test_skip_counts_and_gives_up_after_so_many_in_a_row() -> None:
@@ -101,16 +92,6 @@ def test_the_loss_scale_cancels_halves_on_overflow_and_doubles_after_good_steps(
         step(plugin, weight, [math.inf, 0.0])  # it is not the scale
 
 
-def test_the_ranks_whose_loss_was_not_finite_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NonFiniteGradientError, match="the loss of rank 1, 3 was not finite"):
-        StepGuard("error", 3).allows(math.nan, lambda: [1, 3])
-    with pytest.raises(NonFiniteGradientError, match="the loss was finite on every rank"):
-        StepGuard("error", 3).allows(math.inf)
-    assert StepGuard("skip", 3).allows(math.nan, lambda: [2]) is False
-    assert "the loss of rank 2 was not finite: step skipped" in caplog.text
-    assert StepGuard("error", 3).allows(1.0, lambda: pytest.fail("asked without need"))
-
-
 def test_scale_and_counters_survive_a_checkpoint() -> None:
     guard = StepGuard("skip", 5, LossScale(initial=8.0))
     guard.allows(math.inf)
@@ -125,44 +106,9 @@ def test_scale_and_counters_survive_a_checkpoint() -> None:
     assert without.num_overflow_steps == 1
 
 
-def test_only_fp16_has_a_loss_scale() -> None:
-    for precision, expected in (("mixed", False), ("fp32", False), ("fp16_mixed", True)):
-        strategy: Any = fsdp_strategy(precision=precision)
-        assert (strategy.guard.loss_scale is not None) is expected
-        assert strategy.loss_divisor == (1024.0 if expected else 1.0)
-
-
-def params(*grads: torch.Tensor) -> list[nn.Parameter]:
-    made = []
-    for grad in grads:
-        param = nn.Parameter(torch.zeros(grad.shape))
-        param.grad = grad
-        made.append(param)
-    return made
-
-
 def test_one_norm_of_all_in_fp32():
-    assert total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], None).item() == 5.0
     norm = total_norm([torch.full((1000,), 1.0, dtype=torch.bfloat16) for _ in range(10)], None)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(100.0, rel=1e-6)
     for grads in ([], [torch.empty(0, 4)]):  # a rank that holds nothing
         assert clip_by_norm(grads, 1.0, None).item() == 0.0
-
-
-def test_clipping_equals_torchs():
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(shape, generator=generator) for shape in ((5, 7), (11,), (2, 3, 4))]
-    for limit in (0.7, 1000.0):  # the second leaves them alone, bit for bit
-        wanted, found = params(*(grad.clone() for grad in grads)), [grad.clone() for grad in grads]
-        norm = torch.nn.utils.clip_grad_norm_(wanted, limit)
-        assert clip_by_norm(found, limit, None) == pytest.approx(norm.item(), rel=1e-6)
-        for mine, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(mine, theirs.grad, rtol=1e-6 if limit < 1 else 0, atol=0)
-
-
-def test_a_norm_that_is_no_number_shows_everywhere():
-    for bad in (math.inf, math.nan):
-        grads = [torch.tensor([bad]), torch.tensor([1.0])]
-        assert not clip_by_norm(grads, 1.0, None).isfinite()
-        assert not grads[0].isfinite().any()

@@ -42,13 +42,6 @@ def test_every_tensor_is_read_once_and_ties_stay():
     assert net.number.tolist() == [1.0, 1.0]
 
 
-def test_what_is_there_already_is_left_alone():
-    net = nn.Linear(2, 2)
-    before = net.weight
-    Materializer(net, reset_parameters_reader(0), CPU).fill(net)
-    assert net.weight is before
-
-
 def test_reset_parameters_depends_on_seed_and_name_only():
     with torch.device("meta"):
         net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lit_fsdp.config.strategy import PrecisionConfig, StrategyConfig
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.precision import DtypeContract, cast_buffers, cast_parameters, moments
+from lit_fsdp.parallel.precision import DtypeContract, cast_buffers, cast_parameters
 
 
 @pytest.fixture
 def contract() -> DtypeContract:
     return DtypeContract(StrategyConfig())
-
-
-def test_the_rows_of_the_modes():
-    found = {mode: PrecisionConfig(mode=mode).row for mode in ("mixed", "low_precision", "fp32")}
-    assert {m: (r.param, r.compute, r.reduce) for m, r in found.items()} == {
-        "mixed": ("fp32", "bf16", "fp32"),
-        "low_precision": ("bf16", "bf16", "bf16"),
-        "fp32": ("fp32", "fp32", "fp32"),
-    }
 
 
 def test_a_tensor_of_another_dtype_is_named(contract: DtypeContract, caplog: pytest.LogCaptureFixture):
@@ -49,14 +39,6 @@ def test_a_tensor_of_another_dtype_is_named(contract: DtypeContract, caplog: pyt
     assert contract.realized["gradients"] == {"bf16": 2}
 
 
-def test_moments_are_those_of_the_parameter():
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([param])
-    param.grad = torch.ones(2)
-    optimizer.step()
-    assert [name for name, _ in moments(optimizer, {id(param): "w"})] == ["w.exp_avg", "w.exp_avg_sq"]
-
-
 def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
     block = nn.Linear(2, 2)
     contract.watch({"block": block})
@@ -68,27 +50,6 @@ def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
     contract.finish_first_step()
     assert not contract.watching
     block.float()(torch.zeros(1, 2))
-
-
-def test_reductions_are_looked_up_when_they_are_issued(contract: DtypeContract, monkeypatch: pytest.MonkeyPatch):
-    issued: list[torch.Tensor] = []
-
-    def collective(tensor: torch.Tensor) -> None:
-        issued.append(tensor)
-
-    monkeypatch.setattr(dist, "all_reduce", collective)
-    with contract.watch_reductions():
-        dist.all_reduce(torch.zeros(2))
-        dist.all_reduce(torch.zeros(2, dtype=torch.int64))
-    assert dist.all_reduce is collective
-    assert contract.realized == {"reductions": {"fp32": 1}}
-    with pytest.raises(ContractError, match="reductions: all_reduce is bf16"), contract.watch_reductions():
-        dist.all_reduce(torch.zeros(2, dtype=torch.bfloat16))
-    assert dist.all_reduce is collective
-    contract.finish_first_step()
-    with contract.watch_reductions():
-        assert dist.all_reduce is collective  # later steps cost nothing
-    assert len(issued) == 3
 
 
 def test_casting_keeps_ties_and_integers():

@@ -74,35 +74,24 @@ def refused(model: nn.Module, wrap: WrapConfig) -> ConfigError:
     return caught.value
 
 
-def test_what_a_transformers_model_declares():
+def test_a_plan_changes_nothing():
     model = llama(tied=True)
     before = [(name, id(module), type(module)) for name, module in model.named_modules()]
     plan = plan_units(model, AUTO)
     assert sizes(plan) == {LAYERS[0]: LAYER, LAYERS[1]: LAYER, "": 10 * 8 + 8}
-    assert plan.source == "the model's no-split classes (LlamaDecoderLayer)"
     assert plan.kept_together == tuple(ENDS)
-    assert [unit.is_block for unit in plan.units] == [True, True, False]
-    assert plan.units[-1].tied == ("model.lm_head.weight",)
-    assert (plan.num_params, plan.root_share) == (2 * LAYER + 88, 88 / (2 * LAYER + 88))
-    untied = plan_units(llama(tied=False), AUTO)
-    assert sizes(untied) == {**dict.fromkeys(LAYERS, LAYER), **dict.fromkeys(ENDS, 80), "": 8}
-    assert [type(block).__name__ for block in untied.blocks] == ["LlamaDecoderLayer"] * 2
-    # nothing has changed
     assert [(name, id(module), type(module)) for name, module in model.named_modules()] == before
     assert all(param.is_meta for param in model.parameters())
 
 
-def test_untied_embedding_and_head_are_units_of_their_own():
-    size = {"min_num_params": 10**9, "max_root_share": 1.0}
+def test_untied_embedding_and_head_are_units_of_their_own_or_not():
     for wrap, ends in (
-        (WrapConfig(classes=["LlamaDecoderLayer"]), True),
-        (WrapConfig(classes=["LlamaDecoderLayer"], embedding_and_head=False), False),
-        (WrapConfig(patterns=["model.layers.*"]), True),
-        (WrapConfig(embedding_and_head=False), False),
-        (WrapConfig(**size), False),
-        (WrapConfig(**size, embedding_and_head=True), True),
+        (WrapConfig(classes=["LlamaDecoderLayer"]), set(ENDS)),
+        (WrapConfig(classes=["LlamaDecoderLayer"], embedding_and_head=False), set()),
+        (WrapConfig(min_num_params=10**9, max_root_share=1.0), set()),
+        (WrapConfig(min_num_params=10**9, max_root_share=1.0, embedding_and_head=True), set(ENDS)),
     ):
-        assert set(sizes(plan_units(llama(tied=False), wrap))).intersection(ENDS) == (set(ENDS) if ends else set())
+        assert set(sizes(plan_units(llama(tied=False), wrap))).intersection(ENDS) == ends
 
 
 def test_lists_of_modules():
@@ -143,21 +132,15 @@ def test_what_matches_nothing_names_what_exists():
     for wrap, name, allowed in (
         (WrapConfig(classes=["LlamaMLP", "GPT2Block"]), "GPT2Block", "LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP"),
         (WrapConfig(classes=["ModuleList"]), "ModuleList", "LlamaDecoderLayer"),  # never called itself
-        (
-            WrapConfig(patterns=["model.layer.*"]),
-            "model.layer.*",
-            "model.model.layers.*, model.model.layers.*.self_attn",
-        ),
-        (WrapConfig(patterns=["model.layers"]), "model.layers", "model.model.layers.*.mlp.down_proj"),
+        (WrapConfig(patterns=["model.layer.*"]), "model.layer.*", "model.model.layers.*.self_attn"),
         (WrapConfig(patterns=["model.layers.*.mlp.act_fn"]), "model.layers.*.mlp.act_fn", "model.lm_head"),
     ):
         error = refused(llama(tied=True), wrap)
         assert error.field == ("wrap.classes" if wrap.classes else "wrap.patterns")
         assert error.given == f"{name!r}, which matches no module with parameters and a forward"
         assert allowed in error.allowed
-    for pattern in ("model..mlp", ".model", "model.**", "model."):
-        with pytest.raises(ConfigError, match="in which \\* is one part"):
-            WrapConfig(patterns=[pattern])
+    with pytest.raises(ConfigError, match="in which \\* is one part"):
+        WrapConfig(patterns=["model.**"])
     assert refused(llama(tied=True), WrapConfig(manual=True)).given == "manual, but nothing in the model is wrapped"
 
 
@@ -222,27 +205,22 @@ def test_metrics_inside_do_not_disturb_the_order():
     assert list(sizes(plan_units(made, AUTO))) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        WrapConfig(patterns=["model.layers.*.mlp"], max_root_share=1.0),
+def test_blocks_are_recomputed_whatever_the_units_are():
+    for wrap in (
         WrapConfig(classes=["LlamaMLP"], max_root_share=1.0),
         WrapConfig(min_num_params=1),
-        WrapConfig(min_num_params=10**9, max_root_share=1.0),
         WrapConfig(classes=["LlamaModel"], max_root_share=1.0),
-    ],
-)
-def test_blocks_are_recomputed_whatever_the_units_are(wrap: WrapConfig):
-    model = llama(tied=False)
-    plan = plan_units(model, wrap)
-    assert list(plan.blocks) == list(model.model.model.layers)
-    prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
-    words = recompute_by_unit(plan)
-    for unit in plan.units:
-        inside = re.match(r"model\.model\.layers\.\d", unit.name)
-        around = unit.name == ("model.model" if wrap.classes == ["LlamaModel"] else "")
-        expected = "full" if inside else "2 blocks full" if around else "no"
-        assert words.get(unit.name, "no") == expected, unit.name
+    ):
+        model = llama(tied=False)
+        plan = plan_units(model, wrap)
+        assert list(plan.blocks) == list(model.model.model.layers)
+        prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
+        words = recompute_by_unit(plan)
+        for unit in plan.units:
+            inside = re.match(r"model\.model\.layers\.\d", unit.name)
+            around = unit.name == ("model.model" if wrap.classes == ["LlamaModel"] else "")
+            expected = "full" if inside else "2 blocks full" if around else "no"
+            assert words.get(unit.name, "no") == expected, unit.name
 
 
 def test_units_inside_blocks_cannot_be_compiled():
@@ -252,31 +230,15 @@ def test_units_inside_blocks_cannot_be_compiled():
     assert caught.value.field == "strategy.compile"
 
 
-def test_the_audit_is_the_plan_as_plain_data():
-    """Frozen parameters count, and are told apart."""
+def test_the_audit_tells_frozen_parameters_apart():
     model = llama(tied=True)
     model.model.requires_grad_(False)
     model.model.model.layers[1].mlp.requires_grad_(True)
-    plan = plan_units(model, AUTO)
-    found = audit(plan, shard_degree=4, recompute={LAYERS[1]: "full"})
-    assert {key: value for key, value in found.items() if key != "units"} == {
-        "wrapped_by": "the model's no-split classes (LlamaDecoderLayer)",
-        "kept_together_by_tied_weights": ENDS,
-        "num_params": 2 * LAYER + 88,
-        "num_trainable": MLP,
-        "num_units": 3,
-        "root_share": 88 / (2 * LAYER + 88),
-        "shard_degree": 4,
-    }
+    found = audit(plan_units(model, AUTO), shard_degree=4, recompute={LAYERS[1]: "full"})
+    assert (found["num_params"], found["num_trainable"], found["num_units"]) == (2 * LAYER + 88, MLP, 3)
+    assert found["kept_together_by_tied_weights"] == ENDS
     assert [(row["recompute"], row["num_trainable"]) for row in found["units"]] == [("no", 0), ("full", MLP), ("no", 0)]
-    assert found["units"][-1] == {
-        "name": "(root)",
-        "class": "Holder",
-        "num_params": 88,
-        "num_trainable": 0,
-        "num_bytes": 352,
-        "share": 88 / plan.num_params,
-        "tied": ["model.lm_head.weight"],
-        "recompute": "no",
-    }
+    root = found["units"][-1]
+    assert (root["name"], root["num_bytes"], root["tied"]) == ("(root)", 352, ["model.lm_head.weight"])
+    assert root["share"] == found["root_share"] == 88 / (2 * LAYER + 88)
     assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
