@@ -10,7 +10,6 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -57,17 +56,6 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
     assert rows(tmp_path) == [{"step": "0", "b": "2.0"}]
 
 
-def test_validate_adds_a_row_per_call_beside(tmp_path: Path):
-    RunCSVLogger(tmp_path).log_metrics({"a": 1.0}, 0)
-    for value in (1.5, 2.5):
-        logger = RunCSVLogger(tmp_path, "validate")
-        logger.loaded_step = 4
-        logger.log_metrics({"b": value, "epoch": 0}, 0)
-        logger.log_metrics({"c": value}, 0)
-    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["step,a", "0,1.0"]
-    assert (tmp_path / "validate-metrics.csv").read_text().splitlines() == ["step,b,c", "4,1.5,1.5", "4,2.5,2.5"]
-
-
 class _Counting(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         self.log("train", float(self.trainer.global_step))
@@ -87,24 +75,6 @@ def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_befor
     trainer.fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
     assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
-
-
-class _KilledAfterTheSave(ModelCheckpoint):
-    def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
-        super().on_train_batch_end(trainer, *more)
-        if trainer.global_step == 2:
-            raise InterruptedError
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
-    """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""
-    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
-    saved = _KilledAfterTheSave(tmp_path, every_n_train_steps=1)
-    logs = {"callbacks": [LoggerRuns(), saved], "logger": RunCSVLogger(tmp_path), "log_every_n_steps": 1}
-    with pytest.raises(InterruptedError):
-        Trainer(**options, **logs, max_steps=3, limit_val_batches=0).fit(_Counting())
-    assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: its data, the audit, dtypes, predictions."""
+"""What a run shows of its FSDP units, and data that teach nothing."""
 
 from __future__ import annotations
 
@@ -10,29 +10,9 @@ from typing import Any
 import pytest
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit
+from lit_fsdp.callbacks.records import DataRecord, print_audit
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-
-Out = pytest.CaptureFixture[str]
-
-
-def test_predictions_are_written_in_row_order_once(tmp_path: Path):
-    writer, trainer = PredictionWriter(), SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path / "run"))
-    for rows in ([2, 0], [], [1]):
-        outputs = [{"row": row, "loss_sum": row / 2} for row in rows]
-        writer.on_predict_batch_end(trainer, None, outputs, None, 0)  # type: ignore[arg-type]
-    writer.on_predict_end(trainer, None)  # type: ignore[arg-type]
-    file = tmp_path / "run" / "predictions.jsonl"
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [
-        {"row": row, "loss_sum": row / 2} for row in range(3)
-    ]
-    writer.on_predict_end(trainer, None)  # type: ignore[arg-type]
-    assert file.read_text() == ""  # another call starts anew
-
-    other: Any = SimpleNamespace(is_global_zero=False, default_root_dir=str(tmp_path / "other"))
-    PredictionWriter().on_predict_end(other, None)  # type: ignore[arg-type]
-    assert not (tmp_path / "other").exists()
 
 
 def unit(name: str, cls: str = "Block", **changes: Any) -> dict[str, Any]:
@@ -65,47 +45,18 @@ def test_equal_neighbors_share_a_line_of_the_audit(capsys: pytest.CaptureFixture
     assert "peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
 
 
-def module(**options: Any) -> CausalLMDataModule:
-    made = CausalLMDataModule(**{"train": "generated:12", "num_tokenizers": 1, **options})
-    made.attach(miniature_tokenizer(), 0)
-    made.prepare(["train"])
-    return made
-
-
-def trainer(folder: Path, datamodule: Any, rank: int = 0) -> Any:
-    strategy = SimpleNamespace(broadcast=lambda refused: refused)
-    names: dict[str, Any] = {"datamodule": datamodule, "strategy": strategy, "default_root_dir": str(folder)}
-    return SimpleNamespace(is_global_zero=rank == 0, **names)
-
-
-def test_shown_once_in_anybodys_trainer(tmp_path: Path, capsys: Out):
-    record, data = DataRecord(), module()
-    for _ in range(2):
-        record.setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("rows read") == 1
-    written = json.loads((tmp_path / "data.json").read_text())
-    assert written == json.loads(json.dumps(data.describe()))
-    assert written["splits"]["train"]["rows_read"] == 12
-
-
-def test_only_rank_0_speaks_and_only_training_leaves_a_record(tmp_path: Path, capsys: Out):
-    DataRecord().setup(trainer(tmp_path, module(), rank=1), None, "fit")  # type: ignore[arg-type]
-    assert capsys.readouterr().err == ""
-    DataRecord().setup(trainer(tmp_path, module()), None, "validate")  # type: ignore[arg-type]
-    assert "rows read" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_stream_with_nothing_to_learn_stops_every_rank(tmp_path: Path):
     """Rank 0 looks, and tells the others; or they would wait for it."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "only asked"}]}) + "\n")
-    data, told = module(train=str(rows), streaming=True), []
-    first, second = trainer(tmp_path, data), trainer(tmp_path, data, rank=1)
-    first.strategy = SimpleNamespace(broadcast=lambda refused: told.append(refused) or refused)
-    second.strategy = SimpleNamespace(broadcast=lambda refused: told[0])
-    for one in (first, second):
+    data = CausalLMDataModule(train=str(rows), streaming=True, num_tokenizers=1)
+    data.attach(miniature_tokenizer(), 0)
+    data.prepare(["train"])
+    told: list[Any] = []
+    for tell in (lambda refused: told.append(refused) or refused, lambda refused: told[0]):
+        strategy = SimpleNamespace(broadcast=tell)
+        rank: Any = SimpleNamespace(
+            is_global_zero=not told, datamodule=data, strategy=strategy, default_root_dir=str(tmp_path)
+        )
         with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
-            DataRecord().setup(one, None, "fit")  # type: ignore[arg-type]
+            DataRecord().setup(rank, None, "fit")  # type: ignore[arg-type]

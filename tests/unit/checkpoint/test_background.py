@@ -78,21 +78,6 @@ def test_what_changes_after_the_call_is_not_saved(
     assert (folder / "recipe.yaml").read_text() == "first"
 
 
-def test_a_failure_is_told_once_and_the_next_save_works(
-    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with monkeypatch.context() as patch:
-        Gate(patch, CheckpointError("rank 0: shard: No space left on device")).open.set()
-        saver.save(step_folder(tmp_path, 1), layout="sharded", **parts(1.0))
-        with pytest.raises(CheckpointError, match="No space left"):
-            saver.save(step_folder(tmp_path, 4), layout="full", **parts(4.0))
-    saver.wait()
-    assert (saver.pending, saver.stands) == (None, False)
-    saver.save(step_folder(tmp_path, 5), layout="sharded", **parts(5.0))
-    saver.wait()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
-
-
 def test_an_error_nobody_asked_for_is_logged_at_the_end(
     saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

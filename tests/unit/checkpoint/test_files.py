@@ -38,13 +38,6 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     assert synced == [str(path) for path in expected]
 
 
-def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(CheckpointError, match="File exists"):
-        disk.write_bytes(tmp_path / "f", b"new")
-    assert (tmp_path / "f").read_bytes() == b"old"
-
-
 def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(b"old")
     disk.replace_bytes(tmp_path / "f", b"new")

@@ -56,16 +56,6 @@ def test_the_one_just_saved_stays_beside_newer_ones():
     assert left({10: 1.0, 25: 2.0, 30: 3.0, 40: 4.0}, current=25, keep_last=1, keep_best=0) == [25, 40]
 
 
-def test_retention_removes_and_names_the_best(tmp_path):
-    for step, loss in {1: 0.4, 2: 0.3, 3: 0.5}.items():
-        make(tmp_path, step, val_loss=loss)
-    assert run_folder.retain(tmp_path, CheckpointConfig(keep_last=1)) == step_folder(tmp_path, 2)
-    assert [entry.step for entry in checkpoints(tmp_path)] == [2, 3]
-    assert run_folder.retain(tmp_path, CheckpointConfig(keep_last=1, keep_best=0)) == step_folder(tmp_path, 3)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003"]
-    assert run_folder.retain(tmp_path, CheckpointConfig(monitor="absent")) is None
-
-
 def test_what_another_callback_saved_beside_them_stays(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step)

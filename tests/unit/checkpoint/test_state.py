@@ -6,7 +6,6 @@ import enum
 import json
 import math
 import pathlib
-import random
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
@@ -70,16 +69,6 @@ def test_any_state_comes_back_as_it_was():
     assert same(round_trip(state), state)
     shared = [1]
     assert round_trip({"a": shared, "b": [shared, shared]}) == {"a": [1], "b": [[1], [1]]}
-
-
-def test_random_generators_come_back_and_continue_alike():
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    expected = (random.random(), np.random.rand(), torch.rand(()).item())
-    back = round_trip(state)
-    random.setstate(back["python"])
-    np.random.set_state(back["numpy"])
-    torch.set_rng_state(back["torch"])
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
 def test_what_cannot_be_saved_is_refused_by_name():

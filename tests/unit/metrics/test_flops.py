@@ -87,19 +87,6 @@ def test_adapters() -> None:
         assert formula.train_flops(counts) - counted(model) == spared, targets
 
 
-def test_frozen_blocks_cost_their_forward_pass() -> None:
-    model = build("llama", "meta")
-    whole = flop_formula(model)
-    for name, param in model.named_parameters():
-        param.requires_grad = "layers.2." in name
-    part = flop_formula(model)
-    first, last = part.blocks["model.layers.0"], part.blocks["model.layers.2"]
-    assert first.train_per_token == first.forward_per_token == last.forward_per_token
-    assert first.train_per_pair == first.forward_per_pair
-    assert last == whole.blocks["model.layers.2"]
-    assert part.head_per_supervised_token == pytest.approx(whole.head_per_supervised_token * 2 / 3)
-
-
 def test_pairs_of_samples_and_windows() -> None:
     lengths = [100, 3, 7]
     counts = {"tokens": float(sum(lengths)), "squared_tokens": float(sum(n * n for n in lengths))}

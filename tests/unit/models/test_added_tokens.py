@@ -84,13 +84,9 @@ def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, ca
 
 def test_random_init_and_miniature_have_the_rows(base):
     folder = base()
-    config = str(folder / "config.json")
-    with pytest.raises(ConfigError, match=r"model\.tokenizer: got None"):
-        load_tokenizer(resolve_model(ModelConfig(name=config, add_tokens=TOKENS), 0), ModelConfig(name=config))
-    random = resolve_model(ModelConfig(name=config, tokenizer=str(folder), add_tokens=TOKENS), 0)
-    assert (random.overlay, random.hf_config.vocab_size) == (None, TIGHT + 2)
-    for name in (str(folder), config):
-        small = ModelConfig(name=name, miniature=True, add_tokens=TOKENS)
-        source = resolve_model(small, 0)
-        assert source.hf_config.vocab_size == len(load_tokenizer(source, small)) == TIGHT + 2
+    for name, options in ((folder / "config.json", {"tokenizer": str(folder)}), (folder, {"miniature": True})):
+        config = ModelConfig(name=str(name), add_tokens=TOKENS, **options)
+        source = resolve_model(config, 0)
+        assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT + 2)
+        assert len(load_tokenizer(source, config)) == TIGHT + 2
     assert resolve_architecture(ModelConfig(name=str(folder), add_tokens=TOKENS)).vocab_size == TIGHT + 2

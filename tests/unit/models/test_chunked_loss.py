@@ -57,16 +57,6 @@ def test_loss_and_gradients_are_those_of_the_formula():
             assert torch.allclose(mine, 3 * theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_only_what_is_trained_gets_a_gradient():
-    (hidden, weight, bias), targets = _tensors()
-    wanted = torch.autograd.grad(_written_out(hidden, weight, bias, targets, LossTerms())[0].sum(), [hidden, weight])
-    for index, leaves in enumerate(((hidden, weight.detach(), bias.detach()), (hidden.detach(), weight, bias))):
-        (grad,) = torch.autograd.grad(_loss(*leaves, targets)[0].sum(), [(hidden, weight)[index]])
-        assert torch.allclose(grad, wanted[index])
-    with torch.no_grad():
-        assert not _loss(hidden, weight, bias, targets)[0].requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_the_head_are_summed_in_fp32(dtype):
     """Many small chunks lose no more than one product of all rows."""

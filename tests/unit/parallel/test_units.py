@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -11,10 +9,9 @@ from torchmetrics import MeanMetric
 from transformers import LlamaConfig
 
 from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
+from lit_fsdp.config.strategy import WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_for, plan_units, tied_names
 
 AUTO = WrapConfig()
@@ -203,24 +200,6 @@ def test_metrics_inside_do_not_disturb_the_order():
     made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
     made.last = MeanMetric()
     assert list(sizes(plan_units(made, AUTO))) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
-
-
-def test_blocks_are_recomputed_whatever_the_units_are():
-    for wrap in (
-        WrapConfig(classes=["LlamaMLP"], max_root_share=1.0),
-        WrapConfig(min_num_params=1),
-        WrapConfig(classes=["LlamaModel"], max_root_share=1.0),
-    ):
-        model = llama(tied=False)
-        plan = plan_units(model, wrap)
-        assert list(plan.blocks) == list(model.model.model.layers)
-        prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
-        words = recompute_by_unit(plan)
-        for unit in plan.units:
-            inside = re.match(r"model\.model\.layers\.\d", unit.name)
-            around = unit.name == ("model.model" if wrap.classes == ["LlamaModel"] else "")
-            expected = "full" if inside else "2 blocks full" if around else "no"
-            assert words.get(unit.name, "no") == expected, unit.name
 
 
 def test_units_inside_blocks_cannot_be_compiled():
