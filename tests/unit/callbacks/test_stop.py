@@ -73,6 +73,26 @@ def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsy
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
 
 
+def test_a_signal_is_heard_by_a_thread() -> None:
+    """Also while the main thread waits in C++, where Python's own handlers would wait too."""
+    before = {number: signal.getsignal(number) for number in signals.STOPPING}
+    flags = SignalFlags()
+    flags.training = True
+    try:
+        flags.install()
+        flags.install()  # changes nothing
+        signal.raise_signal(SIGUSR1)
+        for _ in range(500):
+            if flags.terminated:
+                break
+            signals.threading.Event().wait(0.01)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert flags.terminated
+
+
 class Watched(LightningModule):
     """Notes the handlers that are there while it works."""
 
