@@ -44,6 +44,7 @@ def test_files_as_they_are_found(saved, fill, tensors):
         assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(options)
         if family == "gpt2":
             _rewrite(folder, lambda stored: {name.removeprefix("transformer."): t for name, t in stored.items()})
+        assert resolve_model(ModelConfig(name=str(folder)), 1).weights_folder == folder, "nothing is converted"
         weights, model = _opened(folder)
         _assert_like_from_pretrained(folder, weights, model, fill, tensors)
 
