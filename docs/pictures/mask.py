@@ -15,7 +15,7 @@ from rich.terminal_theme import MONOKAI
 
 
 def main() -> None:
-    """Two conversations, the second with two turns of the assistant, in color."""
+    """Two rows, in color."""
     import quickstart
 
     os.chdir(ROOT)
