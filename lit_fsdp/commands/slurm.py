@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.slurm_checks import Facts
     from lit_fsdp.launch.slurm_job import Job
 
-_EXAMPLE = "lit-fsdp slurm {} -c recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml --nodes 2"
+_EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
 _USAGE = f"""usage: lit-fsdp slurm VERB {RECIPE}
 
   render   print the sbatch file of a recipe on standard output, and what is
