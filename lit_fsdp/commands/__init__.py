@@ -41,7 +41,7 @@ lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...]
   files are merged in order, later wins, flags last; --print_config shows the
   result, --help every key; --ckpt_path last|best|PATH resumes
 lit-fsdp VERB --help explains a verb and ends with an example
-lit-fsdp --print_completion bash|zsh|fish prints what completes all this
+lit-fsdp --print_completion bash|zsh prints a script that completes all this
 """
 
 
