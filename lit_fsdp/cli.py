@@ -85,9 +85,11 @@ class RecipeCLI(LightningCLI):
         own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
         self._is_foreign_model = not own_model
         speak()
-        strict = {"allow_abbrev": False, "exit_on_error": False, "prog": "lit-fsdp"}
+        strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False, "prog": "lit-fsdp"}
         if kwargs.get("run", True):
-            strict |= {verb: {"allow_abbrev": False, "exit_on_error": False} for verb in self.subcommands()}
+            usage = "--config RECIPE.yaml [--key value ...] [options]"  # not three screens of keys
+            for verb in self.subcommands():
+                strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
         kwargs["parser_kwargs"] = strict | (kwargs.get("parser_kwargs") or {})
         own = {"seed_everything_default": 0, "load_from_checkpoint_support": False, "save_config_callback": None}
         if positional:
@@ -137,7 +139,8 @@ class RecipeCLI(LightningCLI):
         """The verb that runs, or all: each parser takes as long to build as the others."""
         every = super().subcommands()
         chosen = {self.verb: every[self.verb]} if self.verb else every
-        return {verb: skipped | {"weights_only", "verbose", "return_predictions"} for verb, skipped in chosen.items()}
+        own = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
+        return {verb: skipped | own for verb, skipped in chosen.items()}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The Trainer with our strategy and two keys of ours, the module, the data module."""
@@ -166,12 +169,13 @@ class RecipeCLI(LightningCLI):
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
             parser.add_class_arguments(cls, name)
+        text = "last, best (by checkpoint.monitor), or the path of a checkpoint: where it goes on, or what is evaluated"
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help=text)
         if self.shows_help:  # read by read_command_line
-            parser.add_argument(
-                "--allow-imports", metavar="PACKAGE", help="let the recipe name its classes; repeatable"
-            )
-            parser.add_argument("--verbose", help="list what a miniature replaces")
-            parser.add_argument("--debug", help="show the traceback of a refusal")
+            text = "let the recipe name its classes; repeatable"
+            parser.add_argument("--allow-imports", metavar="PACKAGE", help=text)
+            parser.add_argument("--verbose", action="store_true", help="list what a miniature replaces")
+            parser.add_argument("--debug", action="store_true", help="show the traceback of a refusal")
         super()._add_arguments(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -31,7 +31,7 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 
 
 class CausalLMDataModule(LightningDataModule):
-    """Rows as padded or packed batches; its arguments are the ``data`` section of a recipe.
+    """Rows as padded or packed batches; its arguments are a recipe's ``data`` section.
 
     In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before. All ranks read
     a data set on the hub at the commit that its name stood for on the first one.

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """Fine-tunes a causal language model; its arguments are the ``model`` section of a recipe.
+    """A causal language model; its arguments are the ``model`` section of a recipe.
 
     Works under :func:`lit_fsdp.fsdp_strategy` (built on meta and loaded shard by shard) and under Lightning's own
     single-device and DDP strategies.

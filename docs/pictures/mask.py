@@ -15,26 +15,22 @@ from rich.terminal_theme import MONOKAI
 
 
 def main() -> None:
-    """Two conversations, the second with two turns of the assistant, in color."""
+    """Two rows, in color."""
     import quickstart
 
     os.chdir(ROOT)
     quickstart.prepare_model()
     quickstart.prepare_rows()
-    from lit_fsdp.report.inspection import Inspector
-    from lit_fsdp.report.sample_text import print_items
-
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.packing import prepare_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.report.samples import print_samples, show_rows
 
     run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
     tokenizer = resolve_tokenizer(run.model)
-    samples = prepare_samples(run.data, ["train"], RowEncoder(tokenizer, run.data))
-    items = Inspector(tokenizer, run.data, "train").items(samples["train"], 2)
+    shown = show_rows(run.data, "train", RowEncoder(tokenizer, run.data), [0, 1])
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    print_items(console, tokenizer, items)
+    print_samples(console, tokenizer, shown, False)
     svg = console.export_svg(title="lit-fsdp data inspect --config recipes/quickstart.yaml --n 2", theme=MONOKAI)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched
     svg = svg.replace("Fira Code, monospace", "monospace")

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 _SHOWN = {
     "train_loss": "loss {:.4f}",
@@ -54,9 +55,13 @@ class RunProgress(ProgressBar):
             return
         steps = trainer.estimated_stepping_batches
         self._total = int(steps) if steps not in (-1, float("inf")) else None
-        if sys.stderr.isatty():
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+        console = Console(stderr=True)
+        if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show the last line alone
+            done = (TextColumn("step {task.completed}/{task.total}"), BarColumn(10))
+            # where the line is too narrow for all, the numbers at its end give way
+            numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
+            columns = (*done, TimeElapsedColumn(), TimeRemainingColumn(), numbers)
+            self._bar = Progress(*columns, console=console, expand=True)
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total, completed=trainer.global_step)
         else:
@@ -96,8 +101,8 @@ class RunProgress(ProgressBar):
         if self._is_enabled and trainer.state.fn == "fit" and not trainer.sanity_checking:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
             text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            console = self._bar.console if self._bar else Console(stderr=True)
-            console.print(f"step {trainer.global_step}: {text}", highlight=False)
+            line = f"step {trainer.global_step}: {text}"
+            self._bar.console.print(line, highlight=False) if self._bar else print(line, file=sys.stderr)
             self._said = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -26,11 +26,15 @@ _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
        lit-fsdp ckpt verify PATH [--json] [--sha256]
        lit-fsdp ckpt import SOURCE -o FOLDER --model MODEL [options]
 
-  ls        step, time, size, metric, complete and verified of every checkpoint of a run
-  verify    compare every file of a checkpoint, or of all those of a run, with its manifest
-  import    a checkpoint of Lightning, Accelerate or the Transformers Trainer as one of ours
+  ls        step, time, size, metric, complete and verified of each checkpoint
+  verify    compare every file of a checkpoint, or of all, with its manifest
+  import    a checkpoint of Lightning, Accelerate or the Transformers Trainer as
+            one of ours
 
 lit-fsdp ckpt VERB --help explains one of them
+
+example:
+  lit-fsdp ckpt ls runs/smoke
 """
 
 
@@ -40,7 +44,8 @@ def run_ckpt(argv: Sequence[str]) -> int:
 
 
 def _ls(argv: Sequence[str]) -> int:
-    parser = verb_parser("ckpt ls", "The checkpoints of a run: step, time, size, metric, complete, verified.")
+    text = "The checkpoints of a run: step, time, size, metric, complete, verified."
+    parser = verb_parser("ckpt ls", text, "lit-fsdp ckpt ls runs/smoke")
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder, or its checkpoints folder")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table, with all metrics")
     parser.add_argument("--verify", action="store_true", help="hash every file; exit code 1 if anything differs")
@@ -122,7 +127,8 @@ def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    parser = verb_parser("ckpt verify", "Compare every file of a checkpoint, or of all of a run, with its manifest.")
+    text = "Compare every file of a checkpoint, or of all of a run, with its manifest."
+    parser = verb_parser("ckpt verify", text, "lit-fsdp ckpt verify runs/smoke --sha256")
     parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint, run folder, or its checkpoints folder")
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
     parser.add_argument("--sha256", action="store_true", help="also print one SHA-256 for each, to be kept elsewhere")

@@ -14,7 +14,9 @@ def run_convert(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp convert`` and return the exit code: 1 if the recipe would train differently."""
     from lit_fsdp.convert import FORMATS, convert_file
 
-    parser = verb_parser("convert", "Write a recipe that trains as another library's configuration file does.")
+    text = "Write a recipe that trains as another library's configuration file does."
+    example = """echo '{"zero_optimization": {"stage": 3}}' | lit-fsdp convert deepspeed -"""
+    parser = verb_parser("convert", text, example)
     parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
     parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")

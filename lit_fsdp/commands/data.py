@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, options_and_recipe, run_one_of, verb_parser
 from lit_fsdp.errors import DataError, require
 
 if TYPE_CHECKING:
@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from lit_fsdp.data.packing import Samples
 
 _SPLITS = ("train", "val", "test", "predict")
-_USAGE = """usage: lit-fsdp data inspect --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]
-       lit-fsdp data prepare --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [--json]
+_INSPECT = "lit-fsdp data inspect -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
+_USAGE = f"""usage: lit-fsdp data inspect {RECIPE}
+       lit-fsdp data prepare {RECIPE}
 
-  inspect   what a recipe trains on: counts, lengths, packing, and samples with what is supervised made visible
-  prepare   tokenize every split ahead, into the cache that fit uses; needs no GPU and no weights
+  inspect   what a recipe trains on: counts, lengths, packing, and samples with
+            what is supervised made visible
+  prepare   tokenize every split ahead, into the cache that fit uses; needs no
+            GPU and no weights
 
 lit-fsdp data VERB --help explains one of them
-"""
+
+{example_lines(_INSPECT)}"""
 
 
 def run_data(argv: Sequence[str]) -> int:
@@ -36,6 +40,8 @@ def _inspect(argv: Sequence[str]) -> int:
     parser = verb_parser(
         "data inspect",
         "What a recipe trains on, by the same code, from the same cache; exit code 1 if it could not be trained on.",
+        _INSPECT,
+        RECIPE,
     )
     parser.add_argument("--n", type=int, default=5, help="rows to show, from the first that is used on (default 5)")
     parser.add_argument("--split", choices=_SPLITS, help="which rows to show; default: the first split the recipe has")
@@ -117,7 +123,9 @@ def _cached_splits(run: RunConfig) -> list[str]:
 
 
 def _prepare(argv: Sequence[str]) -> int:
-    parser = verb_parser("data prepare", "Tokenize every split of a recipe into the cache that fit uses.")
+    text = "Tokenize every split of a recipe into the cache that fit uses."
+    example = "lit-fsdp data prepare -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
+    parser = verb_parser("data prepare", text, example, RECIPE)
     parser.add_argument("--json", action="store_true", help="JSON instead of lines")
     options, run = _read(parser, argv)
     if options is None:

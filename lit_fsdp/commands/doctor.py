@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _OWN = ("nodes", "json", "quick")
 _TEXT = "Look at this machine, or under srun or torchrun at all nodes, and say what would fail later, with the fix."
-_USAGE = "lit-fsdp doctor [--config RECIPE.yaml ...] [--key value ...] [--nodes N] [--json] [--quick]"
 
 
 def run_doctor(argv: Sequence[str]) -> int:
@@ -65,8 +64,9 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the flags of this verb from the words of a recipe."""
-    parser = verb_parser("doctor", _TEXT)
-    parser.usage = _USAGE
+    parser = verb_parser(
+        "doctor", _TEXT, "lit-fsdp doctor --quick", "[--config RECIPE.yaml] [--key value ...] [options]"
+    )
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
     parser.add_argument("--quick", action="store_true", help="without all-reduce and trial save")

@@ -22,7 +22,8 @@ _TEXT = (
 
 def run_import(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt import`` and return the exit code."""
-    parser = verb_parser("ckpt import", _TEXT)
+    example = "lit-fsdp ckpt import out/checkpoint-500 -o imported --model out/checkpoint-500"
+    parser = verb_parser("ckpt import", _TEXT, example)
     parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder that the other tool wrote")
     parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
     parser.add_argument("--model", required=True, help="the model it is of: folder, hub name or config .json")

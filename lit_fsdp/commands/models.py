@@ -11,7 +11,9 @@ from lit_fsdp.commands.parsing import parse, verb_parser
 
 def run_export(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp export`` and return the exit code."""
-    parser = verb_parser("export", "Write a checkpoint, sharded or full, as a folder that plain transformers loads.")
+    text = "Write a checkpoint, sharded or full, as a folder that plain transformers loads."
+    example = "lit-fsdp export --ckpt runs/smoke/checkpoints/step-00000004 --out model"
+    parser = verb_parser("export", text, example)
     parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights; default: as trained")
@@ -52,7 +54,8 @@ def _export_check() -> Callable[..., list[str]]:
 
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
-    parser = verb_parser("generate", "Answer a prompt with an exported model and its chat template.")
+    text = "Answer a prompt with an exported model and its chat template."
+    parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="system message")

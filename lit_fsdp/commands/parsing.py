@@ -12,9 +12,20 @@ from typing import Any, NoReturn
 from lit_fsdp.config.locations import expanded
 from lit_fsdp.errors import ConfigError, require
 
+RECIPE = "--config RECIPE.yaml [--key value ...] [options]"
+"""The usage of a verb that reads a recipe."""
+PARSERS: dict[str, argparse.ArgumentParser] = {}
+"""Of the verbs that have been called in this process."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Raises whatever is wrong; ``exit_on_error=False`` alone still exits on a missing or surplus argument."""
+
+    example = ""
+
+    def format_help(self) -> str:
+        """With an example at the end, on a line of its own to be copied, which an epilog would wrap."""
+        return f"{super().format_help()}\n{example_lines(self.example)}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """With ``~`` and ``${VAR}`` of paths expanded."""
@@ -29,9 +40,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 
-def verb_parser(verb: str, text: str) -> argparse.ArgumentParser:
-    """Build a parser for one verb that raises :class:`ConfigError` instead of exiting."""
-    return _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
+def verb_parser(verb: str, text: str, example: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Build a parser for one verb that raises :class:`ConfigError` instead of exiting.
+
+    Args:
+        verb: Words behind ``lit-fsdp``.
+        text: What it does.
+        example: A command line that works in a checkout, at most 78 characters long; the end of ``--help``.
+        usage: What stands behind the verb; default: its flags. See :data:`RECIPE`.
+    """
+    parser = _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
+    parser.usage = f"{parser.prog} {usage}" if usage else None
+    parser.example = example
+    PARSERS[verb] = parser
+    return parser
+
+
+def example_lines(example: str) -> str:
+    """The end of the help of a verb."""
+    return f"example:\n  {example}\n"
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -47,7 +74,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Split a verb's own flags from the words of the recipe; None for the flags after ``--help`` was printed."""
-    parser.usage = f"{parser.prog} --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...] [options]"
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return None, []

@@ -6,14 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lit_fsdp.commands.parsing import flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, options_and_recipe, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError, require
 
 
 def run_audit(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp audit`` and return the exit code."""
     text = "The FSDP units, mesh, dtypes and bytes per rank of a recipe, without weights and without training."
-    parser = verb_parser("audit", text)
+    example = "lit-fsdp audit --config recipes/llama3.1-8b_full_fsdp2_8x80gb.yaml --ranks 16"
+    parser = verb_parser("audit", text, example, RECIPE)
     parser.add_argument("--ranks", type=int, help="all ranks of the run; default: the recipe's devices and nodes")
     parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
@@ -57,9 +58,17 @@ def _rank_flags(ranks: int | None, nodes: int | None) -> list[str]:
     return [f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
 
 
+_PREPARE = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"
+_USAGE = f"""usage: lit-fsdp model prepare {RECIPE}
+
+  prepare   fetch or convert a model ahead of a run, on a login node say
+
+{example_lines(_PREPARE)}"""
+
+
 def run_model(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp model prepare`` and return the exit code."""
-    return run_one_of("model", {"prepare": _prepare}, "usage: lit-fsdp model prepare --config RECIPE.yaml\n", argv)
+    return run_one_of("model", {"prepare": _prepare}, _USAGE, argv)
 
 
 def _prepare(argv: Sequence[str]) -> int:
@@ -67,7 +76,7 @@ def _prepare(argv: Sequence[str]) -> int:
         "Fetch a model and its tokenizer from the hub, or convert them, into the caches that a run reads: on a login \
 node, say, for compute nodes without a network. What is there already is only looked at."
     )
-    parser = verb_parser("model prepare", text)
+    parser = verb_parser("model prepare", text, _PREPARE, RECIPE)
     parser.add_argument("--name", help="hub name, folder or GGUF file; default: model.name of the recipe")
     parser.add_argument("--json", action="store_true", help="JSON instead of lines on standard output")
     options, words = options_and_recipe(parser, argv)

@@ -24,6 +24,9 @@ _USAGE = """usage: lit-fsdp recipes VERB [options]
   ls [--configs] [--json]      the recipes, or the fragments, that ship
   show NAME                    print one
   cp NAME [DEST] [--force]     copy one to change it; default: into this folder
+
+example:
+  lit-fsdp recipes cp smollm2-135m_full_fsdp2_2xcpu my.yaml
 """
 _TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [a-z-]+ fine-tune, (?P<hardware>.+)\.")
 
@@ -34,7 +37,8 @@ def run_recipes(argv: Sequence[str]) -> int:
 
 
 def _ls(argv: Sequence[str]) -> int:
-    parser = verb_parser("recipes ls", "The recipes that ship: whole runs, to be used as they are or copied.")
+    text = "The recipes that ship: whole runs, to be used as they are or copied."
+    parser = verb_parser("recipes ls", text, "lit-fsdp recipes ls --configs")
     parser.add_argument("--configs", action="store_true", help="fragments and model configs instead")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     options = parse(parser, argv)
@@ -52,14 +56,15 @@ def _ls(argv: Sequence[str]) -> int:
 
 
 def _show(argv: Sequence[str]) -> int:
-    parser = verb_parser("recipes show", "Print a recipe or a fragment.")
+    parser = verb_parser("recipes show", "Print a recipe or a fragment.", "lit-fsdp recipes show debug/smoke")
     parser.add_argument("name", help="as ls and ls --configs call it")
     print(find_shipped(parse(parser, argv).name).read_text(encoding="utf-8"), end="")
     return 0
 
 
 def _cp(argv: Sequence[str]) -> int:
-    parser = verb_parser("recipes cp", "Copy a recipe or a fragment, to change it.")
+    example = "lit-fsdp recipes cp smollm2-135m_full_fsdp2_2xcpu my.yaml"
+    parser = verb_parser("recipes cp", "Copy a recipe or a fragment, to change it.", example)
     parser.add_argument("name", help="as ls and ls --configs call it")
     parser.add_argument("dest", nargs="?", default=".", help="file, or folder; missing folders are made (default: .)")
     parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
@@ -104,7 +109,7 @@ def find_shipped(name: str) -> Path:
     Raises:
         ConfigError: There is none; near names are given.
     """
-    known = {**_configs(), **_recipes()}
+    known = shipped_files()
     plain = re.sub(r"^(recipes|configs)/|\.(yaml|json)$", "", name)
     if plain in known:
         return known[plain]
@@ -113,6 +118,11 @@ def find_shipped(name: str) -> Path:
     near += [short[key] for key in difflib.get_close_matches(plain.rpartition("/")[2], short, n=3)]
     allowed = ", ".join(dict.fromkeys(near)) or "a name that lit-fsdp recipes ls or ls --configs prints"
     raise ConfigError("lit-fsdp recipes", name, allowed, f"write {near[0]}" if near else "lit-fsdp recipes ls")
+
+
+def shipped_files() -> dict[str, Path]:
+    """Every recipe and fragment by its name."""
+    return {**_configs(), **_recipes()}
 
 
 def _recipes() -> dict[str, Path]:

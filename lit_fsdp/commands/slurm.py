@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, example_lines, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,14 +18,19 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.slurm_checks import Facts
     from lit_fsdp.launch.slurm_job import Job
 
-_USAGE = """usage: lit-fsdp slurm VERB --config R.yaml [--config configs/slurm/CLUSTER.yaml] [options] [--KEY VALUE ...]
+_EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
+_USAGE = f"""usage: lit-fsdp slurm VERB {RECIPE}
 
-  render   print the sbatch file of a recipe on standard output, and what is wrong with it on standard error
-  submit   submit it unless something is wrong; the job's number on standard output, how to follow it on standard error
+  render   print the sbatch file of a recipe on standard output, and what is
+           wrong with it on standard error
+  submit   submit it unless something is wrong; the job's number on standard
+           output, how to follow it on standard error
 
 lit-fsdp fit --help explains the keys of the slurm section
-Exit codes: 0; 1 submit found an error; 2 the recipe or the command line is wrong, or SLURM refuses
-"""
+Exit codes: 0; 1 submit found an error; 2 the recipe or the command line is
+wrong, or SLURM refuses
+
+{example_lines(_EXAMPLE.format("render"))}"""
 _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
 
@@ -37,9 +42,8 @@ def run_slurm_verb(argv: Sequence[str]) -> int:
 
 
 def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
-    parser = verb_parser(
-        f"slurm {verb}", "A recipe as a job of a SLURM cluster; every key of the recipe is a flag too."
-    )
+    text = "A recipe as a job of a SLURM cluster; every key of the recipe is a flag too."
+    parser = verb_parser(f"slurm {verb}", text, _EXAMPLE.format(verb), RECIPE)
     parser.add_argument("--nodes", type=int, help="nodes of the job: slurm.nodes and trainer.num_nodes")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs per node, one process each; trainer.devices follows")
     for name in _FLAGS:

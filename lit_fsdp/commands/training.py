@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lit_fsdp.commands.parsing import example_lines
 from lit_fsdp.host import is_launched_by_lightning
 from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.signals import FLAGS
 
 if TYPE_CHECKING:
     from lit_fsdp.config.parser import LoadedRecipe
+
+EXAMPLES = {
+    "fit": "lit-fsdp fit -c recipes/quickstart.yaml -c configs/debug/smoke.yaml",
+    "validate": "lit-fsdp validate --config runs/smoke/recipe.yaml --ckpt_path last",
+    "test": "lit-fsdp test --config runs/smoke/recipe.yaml --ckpt_path last",
+    "predict": "lit-fsdp predict --config runs/smoke/recipe.yaml --ckpt_path last",
+}
 
 
 def run_training_verb(verb: str, argv: list[str]) -> int:
@@ -33,6 +42,11 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
             RANKS.start(recipe.run.trainer)
     from lit_fsdp.cli import RecipeCLI
 
+    if {"-h", "--help"} & set(argv):
+        with contextlib.suppress(SystemExit):  # by which jsonargparse ends
+            RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False)
+        print(f"\n{example_lines(EXAMPLES[verb])}", end="")
+        return 0
     return RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False).exit_code
 
 

@@ -54,7 +54,7 @@ SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "slurm": Slu
 _OWN = {"model": ModelConfig, "data": DataConfig}
 _ANYTHING = list | dict | bool | int | float | str | None
 """What is not looked at here; Any would import the classes that it names."""
-_PATHS = {
+PATHS = {
     "model": ("name", "tokenizer"),
     "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
     "slurm": ("container", "container_mounts", "env_file"),
@@ -475,7 +475,7 @@ def complete(
         raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
     ours = {"model": model, "data": data, "slurm": parsed.slurm}
     for name, section in ((name, section) for name, section in ours.items() if section is not None):
-        for key in _PATHS[name]:
+        for key in PATHS[name]:
             section[key] = _expanded(section[key], f"{name}.{key}")
     for key, value in vars(parsed.trainer).items():
         setattr(parsed.trainer, key, _expanded(value, f"trainer.{key}"))

@@ -58,7 +58,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig:
-    """The ``resume`` section: how far a checkpoint is trusted, and whether an older one may stand in for it."""
+    """The ``resume`` section: how far checkpoints are trusted, what may replace them."""
 
     verify: bool = True
     """Compare the hash of every file with the manifest before anything is loaded; false compares sizes only."""

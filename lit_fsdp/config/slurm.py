@@ -35,7 +35,7 @@ _NOT_EXTRA = {
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The ``slurm`` section, read by ``lit-fsdp slurm``; a run itself takes no notice of it."""
+    """The ``slurm`` section, of ``lit-fsdp slurm``; a run itself does not look at it."""
 
     nodes: int | None = None
     """Nodes of the job; default: trainer.num_nodes."""

@@ -84,7 +84,8 @@ def dtypes_table(report: dict[str, Any]) -> Table:
 def _table(title: str | None, columns: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+        # on a narrow terminal names go on in the next line: one that is cut off could be any unit
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     return table
 
 

@@ -225,6 +225,15 @@ def test_refused_before_any_process_starts(tmp_path: Path, words: list[str], cod
     assert not (tmp_path / "other").exists()
 
 
+def test_help_of_a_verb_that_trains(tmp_path: Path) -> None:
+    lines = lit_fsdp("fit", "--help", cwd=tmp_path, COLUMNS="80").stdout.splitlines()
+    assert lines[0] == "usage: lit-fsdp fit --config RECIPE.yaml [--key value ...] [options]"
+    assert lines[-2:] == ["example:", "  lit-fsdp fit -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"]
+    whole = [line for line in lines if not line.startswith("  --")]  # a flag and its words stay on one line
+    assert max(map(len, whole)) <= 80
+    assert "last, best (by checkpoint.monitor)" in " ".join(line.strip() for line in lines)
+
+
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     seconds = []

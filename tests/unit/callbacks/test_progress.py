@@ -62,6 +62,24 @@ def test_plain_lines_where_there_is_no_terminal(
     assert [line[-9:] for line in capsys.readouterr().err.splitlines()[:2]] == ["1:15 left", "1:10 left"]
 
 
+def test_a_bar_of_80_columns_keeps_step_and_time(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    trainer.callback_metrics |= {name: torch.tensor(0.25) for name in ("mfu", "padding_share", "data_wait_share")}
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TTY_INTERACTIVE", "1"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    run(RunProgress(), trainer, monkeypatch, steps=4)
+    shown = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", capsys.readouterr().err)
+    last = re.split(r"[\r\n]+", shown.rstrip())[-1]
+    assert re.match(r"step 4/20 \S+ +\d:\d\d:\d\d [-:\d]+ loss 1.2500  12,346 tokens/s  MFU 25", last)
+    assert len(last) <= 80
+    monkeypatch.delenv("TTY_INTERACTIVE")
+    monkeypatch.setenv("TERM", "dumb")
+    run(RunProgress(), trainer, monkeypatch, steps=4)
+    assert capsys.readouterr().err.startswith("step 5/20  loss 1.2500")
+
+
 def test_there_is_a_line_at_least_every_20_seconds(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
