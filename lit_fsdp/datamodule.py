@@ -75,7 +75,7 @@ class CausalLMDataModule(LightningDataModule):
         one works.
 
         Raises:
-            DataError: A source or row is bad, or a split has nothing to learn.
+            DataError: A source or row is bad, or a split has no supervised token.
             ConfigError: The chat template is missing.
         """
         self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
@@ -98,7 +98,7 @@ class CausalLMDataModule(LightningDataModule):
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`.
 
         Raises:
-            DataError: The first rows of a stream are bad, have nothing to learn, or are mostly cut to nothing.
+            DataError: The first rows of a stream are bad, have no supervised token, or are mostly cut to nothing.
         """
         encoder = self._encoder()
         stream = first_rows(self.config, encoder) if self._streams_train else None

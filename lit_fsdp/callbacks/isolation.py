@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 """‖Δ‖ / ‖h‖ allowed where other tokens may change the rounding: experts and fp8 scales take all tokens together."""
 _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
-"""‖Δ‖ / ‖h‖ allowed between two places of a sample in its pack; positions that never restart exceed it."""
+"""‖Δ‖ / ‖h‖ allowed between two positions of a sample in its pack; positions that never restart exceed it."""
 
 
 class IsolationProof(Callback):
@@ -92,7 +92,7 @@ def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any
     """Return what was measured, for ``isolation.json``; collective.
 
     Raises:
-        ConfigError: On every rank: samples see each other, or depend on their place in the pack.
+        ConfigError: On every rank: samples see each other, or depend on their position in the pack.
     """
     module: Any = trainer.lightning_module
     strategy: Any = trainer.strategy

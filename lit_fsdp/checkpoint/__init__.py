@@ -1,1 +1,1 @@
-"""Checkpoints: written beside their place, described by a manifest, visible only when complete."""
+"""Checkpoints: written under a hidden name, described by a manifest, visible only when complete."""

@@ -234,7 +234,7 @@ def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()
         damaged: Folders whose damage their sizes do not show.
 
     Returns:
-        The new place of each folder by its old one, the oldest step first.
+        The new location of each folder by its old one, the oldest step first.
 
     Raises:
         CheckpointError: A folder cannot be renamed.

@@ -96,4 +96,4 @@ def discard(hidden: Path) -> None:
 def _refuse_other(folder: Path) -> None:
     """Raise CheckpointError if ``folder`` holds anything but a checkpoint; files and links may be replaced."""
     if folder.is_dir() and not folder.is_symlink() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: not replaced, because it is no checkpoint; remove it or choose another place")
+        raise CheckpointError(f"{folder}: not replaced, because it is no checkpoint; remove it or name another")

@@ -127,7 +127,7 @@ class DataConfig:
     on_bad_row: Literal["error", "drop"] = "error"
     """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
     max_dropped_share: float = 0.5
-    """Largest share of rows cut so far that nothing is left to learn; more of them stop the run."""
+    """Largest share of rows cut so far that no supervised token is left; more of them stop the run."""
     streaming: bool = False
     """Tokenize while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000
@@ -157,7 +157,7 @@ class DataConfig:
         require(0 <= self.max_dropped_share <= 1, "max_dropped_share", self.max_dropped_share, "0 to 1")
         given = f"true with supervise: {self.supervise}"
         fits = not self.train_on_prompt or self.supervise == "all"
-        require(fits, "train_on_prompt", given, "supervise: all, as every token is learned", "drop one of the two")
+        require(fits, "train_on_prompt", given, "supervise: all, as every token is supervised", "drop one of the two")
         given = f"drop with truncation: {self.truncation}"
         fits = self.on_bad_row == "error" or self.truncation != "error"
         require(fits, "on_bad_row", given, "truncation: drop, end or start", "set truncation: drop")

@@ -100,7 +100,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The ``model.lora`` section: the base model is frozen, and ``B @ A * alpha / r`` is learned beside its layers."""
+    """The ``model.lora`` section: the base model is frozen, and ``B @ A * alpha / r`` is trained beside its layers."""
 
     r: int = 16
     """Rank of the adapters."""

@@ -161,7 +161,7 @@ def open_rows(folder: Path) -> TokenizedRows:
 
 
 def check_dropped(name: str, dropped: dict[str, int], rows_read: int, config: DataConfig) -> None:
-    """Raise DataError if more rows than ``data.max_dropped_share`` are cut so far that nothing is left to learn."""
+    """Raise DataError if more rows than ``data.max_dropped_share`` are cut so far that no supervised token is left."""
     cut = dropped.get(CUT, 0) + dropped.get(TOO_LONG, 0)
     if cut > config.max_dropped_share * rows_read:
         raise DataError(

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _VERSION = 2
 """Raised with changes here or below that give the same rows other tokens or masks."""
 NO_TURN, CUT = "without an assistant turn", "cut before the assistant's turn"
-TOO_LONG, EMPTY, NOTHING_LEFT = "longer than max_seq_length", "empty", "without a token to learn"
+TOO_LONG, EMPTY, NOTHING_LEFT = "longer than max_seq_length", "empty", "without a supervised token"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
         encoder: What makes samples of rows.
 
     Raises:
-        DataError: A source or row is bad, a split has nothing to learn, or data.val_split leaves a side empty.
+        DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
         ConfigError: A weight so small that its source would never be read.
     """
     found: dict[str, Samples] = {}

@@ -1,9 +1,9 @@
 """Batches without end from sources that are never tokenized as a whole.
 
-Every rank reads and tokenizes every row, so that all of them meet a bad row, or rows with nothing to learn, at the same
-global batch. Rows are shuffled, and packed, inside windows. Which samples form a global batch is a function of the
-sources, the seed and the settings, never of the number of ranks, and a position is small: where a window begins, and
-how far into it.
+Every rank reads and tokenizes every row, so that all of them meet a bad row, or rows without a supervised token, at
+the same global batch. Rows are shuffled, and packed, inside windows. Which samples form a global batch is a function of
+the sources, the seed and the settings, never of the number of ranks, and a position is small: where a window begins,
+and how far into it.
 
 Without weights the sources come one after another. With weights each next row is of the source that has given least
 for its weight, and a source at its end begins again until each has ended once. That is an epoch, and the next one
@@ -115,7 +115,7 @@ class SampleStream:
         """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning.
 
         Raises:
-            DataError: A row or file is bad, or there is nothing to learn.
+            DataError: A row or file is bad, or no token is supervised.
         """
         items: list[list[Sample]] = []
         numbers: list[int] = []

@@ -8,7 +8,7 @@ import torch
 from torchmetrics import Metric
 
 BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
-"""Counted while a batch is put together: tokens without padding; samples; places of ``input_ids``, padding too; and
+"""Counted while a batch is put together: tokens without padding; samples; positions of ``input_ids``, padding too; and
 the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
 SCORE_COUNTS = ("correct_tokens", "entropy_sum", "objective_sum", "z_loss_sum")
 """Counted where the loss is computed: supervised tokens whose most likely prediction was right and the entropy of the

@@ -116,9 +116,9 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     Found by rendering a placeholder; templates that refuse such a conversation have none here.
     """
     word = "qzx0xzq"
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
     try:
-        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
     except Exception:  # Jinja's errors, whatever a template raises, and ValueError where there is none
         return None
     after = text.partition(word)[2].lstrip()

@@ -174,7 +174,7 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
             raise CheckpointError(f"{folder}: {len(names)} tensors of {kind} {what}: {_some(names)}")
     if match.unexpected:
         _log.warning(
-            "%s: %d tensors have no place in %s and are not loaded: %s",
+            "%s: %d tensors are not in %s and are not loaded: %s",
             *(folder, len(match.unexpected), kind, _some(match.unexpected)),
         )
     return Weights(initial, match.found, first_owner)

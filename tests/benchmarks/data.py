@@ -7,7 +7,7 @@ no generation marks. ``datasets`` calls ``apply_chat_template(tokenize=True)``, 
 ``datasets, mask`` the same with ``return_assistant_tokens_mask=True`` and a ChatML template that has marks; ours makes
 the exact mask each time. Text: the definitions alone, EOS added, without a template.
 
-Every figure is of a fresh process; the sides take turns, in another order each round. Ours is timed from the file to
+Every figure is of a fresh process; the sides take turns, every other round backwards. Ours is timed from the file to
 memory-mapped rows: hashing, parsing, masks, writing and syncing included. Theirs is timed for ``map`` alone, on rows
 that ``load_dataset`` has parsed and written as Arrow before; the time of both together is printed beside it.
 """
@@ -15,9 +15,9 @@ that ``load_dataset`` has parsed and written as Arrow before; the time of both t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -38,12 +38,12 @@ MARKED = (
 )
 
 
-def main() -> int:
-    """Measure all sides in turns, print medians and ratios, write everything as JSON."""
+def main() -> None:
+    """Measure all sides in turns."""
     if sys.argv[1:2] == ["--once"]:
         print(json.dumps(once(*sys.argv[2:])))
-        return 0
-    from record import command_line, describe, table_row
+        return
+    from record import bench, in_turns
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=50_000)
@@ -51,20 +51,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     options = parser.parse_args()
-    place = ROOT / "runs" / "bench"
-    place.mkdir(parents=True, exist_ok=True)
-    record, results = describe(command_line(), packages=("datasets", "tokenizers")), []
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        for kind, file, source in files(Path(folder), options.rows):
+    with bench("data", packages=("datasets", "tokenizers")) as (record, folder):
+        for kind, file, source in files(folder, options.rows):
             sides = [side for side in options.sides if kind == "chat" or side != "datasets, mask"]
-            for number in range(options.rounds):
-                for side in random.Random(number).sample(sides, len(sides)):
-                    results.append({"kind": kind, "side": side, **measure(side, kind, file, options.processes)})
-                    print(f"{kind:5} {side:15} {options.rows / results[-1]['seconds']:9.0f} rows/s", flush=True)
+            once_each = {side: functools.partial(measure, side, kind, file, options.processes) for side in sides}
+            runs = in_turns(once_each, options.rounds)
             what = f"rows/s, {options.rows} rows of {kind} ({source}) to tokens, {options.processes} processes"
-            print(table_row(what, summary(results, kind, options.rows), record))
-    (place / "data.json").write_text(json.dumps({**record, "results": results}, indent=1) + "\n", encoding="utf-8")
-    return 0
+            record["results"].append({"what": what, "summary": summary(runs, options.rows), "runs": runs})
 
 
 def files(folder: Path, num_rows: int) -> list[tuple[str, Path, str]]:
@@ -83,28 +76,17 @@ def files(folder: Path, num_rows: int) -> list[tuple[str, Path, str]]:
 
 def measure(side: str, kind: str, file: Path, processes: int) -> dict[str, float]:
     """Seconds of one side in a process of its own."""
+    from workload import smollm2_folder
+
     with tempfile.TemporaryDirectory(dir=file.parent) as cache:
         command = [sys.executable, __file__, "--once", side, kind, str(file), str(processes), cache]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HOME": cache, "HF_HUB_OFFLINE": "1"}
-        environment["LIT_FSDP_MODELS"] = str(tokenizer_folder())
+        environment["LIT_FSDP_MODELS"] = str(smollm2_folder())
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{side} failed:\n{done.stderr}")
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found
-
-
-def tokenizer_folder() -> Path:
-    """The folder into which the quickstart converts SmolLM2-135M."""
-    from lit_fsdp.config.model import ModelConfig
-    from lit_fsdp.models.resolve import resolve_model
-
-    gguf = ROOT / "runs/quickstart-data/SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not gguf.exists():
-        sys.exit("runs/quickstart-data is missing; run: make quickstart")
-    folder = resolve_model(ModelConfig(name=str(gguf)), seed=0).weights_folder
-    assert folder is not None
-    return folder
 
 
 def once(side: str, kind: str, file: str, processes: str, cache: str) -> dict[str, float]:
@@ -163,19 +145,15 @@ class _Talks:
         return {key: made[key] for key in ("input_ids", "assistant_masks") if key in made}
 
 
-def summary(results: list[dict[str, Any]], kind: str, num_rows: int) -> str:
+def summary(runs: dict[str, list[dict[str, Any]]], num_rows: int) -> str:
     """Medians with their spread, and the ratio of ours to each of the others: the median over rounds."""
-    by_side: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        if result["kind"] == kind:
-            by_side.setdefault(result["side"], []).append(result)
     parts = []
-    for side, found in by_side.items():
+    for side, found in runs.items():
         rates = sorted(num_rows / result["seconds"] for result in found)
         part = f"{side} {statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"
-        if side != "ours" and "ours" in by_side:
+        if side != "ours" and "ours" in runs:
             for name, key in (("ours / map alone", "seconds"), ("with loading", "seconds_with_loading")):
-                ratios = [theirs[key] / ours[key] for ours, theirs in zip(by_side["ours"], found, strict=True)]
+                ratios = [theirs[key] / ours[key] for ours, theirs in zip(runs["ours"], found, strict=True)]
                 part += f", {name} **{statistics.median(ratios):.2f}**"
         parts.append(part)
     return "; ".join(parts)
@@ -183,4 +161,4 @@ def summary(results: list[dict[str, Any]], kind: str, num_rows: int) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(main())
+    main()

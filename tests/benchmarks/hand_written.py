@@ -41,12 +41,11 @@ def main(folder: Path, out: Path) -> None:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     optimizer = build_optimizer(model)
-    recorded: dict[str, list[float]] = {"times": [], "cpu": [], "losses": []}
+    recorded: dict[str, list[float]] = {"times": [], "losses": []}
     for batch in batches:
         loss, count = step(model, optimizer, batch, ranks)
         recorded["losses"].append(float(loss) / count)
         recorded["times"].append(time.time())
-        recorded["cpu"].append(time.process_time())
     if rank == 0:
         out.write_text(json.dumps(recorded))
     if ranks > 1:

@@ -1,15 +1,13 @@
-"""Peak host memory per rank while a model is loaded: ours on both engines beside Transformers and Accelerate.
+"""Peak host memory per rank while a model is loaded, each figure from fresh processes; tests/dist holds it to its aim.
 
-    python tests/benchmarks/loading.py [--ranks 1 2 4] [--sides fsdp2 fsdp1 transformers accelerate] [--model FOLDER]
+    RANK=0 WORLD_SIZE=2 ... python loading.py ENGINE MODEL_FOLDER OUT
 
-Every figure is taken in fresh processes (see load_once.py). Models: SmolLM2-135M as the quickstart's conversion left
-it in the cache (fp32 on disk), and a Llama shape of 0.5B parameters with random weights (bf16 on disk), or the folder
-given. The aim for ours is (the rank's shard + the largest unit + 300 MB) above the imports.
+loads once, up to the first training step, with fp32 weights at rest. What is counted is the resident set, mapped pages
+of files included, above the one after the imports; the aim is (the rank's shard + the largest unit + an allowance).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,63 +20,9 @@ from typing import Any
 from lit_fsdp.host import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-SIDES = ("fsdp2", "fsdp1", "transformers", "accelerate")
 ALLOWANCE = 300_000_000
 MB = 1_000_000
-HALF_BILLION = {
-    "hidden_size": 1536,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 32000,
-    "tie_word_embeddings": True,
-}
 _LIMIT_SECONDS = 300
-
-
-def main() -> int:
-    """Measure every side at every number of ranks, print the table, write everything as JSON."""
-    from record import command_line, describe, table_row
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--model", type=Path, help="a safetensors folder of a Llama instead of the two models")
-    options = parser.parse_args()
-    place = ROOT / "runs" / "bench"
-    place.mkdir(parents=True, exist_ok=True)
-    record, rows = describe(command_line()), []
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        for name, model in models(options.model, Path(folder)).items():
-            for ranks in options.ranks:
-                for side in options.sides:
-                    rows.append({"model": name, "ranks": ranks, "side": side, **measure(side, model, ranks)})
-                    print(_line(rows[-1]), flush=True)
-    record["results"] = rows
-    (place / "loading.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\nrows for recipes/README.md; everything is in runs/bench/loading.json\n")
-    for name in dict.fromkeys(row["model"] for row in rows):
-        what = f"peak MB per rank above imports while loading {name}, {'/'.join(map(str, options.ranks))} ranks"
-        sides = {side: [row for row in rows if (row["model"], row["side"]) == (name, side)] for side in options.sides}
-        result = "; ".join(f"{side} {'/'.join(_figure(row) for row in found)}" for side, found in sides.items())
-        print(table_row(what, result, record))
-    return 0
-
-
-def models(given: Path | None, folder: Path) -> dict[str, Path]:
-    """Model folders by name."""
-    if given is not None:
-        return {given.name: given}
-    from lit_fsdp.config.model import ModelConfig
-    from lit_fsdp.models.resolve import resolve_model
-
-    gguf = ROOT / "runs/quickstart-data/SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not gguf.exists():
-        sys.exit("runs/quickstart-data is missing; run: make quickstart")
-    real = resolve_model(ModelConfig(name=str(gguf)), seed=0).weights_folder
-    assert real is not None
-    return {"SmolLM2-135M (fp32 file)": real, "0.5B Llama (bf16 file)": write_random_llama(folder, HALF_BILLION)}
 
 
 def write_random_llama(folder: Path, shape: dict[str, Any]) -> Path:
@@ -110,19 +54,19 @@ def write_random_llama(folder: Path, shape: dict[str, Any]) -> Path:
     return folder
 
 
-def measure(side: str, model: Path, ranks: int) -> dict[str, Any]:
-    """The records of all ranks of one fresh run, or the last line of its error.
+def measure(engine: str, model: Path, ranks: int) -> dict[str, Any]:
+    """The records of all ranks of one fresh run of an engine, or the end of its error.
 
     Returns:
-        ``ranks_measured``: per rank ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and, for ours, counts of
-        parameters; or ``error``.
+        ``ranks_measured``: per rank ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and counts of parameters; or
+        ``error``.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record"
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
         env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        command = [sys.executable, str(Path(__file__).with_name("load_once.py")), side, str(model), str(out)]
+        command = [sys.executable, __file__, engine, str(model), str(out)]
         processes = [
             subprocess.Popen(
                 command,
@@ -155,23 +99,39 @@ def bound(record: dict[str, Any], allowance: int = ALLOWANCE) -> int:
     return record["held_bytes"] + 4 * record["largest_unit"] + allowance
 
 
-def _figure(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return "failed"
-    return f"{max(above_imports(record) for record in row['ranks_measured']) / MB:.0f}"
+def load(engine: str, folder: str, out: Path) -> None:
+    """Our module under our strategy, in an ordinary Trainer, whose process ends before the first step."""
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from torch.utils.data import DataLoader
+    from transformers.models.llama import LlamaForCausalLM
 
+    from lit_fsdp import CausalLMModule, fsdp_strategy
+    from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 
-def _line(row: dict[str, Any]) -> str:
-    start = f"{row['model']}  {row['ranks']} ranks  {row['side']:<12}"
-    if "error" in row:
-        return f"{start} failed: {row['error'].splitlines()[-1]}"
-    text = f"{start} {' '.join(f'{above_imports(r) / MB:.0f}' for r in row['ranks_measured'])} MB"
-    if row["side"] in ("fsdp1", "fsdp2"):
-        aims = [bound(record) / MB for record in row["ranks_measured"]]
-        kept = all(above_imports(r) <= bound(r) for r in row["ranks_measured"])
-        text += f"   aim {max(aims):.0f} MB, {'kept' if kept else 'MISSED'}"
-    return f"{text}   weights held {max(r['held_bytes'] for r in row['ranks_measured']) / MB:.0f} MB"
+    class Measure(Callback):
+        """Writes the record of this rank when all ranks are here."""
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            audit = trainer.strategy.audit
+            params = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in module.parameters()]
+            assert all(bool(param.isfinite().all()) for param in params)  # a file may be mapped but not read yet
+            record = {"imported_bytes": imported, "peak_bytes": peak_host_bytes(), "num_params": audit["num_params"]}
+            record["held_bytes"] = sum({param.data_ptr(): param.nbytes for param in params if param.numel()}.values())
+            record["largest_unit"] = max(unit["num_params"] for unit in audit["units"])
+            out.with_suffix(f".{os.environ['RANK']}.json").write_text(json.dumps(record))
+            trainer.strategy.barrier()
+            os._exit(0)  # nothing is to be trained
+
+    strategy: Any = fsdp_strategy(engine=engine, wrap={"max_root_share": 1.0})  # type: ignore[arg-type]
+    assert LlamaForCausalLM  # its code is imported before memory is counted
+    reset_peak_host_bytes()
+    imported = peak_host_bytes()
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "max_steps": 1}
+    trainer = Trainer(**options, strategy=strategy, callbacks=[Measure()], **dict.fromkeys(quiet, False))
+    trainer.fit(CausalLMModule(name=folder, optim={"schedule": "constant"}), DataLoader([torch.zeros(1)]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    load(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

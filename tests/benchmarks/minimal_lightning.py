@@ -28,7 +28,7 @@ class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
-        self.recorded: dict[str, list[float]] = {"times": [], "cpu": [], "losses": []}
+        self.recorded: dict[str, list[float]] = {"times": [], "losses": []}
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -51,7 +51,6 @@ class Module(LightningModule):
         mean = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
         self.recorded["losses"].append(float(mean))
         self.recorded["times"].append(time.time())
-        self.recorded["cpu"].append(time.process_time())
 
     def train_dataloader(self) -> DataLoader[Any]:
         batches = torch.load(FOLDER / f"batches-{self.trainer.global_rank}-of-{RANKS}.pt", weights_only=True)

@@ -1,18 +1,68 @@
-"""What a measured number travels with: device, versions, commit, command, date."""
+"""What all benchmarks share: sides in turns, medians of ratios, and what a number travels with."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "lightning", "transformers")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def bench(
+    name: str, packages: tuple[str, ...] = (), where: Path | None = None
+) -> Iterator[tuple[dict[str, Any], Path]]:
+    """A record whose ``results`` are to be filled, and an empty folder to work in, in ``runs/bench`` or ``where``.
+
+    At the end the record lies in ``runs/bench/`` and its results are printed as rows for recipes/README.md.
+    """
+    place = ROOT / "runs" / "bench"
+    place.mkdir(parents=True, exist_ok=True)
+    record = {**describe(command_line(), packages=packages), "results": []}
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=where or place) as folder:
+        yield record, Path(folder)
+    path = place / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"rows for recipes/README.md; everything is in {path.relative_to(ROOT)}\n")
+    for result in record["results"]:
+        print(table_row(result["what"], result["summary"], record))
+        if result.get("aim"):
+            print(
+                f"  aim {result['aim']}; lowest to highest {min(result['ratios']):.3f} to {max(result['ratios']):.3f}"
+            )
+
+
+def in_turns(sides: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each side gives in each round, every other one of which goes backwards."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+            found[name].append(sides[name]())
+    return found
+
+
+def compared(
+    what: str, first: Sequence[float], second: Sequence[float], unit: str = "", aim: str = ""
+) -> dict[str, Any]:
+    """The median of first ÷ second over the rounds, with both medians."""
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    sides = " ÷ ".join(f"{statistics.median(side):.4g} {unit}".strip() for side in (first, second))
+    summary = f"{statistics.median(ratios):.3f} ({sides})" if unit else f"{statistics.median(ratios):.2f}"
+    return {"what": what, "first": first, "second": second, "ratios": ratios, "summary": summary, "aim": aim}
 
 
 def describe(command: str, device: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -45,13 +95,8 @@ def table_row(what: str, result: str, record: dict[str, Any]) -> str:
 
 def commit() -> str:
     """The short hash of the checkout, with a mark if files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+changes", "--abbrev=7", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "describe", "--always", "--dirty=+changes", "--abbrev=7", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 1800
 
 def fit(work: Workload, ranks: int) -> dict[str, Any]:
     """``lit-fsdp fit`` on the workload's recipe, in a run folder of its own."""
-    return fit_recipe(work.folder / f"recipe-{ranks}.yaml", ranks)
+    return fit_recipe(work.folder / "recipe.yaml", ranks)
 
 
 def fit_recipe(recipe: Path, ranks: int, *flags: str) -> dict[str, Any]:

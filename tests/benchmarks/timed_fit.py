@@ -21,7 +21,7 @@ from lit_fsdp.launch.ranks import RANKS
 
 
 def record_steps(recorded: dict[str, Any]) -> None:
-    """Note clock, CPU seconds of this process, loss and counts at the end of each optimizer step, and peak memory."""
+    """Note clock, loss and supervised tokens at the end of each optimizer step, and peak memory."""
     from lit_fsdp.callbacks.throughput import Throughput
     from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
     from lit_fsdp.metrics.step_metrics import step_counts
@@ -38,16 +38,14 @@ def record_steps(recorded: dict[str, Any]) -> None:
         counts = step_counts(pl_module.step_totals)
         recorded["losses"].append(counts["loss_sum"] / counts["supervised_tokens"])
         recorded["supervised"].append(counts["supervised_tokens"])
-        recorded["slots"].append(counts["slots"])
         recorded["times"].append(time.time())
-        recorded["cpu"].append(time.process_time())
         recorded["peak_bytes"] = peak_host_bytes()
 
     Throughput.on_train_batch_end = timed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    recorded: dict[str, Any] = {name: [] for name in ("times", "cpu", "losses", "supervised", "slots")}
+    recorded: dict[str, Any] = {name: [] for name in ("times", "losses", "supervised")}
     writes = is_first_process()  # asked now: the launcher will set LOCAL_RANK here too
     start = RANKS.start
 

@@ -17,59 +17,38 @@ supervised tokens of the epoch: sides differ in the order of the rows, which mov
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import shutil
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, command_line, describe, table_row
-from rich.console import Console
-from rich.table import Table
+from record import bench, compared, in_turns
 from sides import fit_recipe, peer_trainer
-from train_work import TrainWork
+from train_work import make_work
 
 WARMUP_STEPS = 2
 SIDES = ("ours-packed", "trl-packed", "trl-packed-1", "ours-padded", "trl-padded", "trainer-padded")
-TRL = ("trl-packed", "trl-packed-1", "trl-padded")
 GIB = 2**30
+Runs = dict[str, list[dict[str, Any]]]
 
 
-def main() -> int:
-    """Measure, print a table and rows for recipes/README.md, and write everything as JSON."""
+def main() -> None:
+    """Measure all sides in turns."""
     options = parse()
-    place = ROOT / "runs" / "bench"
-    place.mkdir(parents=True, exist_ok=True)
-    record = describe("make bench-train" if len(sys.argv) == 1 else command_line(), packages=("trl", "accelerate"))
-    folder = Path(tempfile.mkdtemp(prefix="train-", dir=place))
-    try:
-        work = TrainWork(
-            folder=folder / "work",
-            num_rows=options.rows,
-            rows_per_step=options.rows_per_step,
-            micro_rows=options.micro_rows,
-            micro_packs=options.micro_packs,
+    with bench("train", packages=("trl", "accelerate")) as (record, folder):
+        sizes = {name: getattr(options, name) for name in ("rows_per_step", "micro_rows", "micro_packs")}
+        record["work"] = work = make_work(folder / "work", options.rows, **sizes)
+        runs = in_turns(
+            {side: lambda side=side: one_side(folder / "work", side) for side in options.sides}, options.repeats
         )
-        record["work"] = work.make()
-        runs = interleave(work.folder, options.sides, options.repeats)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["runs"] = runs
-    record["results"] = {side: summarize([run[side] for run in runs]) for side in options.sides}
-    record["ratios"] = ratios(runs, record["work"]["padded_fill"])
-    path = place / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    show(record)
-    print(f"\nrows for recipes/README.md; everything is in {path.relative_to(ROOT)}\n")
-    for side, result in record["results"].items():
-        cell = f"{result['tokens_per_second']:.0f} supervised tokens/s, peak {result['peak_gib']:.2f} GiB"
-        print(table_row(f"SFT of SmolLM2-135M on {record['work']['source']}, {side}", cell, record))
-    for ratio in record["ratios"]:
-        print(table_row(ratio["what"], f"{ratio['median']:.2f}", record))
-    return 0
+        learnt = {side: sum(found[0]["supervised"]) for side, found in runs.items()}
+        if len(set(learnt.values())) != 1:
+            raise RuntimeError(f"sides learnt from different numbers of tokens: {learnt}")
+        what = f"SFT of SmolLM2-135M on {work['source']}"
+        record["results"] = [
+            {"what": f"{what}, {side}", "summary": summary(found), "runs": found} for side, found in runs.items()
+        ]
+        record["results"] += ratios(runs, work["padded_fill"])
+        print(f"padded batches are {work['padded_fill']:.0%} full; {learnt[options.sides[0]]:,.0f} supervised tokens")
 
 
 def parse() -> argparse.Namespace:
@@ -87,22 +66,6 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def interleave(folder: Path, sides: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Rounds over all sides, every other one backwards; all must have learnt equally many tokens."""
-    runs = []
-    for repeat in range(repeats):
-        run: dict[str, Any] = {}
-        for side in sides if repeat % 2 == 0 else sides[::-1]:
-            run[side] = one_side(folder, side)
-            figures = summarize([run[side]])
-            print(f"round {repeat + 1}, {side}: {figures['tokens_per_second']:.1f}/s", file=sys.stderr, flush=True)
-        learnt = {side: sum(found["supervised"]) for side, found in run.items()}
-        if len(set(learnt.values())) != 1:
-            raise RuntimeError(f"sides learnt from different numbers of tokens: {learnt}")
-        runs.append(run)
-    return runs
-
-
 def one_side(folder: Path, side: str) -> dict[str, Any]:
     """Times, losses, supervised tokens and places per optimizer step, and the peak, of one epoch."""
     if side.startswith("ours-"):
@@ -110,74 +73,37 @@ def one_side(folder: Path, side: str) -> dict[str, Any]:
     return peer_trainer(folder, side)
 
 
-def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the runs of a side; the loss is weighted by tokens."""
-    first = runs[0]
-    learnt = sum(first["supervised"])
-    return {
-        "tokens_per_second": statistics.median(speed(run) for run in runs),
-        "cpu_seconds": statistics.median(run["cpu"][-1] - run["cpu"][WARMUP_STEPS - 1] for run in runs),
-        "peak_gib": statistics.median(run["peak_bytes"] for run in runs) / GIB,
-        "loss": sum(loss * n for loss, n in zip(first["losses"], first["supervised"], strict=True)) / learnt,
-        "supervised_tokens": learnt,
-        "steps": len(first["times"]),
-        "places": sum(first["slots"]),
-    }
-
-
 def speed(run: dict[str, Any]) -> float:
     """Supervised tokens per second after the warm-up."""
     return sum(run["supervised"][WARMUP_STEPS:]) / (run["times"][-1] - run["times"][WARMUP_STEPS - 1])
 
 
-def ratios(runs: list[dict[str, Any]], padded_fill: float) -> list[dict[str, Any]]:
-    """Ours ÷ the peers', round by round, as medians."""
-    sides = set(runs[0])
-    found = []
-    trl = [side for side in TRL if side in sides]
-    if "ours-packed" in sides and trl:
-        best = [max(trl, key=lambda side, run=run: speed(run[side])) for run in runs]  # type: ignore[misc]
-        pairs = [(run["ours-packed"], run[peer]) for run, peer in zip(runs, best, strict=True)]
-        found.append(("speed, ours packed ÷ TRL's best", [speed(a) / speed(b) for a, b in pairs], ">= 1.8"))
-        small = [a["peak_bytes"] / b["peak_bytes"] for a, b in pairs]
-        found.append(("peak memory, ours packed ÷ TRL's fastest", small, "<= 0.65"))
-    if {"ours-packed", "trainer-padded"} <= sides:
-        fast = [speed(run["ours-packed"]) / speed(run["trainer-padded"]) for run in runs]
-        found.append(("speed, ours packed ÷ padded Trainer", fast, f">= {0.9 / padded_fill:.2f}"))
-    return [
-        {"what": what, "median": statistics.median(values), "values": values, "aim": aim} for what, values, aim in found
-    ]
-
-
-def show(record: dict[str, Any]) -> None:
-    """The tables for people."""
-    work = record["work"]
-    title = (
-        f"one epoch over {work['rows']} rows of {work['source']}: {work['tokens']:,} tokens, "
-        f"{work['supervised_tokens']:,} supervised; padded batches are {work['padded_fill']:.0%} full"
+def summary(runs: list[dict[str, Any]]) -> str:
+    """Medians over the runs of a side, and the mean loss over the supervised tokens of the first."""
+    first = runs[0]
+    loss = sum(loss * n for loss, n in zip(first["losses"], first["supervised"], strict=True)) / sum(
+        first["supervised"]
     )
-    table = Table(title=title, title_justify="left")
-    for column in (
-        "side",
-        "supervised tokens/s",
-        "CPU seconds",
-        "peak GiB",
-        "mean loss",
-        "supervised tokens",
-        "steps",
-        "places",
-    ):
-        table.add_column(column)
-    for side, found in record["results"].items():
-        cells = [f"{found['tokens_per_second']:.0f}", f"{found['cpu_seconds']:.0f}"]
-        cells += [f"{found['peak_gib']:.2f}", f"{found['loss']:.4f}"]
-        table.add_row(side, *cells, *(f"{found[name]:,.0f}" for name in ("supervised_tokens", "steps", "places")))
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table)
-    for ratio in record["ratios"]:
-        spread = f"{min(ratio['values']):.2f} to {max(ratio['values']):.2f}"
-        print(f"{ratio['what']}: {ratio['median']:.2f} ({spread}); aim {ratio['aim']}")
+    peak = statistics.median(run["peak_bytes"] for run in runs) / GIB
+    rate = statistics.median(speed(run) for run in runs)
+    return f"{rate:.0f} supervised tokens/s, peak {peak:.2f} GiB, mean loss {loss:.3f}"
+
+
+def ratios(runs: Runs, padded_fill: float) -> list[dict[str, Any]]:
+    """Ours ÷ the peers', round by round, as medians."""
+    found, ours = [], runs.get("ours-packed", [])
+    trl = [runs[side] for side in SIDES if side.startswith("trl-") and side in runs]
+    if ours and trl:
+        best = [max(same_round, key=speed) for same_round in zip(*trl, strict=True)]
+        fast = [[speed(run) for run in side] for side in (ours, best)]
+        small = [[run["peak_bytes"] for run in side] for side in (ours, best)]
+        found.append(compared("speed, ours packed ÷ TRL's best", *fast, aim=">= 1.8"))
+        found.append(compared("peak memory, ours packed ÷ TRL's fastest", *small, aim="<= 0.65"))
+    if ours and "trainer-padded" in runs:
+        fast = [[speed(run) for run in side] for side in (ours, runs["trainer-padded"])]
+        found.append(compared("speed, ours packed ÷ padded Trainer", *fast, aim=f">= {0.9 / padded_fill:.2f}"))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,49 +26,52 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from workload import CLIP_NORM, OPTIM, SEED
 
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 
+OPTIONS = {
+    "num_train_epochs": 1,
+    "learning_rate": OPTIM["lr"],
+    "weight_decay": OPTIM["weight_decay"],
+    "adam_beta1": OPTIM["beta1"],
+    "adam_beta2": OPTIM["beta2"],
+    "adam_epsilon": OPTIM["eps"],
+    "max_grad_norm": CLIP_NORM,
+    "lr_scheduler_type": "constant",
+    "optim": "adamw_torch_fused",
+    "bf16": cpu_has_bf16(),
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": SEED,
+}
+"""What both Trainers are told."""
+
 
 class Steps(TrainerCallback):
-    """Clock, CPU seconds, loss and peak memory per optimizer step."""
+    """Clock, loss and peak memory per optimizer step."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self.cpu: list[float] = []
-        self.losses: list[float] = []
-        self.peak_bytes = 0
+        self.found: dict[str, Any] = {"times": [], "losses": [], "peak_bytes": 0}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.times:
+        if not self.found["times"]:
             reset_peak_host_bytes()  # from here on the optimizer state is there
-        self.times.append(time.time())
-        self.cpu.append(time.process_time())
-        self.peak_bytes = peak_host_bytes()
+        self.found["times"].append(time.time())
+        self.found["peak_bytes"] = peak_host_bytes()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-
-
-class Counting:
-    """A collator that writes down how many tokens each batch supervises, and how many places it has."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-        self.supervised: list[int] = []
-        self.slots: list[int] = []
-
-    def __call__(self, rows: list[Any]) -> Any:
-        batch = self.collate(rows)
-        self.supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
-        self.slots.append(batch["input_ids"].numel())
-        return batch
+            self.found["losses"].append(float(logs["loss"]))
 
 
 def main(folder: Path, out: Path, side: str) -> None:
-    """Train and write ``times``, ``losses``, ``supervised``, ``slots`` per optimizer step, and ``peak_bytes``."""
+    """Train and write ``times``, ``losses`` and ``supervised`` per optimizer step, and ``peak_bytes``."""
     work = json.loads((folder / "work.json").read_text())
     rows = Dataset.from_list(json.loads((folder / "tokens.json").read_text()))
     torch.manual_seed(0)
@@ -79,58 +82,27 @@ def main(folder: Path, out: Path, side: str) -> None:
     micro = 1 if side.endswith("-1") else work[f"micro_{what}"]
     accumulate = work[f"{what}_per_step"] // micro
     with tempfile.TemporaryDirectory() as place:
-        options = {**common_options(place), "per_device_train_batch_size": micro}
+        options = {"output_dir": place, "per_device_train_batch_size": micro, **OPTIONS}
         options["gradient_accumulation_steps"] = accumulate
-        trainer: Any = (
-            trl_trainer(model, rows, tokenizer, options, packed)
-            if side.startswith("trl-")
-            else Trainer(
-                model=model,
-                args=TrainingArguments(**options),
-                train_dataset=rows,
-                data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
-            )
-        )
-        counting = trainer.data_collator = Counting(trainer.data_collator)
+        if side.startswith("trl-"):
+            trainer = trl_trainer(model, rows, tokenizer, options, packed)
+        else:
+            padded = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
+            trainer = Trainer(model, TrainingArguments(**options), padded, rows)
+        supervised: list[int] = []  # tokens of each batch
+        collate = trainer.data_collator
+
+        def counting(rows: list[Any]) -> Any:
+            batch = collate(rows)
+            supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
+            return batch
+
+        trainer.data_collator = counting
         trainer.add_callback(steps)
         trainer.train()
-    count = len(steps.times)
-    record: dict[str, Any] = {
-        "times": steps.times,
-        "cpu": steps.cpu,
-        "losses": steps.losses[:count],
-        "peak_bytes": steps.peak_bytes,
-    }
-    for name in ("supervised", "slots"):
-        per_batch = getattr(counting, name)
-        record[name] = [sum(per_batch[i * accumulate : (i + 1) * accumulate]) for i in range(count)]
-    out.write_text(json.dumps(record))
-
-
-def common_options(place: str) -> dict[str, Any]:
-    """What both Trainers are told."""
-    from train_work import CLIP_NORM, OPTIM, SEED
-
-    return {
-        "output_dir": place,
-        "num_train_epochs": 1,
-        "learning_rate": OPTIM["lr"],
-        "weight_decay": OPTIM["weight_decay"],
-        "adam_beta1": OPTIM["beta1"],
-        "adam_beta2": OPTIM["beta2"],
-        "adam_epsilon": OPTIM["eps"],
-        "max_grad_norm": CLIP_NORM,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch_fused",
-        "bf16": cpu_has_bf16(),
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": SEED,
-    }
+    count = len(steps.found["times"])
+    per_step = [sum(supervised[i * accumulate : (i + 1) * accumulate]) for i in range(count)]
+    out.write_text(json.dumps({**steps.found, "losses": steps.found["losses"][:count], "supervised": per_step}))
 
 
 def trl_trainer(model: Any, rows: Any, tokenizer: Any, options: dict[str, Any], packed: bool) -> Any:

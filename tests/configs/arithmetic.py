@@ -15,6 +15,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.chunked_loss import chunk_rows
 from lit_fsdp.models.miniature import shipped_config
 from lit_fsdp.parallel.units import plan_units
 
@@ -63,11 +64,6 @@ def meta_model(name: str) -> Any:
     return build_on_meta(AutoConfig.for_model(values.pop("model_type"), **values))
 
 
-def chunk_tokens(vocab_size: int, width: int) -> int:
-    """Tokens whose logits exist at the same time: 96 MiB of fp32, or a quarter of the width where that is more."""
-    return max(96 * 2**20 // (4 * vocab_size), width // 4)
-
-
 def size_of_step(run: RunConfig) -> tuple[int, int]:
     """Samples and, at most, tokens of an optimizer step."""
     return run.data.global_batch_size, run.data.global_batch_size * run.data.max_seq_length
@@ -86,7 +82,7 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
         "unit": max(unit.num_params for unit in units) * 8,
         "inputs": config.num_hidden_layers * tokens * config.hidden_size * 2,
         "head": head * 4,
-        "logits": chunk_tokens(config.vocab_size, config.hidden_size) * config.vocab_size * 10,
+        "logits": chunk_rows(config.vocab_size, config.hidden_size) * config.vocab_size * 10,
     }
     if run.strategy.activation_config.mode != "full":
         del terms["inputs"]

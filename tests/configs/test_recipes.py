@@ -13,7 +13,6 @@ from lit_fsdp.checkpoint.disk_space import checkpoint_bytes
 from lit_fsdp.commands import run as run_command
 from lit_fsdp.launch import slurm_checks
 from lit_fsdp.models.build import num_parameters
-from lit_fsdp.models.chunked_loss import chunk_rows
 from lit_fsdp.parallel.units import audit, plan_units
 from tests.configs.arithmetic import (
     CHECKPOINT_BYTES,
@@ -22,7 +21,6 @@ from tests.configs.arithmetic import (
     RECIPES,
     Holder,
     checked,
-    chunk_tokens,
     gib_per_rank,
     meta_model,
     total_gib,
@@ -32,12 +30,6 @@ from tests.configs.arithmetic import (
 ROOT = Path(__file__).parents[2]
 FULL = [path for path in RECIPES if path.stem != "quickstart"]
 GB = 1e9
-
-
-def test_a_chunk_of_the_loss_is_as_large_as_the_arithmetic_says():
-    for recipe in FULL:
-        config = meta_model(str(checked(recipe).model.name)).config
-        assert chunk_tokens(config.vocab_size, config.hidden_size) == chunk_rows(config.vocab_size, config.hidden_size)
 
 
 def test_the_table_of_recipes_has_its_numbers():

@@ -19,7 +19,8 @@ from lit_fsdp.errors import DataError
 from tests.faults.conftest import Counts
 from tests.faults.ledger import Ledger
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
-from tests.unit.data.test_packing import TEMPLATE, _row
+from tests.unit.data.conversations import LETTERS as TEMPLATE
+from tests.unit.data.test_packing import _row
 
 KILLED = "kill -9 while rows are tokenized and packed"
 TOGETHER = "two jobs that tokenize the same rows, one killed"

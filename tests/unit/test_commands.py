@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import lit_fsdp
 from lit_fsdp import __main__, commands
 from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
@@ -60,51 +59,11 @@ def test_help_is_a_result_and_no_words_are_a_mistake(capsys: pytest.CaptureFixtu
     assert err.startswith("usage: lit-fsdp VERB")
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]):
-    assert commands.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"lit_fsdp {lit_fsdp.__version__}\n"
-
-
 def test_an_unknown_verb_gets_the_nearest():
     for word, near in (("fits", "fit"), ("exprot", "export"), ("xyz", "fit"), ("--config", "fit")):
         error = refused(word)
         assert error.fix == f"lit-fsdp {near} ..."
         assert {"fit", "export", "doctor"} <= set(error.allowed.split(", "))
-
-
-def test_a_used_run_folder_is_refused_for_training_alone(recipe: list[str], checkpoint: Callable[..., Path]):
-    checkpoint(2)
-    checkpoint(4)
-    error = refused("fit", *recipe)
-    assert error.field == "trainer.default_root_dir"
-    assert error.given == "runs/small, which holds 2 checkpoint(s), the newest of step 4"
-    assert "--ckpt_path last" in error.fix
-    assert find_resume("validate", None, Path("runs/small"), CheckpointConfig(), False) == Resume(None)
-
-
-def test_every_rank_that_somebody_else_started_refuses_it(
-    recipe: list[str], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    checkpoint(2)
-    for rank, launcher in (("0", "SLURM_PROCID"), ("3", "SLURM_PROCID"), ("1", "RANK")):
-        with monkeypatch.context() as patch:
-            patch.setenv(launcher, rank)
-            with pytest.raises(ConfigError):
-                find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False)
-
-
-def test_words_for_checkpoints_and_their_substitutes(recipe: list[str], checkpoint: Callable[..., Path]):
-    one, two, three = (checkpoint(step, val_loss=loss) for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3)))
-    for word, mode, fallback, path, others in (
-        ("last", "min", True, three, [two, one]),
-        ("best", "min", True, two, [one, three]),
-        ("best", "max", False, three, []),
-        (str(two), "min", True, two, []),
-        ("last", "min", False, three, []),
-    ):
-        found = find_resume("fit", word, Path("runs/small"), CheckpointConfig(mode=mode), fallback)
-        assert Path(str(found.path)).resolve() == path
-        assert [other.resolve() for other in found.others] == others
 
 
 def test_visible_damage_is_an_error_or_passed_over_loudly(
@@ -121,11 +80,6 @@ def test_visible_damage_is_an_error_or_passed_over_loudly(
         first, second = capsys.readouterr().err.splitlines()
         assert first.startswith("runs/small/checkpoints/step-00000002 is damaged: ")
         assert second == f"going on from runs/small/checkpoints/step-00000001 as {word} (resume.fallback)"
-
-
-def test_a_run_folder_with_nothing_but_damage_is_used_too(recipe: list[str], checkpoint: Callable[..., Path]):
-    (checkpoint(2) / "manifest.json").unlink()
-    assert "holds 1 checkpoint(s)" in refused("fit", *recipe).given
 
 
 def test_a_checkpoint_that_is_not_there(recipe: list[str]):
@@ -160,12 +114,6 @@ def test_values_of_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert refused("export", "--ckpt", "x", "--out", "y", "extra").field.startswith("lit-fsdp export")
     assert refused("generate", "--model", str(tmp_path), "--prompt", "x").allowed == "a model folder with config.json"
     assert capsys.readouterr() == ("", "")
-
-
-def test_exporting_what_is_no_checkpoint(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="nothing-here"):
-        commands.run(["export", "--ckpt", str(tmp_path / "nothing-here"), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -94,15 +94,6 @@ def test_of_machines_that_do_not_see_each_others_locks_the_first_to_be_ready_win
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m.lock"]
 
 
-def test_full_disk_names_the_way_out(tmp_path):
-    def full(folder):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(CheckpointError, match=r"No space left.*LIT_FSDP_CACHE"):
-        make_once(tmp_path / "m", full, "x")
-    assert not (tmp_path / "m").exists()
-
-
 def test_which_process_this_is(monkeypatch):
     """The last four columns: rank, speaks, started by Lightning, follows the first task of srun."""
     elastic = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "SLURM_PROCID": "1"}
@@ -155,10 +146,6 @@ def test_a_free_port_is_none_of_outgoing_connections_and_none_where_somebody_lis
         monkeypatch.setattr(host, "_PORTS", [busy, free])
         monkeypatch.setattr(host, "_PORTS_TRIED", 2)
         assert {free_port() for _ in range(10)} == {free}
-        monkeypatch.setattr(host, "_PORTS", [busy])
-        monkeypatch.setattr(host, "_PORTS_TRIED", 1)
-        with pytest.raises(OSError, match=f"from {busy} to {busy} is free"):
-            free_port()
 
 
 def test_bf16_is_what_the_cpu_has_and_onednn_may_use(tmp_path, monkeypatch):

@@ -45,31 +45,3 @@ def test_updates_below_half_a_spacing_vanish(study: ModuleType) -> None:
         (torch.float32, 1e-8, 4),  # fp32 has an end too
     ):
         assert study.count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
-
-
-def run_of(mode: str, rate: float, last: float, share: float) -> dict:
-    return {
-        "mode": mode,
-        "learning_rate": rate,
-        "train_losses": [1.0, 0.8, last],
-        "held_out_loss": last,
-        "held_out_loss_in_fp32": last - 0.01,
-        "unchanged": [{"step": step, "num_unchanged": 1, "share": share} for step in (1, 2, 3)],
-    }
-
-
-def test_table_compares_with_fp32_at_the_same_rate(study: ModuleType, tmp_path: Path) -> None:
-    runs = [run_of("fp32", 1e-5, 0.5, 0.0), run_of("low_precision", 1e-5, 0.75, 0.98), run_of("fp32", 1e-4, 0.2, 0.0)]
-    lines = study.as_table(runs).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    assert lines[3] == "| 1e-05 | `low_precision` | 0.8500 | 0.7500 | 0.7400 | +0.2500 | 98.00% | 98.00% | 98.00% |"
-
-
-def test_picture_has_something_in_it(study: ModuleType, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    runs = [run_of(mode, rate, 0.5, 0.5) for rate in (1e-5, 1e-4) for mode in study.MODES]
-    study.draw(runs, tmp_path / "loss.png")
-    pixels = image.imread(tmp_path / "loss.png")
-    assert pixels.shape[0] > 300
-    assert pixels.shape[1] > 800
-    assert len({*map(tuple, pixels.reshape(-1, pixels.shape[-1])[::50])}) > 5  # lines in several colors

@@ -88,11 +88,3 @@ def test_the_text_speaks_only_of_the_project():
         for what, pattern in FORBIDDEN.items():
             found = re.search(pattern, text)
             assert not found, f"{path}: {what}: {found[0]}"
-
-
-def test_every_package_travels_in_the_wheel():
-    """Written out in pyproject.toml, because ``find`` cannot put configs/ and recipes/ inside of the package."""
-    setuptools = PYPROJECT["tool"]["setuptools"]
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "lit_fsdp").rglob("__init__.py")}
-    assert set(setuptools["packages"]) == found | {"lit_fsdp.configs", "lit_fsdp.recipes"}
-    assert setuptools["package-dir"] == {"lit_fsdp.configs": "configs", "lit_fsdp.recipes": "recipes"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import torch
 from lit_fsdp import commands
 from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.commands.parsing import size_words
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 Out = pytest.CaptureFixture[str]
@@ -153,35 +149,3 @@ def test_verify_names_every_file(run: Callable[..., Path], capsys: Out):
     assert first == {"path": str(good), "verified": True, "differences": {}}
     assert second["differences"] == {"extra": "not in the manifest", "state.json": "No such file or directory"}
     assert commands.run(["ckpt", "verify", str(good)]) == 0
-
-
-def test_a_sha256_to_be_kept_elsewhere(run: Callable[..., Path], capsys: Out):
-    folder, bad = run(1), run(2)
-    (bad / "state.json").unlink()
-    assert commands.run(["ckpt", "verify", "--sha256", str(folder)]) == 0
-    sha256, path = capsys.readouterr().out.splitlines()[-1].split()
-    assert (len(sha256), path) == (64, str(folder))
-    assert commands.run(["ckpt", "verify", "--sha256", "--json", "run"]) == 1
-    assert [record["sha256"] for record in json.loads(capsys.readouterr().out)] == [sha256, None]
-
-
-def test_the_words_of_ckpt(capsys: Out):
-    assert commands.run(["ckpt"]) == 2
-    assert capsys.readouterr().err.startswith("usage: lit-fsdp ckpt ls RUN")
-    with pytest.raises(ConfigError) as caught:
-        commands.run(["ckpt", "ls", "run", "--verfy"])
-    assert caught.value.fix == "write --verify"
-
-
-def test_nothing_heavy_is_imported(run: Callable[..., Path]):
-    run(1)
-    code = "import sys; from lit_fsdp.commands import run; run(['ckpt', 'ls', 'run', '--verify']); "
-    code += "print({'torch', 'numpy', 'lightning', 'rich'} & set(sys.modules))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert done.stdout.splitlines()[-1] == "set()"
-
-
-def test_sizes():
-    for num_bytes, words in ((0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")):
-        assert size_words(num_bytes) == words

@@ -84,40 +84,14 @@ def test_marks_stand_where_there_is_no_color(capsys: Out):
     assert "t.jsonl:1: " in out
 
 
-def test_ids_stand_behind_every_token(capsys: Out):
-    assert data("inspect", "--data.train", write("t.jsonl", chat("a", "b")), "--ids") == 0
-    tokenizer = miniature_tokenizer()
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert f"⟦b[{tokenizer.encode('b')[0]}]<|im_end|>[{end}]⟧" in capsys.readouterr().out
-
-
 def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
     train = write("t.jsonl", chat(EVIL, EVIL), chat(EVIL))
-    for words in ([], ["--ids"], ["--row", "1"], ["--row", "0"]):
+    for words in ([], ["--ids"], ["--row", "1"]):
         assert data("inspect", "--data.train", train, "--data.max_seq_length", "900", *words) == 0
         out, err = capsys.readouterr()
         assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
         assert "[bold]" in out or "--ids" in words
     assert "⟨U+001B⟩[2J⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+009B⟩31m⟨U+000D⟩⟨U+202E⟩⟨U+0000⟩ שלום 日本" in visible(EVIL)
-
-
-def test_places_of_several_sources(capsys: Out):
-    write("a.jsonl", chat("x"), chat("a", "b"), chat("y"))
-    write("b.jsonl", chat("z"), chat("c", "d"))
-    words = ["--data.train", "[a.jsonl, b.jsonl]"]
-    record = inspected(capsys, *words)
-    assert [sample["location"] for sample in record["samples"]] == ["a.jsonl:2", "b.jsonl:2"]
-    (sample,) = inspected(capsys, *words, "--row", "4")["samples"]
-    assert sample["location"] == "b.jsonl:2"
-    assert data("inspect", *words) == 0
-    assert "sources of data.train" in capsys.readouterr().out
-
-
-def test_where_a_row_was_cut(capsys: Out):
-    train = write("t.jsonl", chat("a", "b" * 100), chat("a", "b"))
-    assert [sample["truncated"] for sample in inspected(capsys, "--data.train", train)["samples"]] == [True, False]
-    assert data("inspect", "--data.train", train) == 0
-    assert capsys.readouterr().out.count("✂ cut to data.max_seq_length") == 1
 
 
 def test_what_becomes_of_one_row(capsys: Out):
@@ -133,85 +107,52 @@ def test_what_becomes_of_one_row(capsys: Out):
         data("inspect", "--data.train", train, "--row", "3")
 
 
-@pytest.mark.parametrize(
-    ("rows", "words", "said"),
-    [
+def test_what_could_not_be_trained_on_is_shown_and_fails(capsys: Out):
+    Path("bad.jinja").write_text("{{ raise_exception('not with me') }}")
+    boss: Any = {"messages": [{"role": "boss", "content": "x"}]}
+    cases: tuple[tuple[list[Any], list[str], str], ...] = (
         ([], [], "no rows"),
         ([chat("only asked")], [], "no token of any row is supervised"),
         ([chat("q" * 100, "z"), chat("q" * 99, "z"), chat("a", "b")], [], "data.max_dropped_share"),
-        ([chat("a", "b"), {"messages": [{"role": "boss", "content": "x"}]}], [], "t.jsonl:2: message 0: role 'boss'"),
+        ([chat("a", "b"), boss], [], "t.jsonl:2: message 0: role 'boss'"),
         ([chat("a", "b")], ["--data.chat_template", "bad.jinja"], "t.jsonl:1: the chat template"),
-    ],
-)
-def test_what_could_not_be_trained_on_is_shown_and_fails(capsys: Out, rows: list[Any], words: list[str], said: str):
-    Path("bad.jinja").write_text("{{ raise_exception('not with me') }}")
-    train = write("t.jsonl", *rows)
-    assert data("inspect", "--data.train", train, *words) == 1
-    out, err = capsys.readouterr()
-    assert said in err
-    assert not rows or "t.jsonl:1: " in out
-    assert inspected(capsys, "--data.train", train, *words, code=1)["data"] is None
-    with pytest.raises(DataError):
-        data("prepare", "--data.train", train, *words)
+    )
+    for rows, words, said in cases:
+        train = write("t.jsonl", *rows)
+        assert data("inspect", "--data.train", train, *words) == 1
+        out, err = capsys.readouterr()
+        assert said in err
+        assert not rows or "t.jsonl:1: " in out
+        with pytest.raises(DataError):
+            data("prepare", "--data.train", train, *words)
 
 
 def test_errors_do_not_reach_the_terminal_raw_either(capsys: Out):
     Path("loud.jinja").write_text("{{ raise_exception(messages[0]['content']) }}")
-    words = [
-        "--config",
-        "r.yaml",
-        "--data.train",
-        write("t.jsonl", chat(EVIL, "b")),
-        "--data.chat_template",
-        "loud.jinja",
-    ]
-    assert main(["data", "inspect", *words]) == main(["data", "prepare", *words]) == 1
+    train = write("t.jsonl", chat(EVIL, "b"))
+    words = ["--config", "r.yaml", "--data.train", train, "--data.chat_template", "loud.jinja"]
+    assert main(["data", "inspect", *words]) == 1
     out, err = capsys.readouterr()
     assert "owned" in err
     assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
 
 
-def test_the_split_that_fails_is_the_one_shown(capsys: Out):
-    good, bad = write("t.jsonl", chat("a", "b")), write("v.jsonl", chat("only asked"))
-    assert data("inspect", "--data.train", good, "--data.val", bad) == 1
-    assert "v.jsonl:1: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (["--n", "-1"], "--n"),
+def test_a_wrong_command_line():
+    train = write("t.jsonl", chat("a", "b"))
+    for words, field in (
         (["--row", "-1"], "--row"),
         (["--n", "many"], "lit-fsdp data inspect"),
-        (["--split", "banana"], "lit-fsdp data inspect"),
         (["--split", "test"], "--split"),
         (["--plot", "nowhere/x.png"], "--plot"),
         (["--color", "1"], "color"),
         (["--print_config"], "--print_config"),
         (["--data.train", "null"], "data.train"),
-    ],
-)
-def test_a_wrong_command_line(words: list[str], field: str):
-    train = write("t.jsonl", chat("a", "b"))
-    with pytest.raises(ConfigError) as caught:
-        data("inspect", "--data.train", train, *words)
-    assert caught.value.field == field
-
-
-def test_the_verbs(capsys: Out):
-    assert commands.run(["data"]) == 2
-    assert commands.run(["data", "--help"]) == 0
-    assert data("inspect", "--help") == 0
-    assert "--plot" in capsys.readouterr().out
+    ):
+        with pytest.raises(ConfigError) as caught:
+            data("inspect", "--data.train", train, *words)
+        assert caught.value.field == field
     with pytest.raises(ConfigError, match="lit-fsdp data prepare"):
         commands.run(["data", "prepair"])
-
-
-def test_none_shown(capsys: Out):
-    assert data("inspect", "--data.train", write("t.jsonl", chat("a", "b")), "--n", "0") == 0
-    out = capsys.readouterr().out
-    assert "rows read" in out
-    assert "⟦" not in out
 
 
 def test_a_picture(monkeypatch: pytest.MonkeyPatch):
@@ -267,11 +208,3 @@ def test_prepared_once_and_for_the_run(capsys: Out, monkeypatch: pytest.MonkeyPa
     assert {name: split.rows.meta["fingerprint"] for name, split in found.items()} == {
         name: record["fingerprint"] for name, record in records[0].items()
     }
-
-
-def test_prepare_says_what_and_where(capsys: Out):
-    train = write("t.jsonl", chat("a", "b"))
-    assert data("prepare", "--data.train", train) == 0
-    out, err = capsys.readouterr()
-    assert Path(out.removeprefix("data.train: ").strip()).is_dir()
-    assert "rows read" in err

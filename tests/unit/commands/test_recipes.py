@@ -14,7 +14,7 @@ import pytest
 
 from lit_fsdp.commands import run
 from lit_fsdp.commands.recipes import find_shipped
-from lit_fsdp.config.locations import shipped, shipped_name, shipped_root
+from lit_fsdp.config.locations import shipped_name
 from lit_fsdp.config.parser import read_yaml
 from lit_fsdp.errors import ConfigError
 
@@ -37,11 +37,7 @@ def test_ls_is_a_table_of_all_recipes(capsys: pytest.CaptureFixture[str]):
 def test_ls_for_a_machine(capsys: pytest.CaptureFixture[str]):
     assert run(["recipes", "ls", "--json"]) == 0
     row = next(row for row in json.loads(capsys.readouterr().out) if row["name"] == "quickstart")
-    assert row == {
-        "name": "quickstart",
-        "parameters": "134.5M",
-        "hardware": "2 processes, CPU or GPU",
-    }
+    assert (row["parameters"], row["hardware"]) == ("134.5M", "2 processes, CPU or GPU")
     assert run(["recipes", "ls", "--configs", "--json"]) == 0
     found = {row["name"]: row["what"] for row in json.loads(capsys.readouterr().out)}
     assert found["engine/ddp"] == "The whole model on every rank"
@@ -49,12 +45,6 @@ def test_ls_for_a_machine(capsys: pytest.CaptureFixture[str]):
     assert all(what and "{" not in what for what in found.values())
     files = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".yaml", ".json")]
     assert len(found) == len(files)
-
-
-def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]):
-    for name in ("debug/smoke", "debug/smoke.yaml", "configs/debug/smoke.yaml"):
-        assert run(["recipes", "show", name]) == 0
-        assert capsys.readouterr().out == SMOKE.read_text(encoding="utf-8")
 
 
 def test_a_typo_names_what_is_near_and_only_what_ships_is_found():
@@ -91,27 +81,6 @@ def test_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         capsys.readouterr()
 
 
-def test_cp_where_no_file_can_be(tmp_path: Path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "dangling.yaml").symlink_to(tmp_path / "nowhere")
-    for words, problem in (
-        ((f"{tmp_path}/file/below.yaml",), "a path where a file can be"),
-        ((f"{tmp_path}/dangling.yaml",), "which exists"),
-        ((str(SMOKE), "--force"), "same file"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            run(["recipes", "cp", "debug/smoke", *words])
-    assert SMOKE.read_text(encoding="utf-8").startswith("# Try any recipe out")
-
-
-def test_a_verb_that_does_not_exist(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ConfigError, match="lit-fsdp recipes ls"):
-        run(["recipes", "lst"])
-    assert run(["recipes"]) == 2
-    assert run(["recipes", "--help"]) == 0
-    assert "cp NAME [DEST] [--force]" in capsys.readouterr().out
-
-
 def test_a_fragment_that_is_missing_here_is_offered_for_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -121,15 +90,6 @@ def test_a_fragment_that_is_missing_here_is_offered_for_copying(tmp_path: Path, 
         read_yaml(Path("configs/debug/nothing.yaml"))
     assert shipped_name(Path("x/configs/model/Qwen3-8B.json")) == "model/Qwen3-8B.json"
     assert shipped_name(Path("configs")) is None
-
-
-def test_an_installed_package_does_not_take_its_neighbors_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "configs" / "model").mkdir(parents=True)
-    (tmp_path / "lit_fsdp").mkdir()
-    monkeypatch.setattr("lit_fsdp.__file__", str(tmp_path / "lit_fsdp" / "__init__.py"))
-    assert shipped_root("configs") == tmp_path / "lit_fsdp" / "configs"
-    (tmp_path / "pyproject.toml").touch()
-    assert shipped("model") == tmp_path / "configs" / "model"
 
 
 def test_from_a_wheel(tmp_path: Path):

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.model import LossConfig, ModelConfig, OptimConfig, schedule_factor
+from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.strategy import (
-    ActivationConfig,
-    StrategyConfig,
-    WrapConfig,
     mesh_shape,
 )
 from lit_fsdp.errors import ConfigError
 
-
-def test_a_section_is_frozen_and_takes_keywords_only():
-    for config in (ActivationConfig, CheckpointConfig, DataConfig, ModelConfig, OptimConfig, StrategyConfig):
-        made = config()
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(made, dataclasses.fields(config)[0].name, None)
-        with pytest.raises(TypeError):
-            config(None)
-
-
 # -- strategy
-
-
-def test_words_are_short_for_mappings():
-    words = strategy_config({"precision": "fp32", "activation_checkpointing": "full", "wrap": ["Block"]})
-    spelled = strategy_config(
-        {"precision": {"mode": "fp32"}, "activation_checkpointing": {"mode": "full"}, "wrap": {"classes": ["Block"]}}
-    )
-    for name in ("precision_config", "activation_config", "wrap_config"):
-        assert getattr(words, name) == getattr(spelled, name)
-    assert StrategyConfig().wrap_config == WrapConfig()
-    assert strategy_config({"wrap": {"min_num_params": "1e6"}}).wrap_config.min_num_params == 1e6
 
 
 def test_mesh_shape():
@@ -51,18 +25,11 @@ def test_mesh_shape():
         ({}, 2, 16, (1, 16)),
         ({"sharding": "shard_grad_op"}, 1, 8, (1, 8)),
         ({"sharding": "no_shard"}, 1, 8, (8, 1)),
-        ({"shard_degree": -1}, 2, 8, (1, 8)),
-        ({"shard_degree": 8, "replicate_degree": 1}, 1, 8, (1, 8)),
         ({"sharding": "no_shard", "replicate_degree": -1}, 1, 8, (8, 1)),
-        ({"sharding": "no_shard", "replicate_degree": 8, "shard_degree": 1}, 1, 8, (8, 1)),
         (hybrid, 2, 16, (2, 8)),
         ({**hybrid, "replicate_degree": 4}, 2, 16, (4, 4)),
-        ({**hybrid, "replicate_degree": 1}, 1, 8, (1, 8)),
-        ({**hybrid, "replicate_degree": 8}, 1, 8, (8, 1)),
         ({**hybrid, "shard_degree": 4}, 1, 8, (2, 4)),
-        ({**hybrid, "shard_degree": -1}, 2, 8, (2, 4)),
         ({**hybrid, "shard_degree": -1, "replicate_degree": 2}, 4, 8, (2, 4)),
-        ({**hybrid, "shard_degree": 2, "replicate_degree": 4}, 1, 8, (4, 2)),
         ({"sharding": "hybrid_shard_zero2", "shard_degree": 2, "replicate_degree": -1}, 1, 8, (4, 2)),
         ({"engine": "ddp"}, 1, 8, (8, 1)),
         ({"engine": "single"}, 1, 1, (1, 1)),
@@ -81,9 +48,7 @@ def test_degrees_that_do_not_fit():
             "4 with replicate_degree 4 on 8 ranks",
             "set shard_degree: -1, or shard_degree: 2 with replicate_degree: 4",
         ),
-        ({**hybrid, "shard_degree": 6}, 8, "shard_degree", "6 on 8 ranks", "set shard_degree: 4"),
         ({**hybrid, "replicate_degree": 3}, 8, "replicate_degree", "3 on 8 ranks", "set replicate_degree: 2"),
-        ({**hybrid, "replicate_degree": 16}, 8, "replicate_degree", "16 on 8 ranks", "set replicate_degree: 8"),
         ({"sharding": "no_shard", "replicate_degree": 4}, 8, "replicate_degree", "4 with", "set replicate_degree: 8"),
         ({"engine": "single"}, 2, "engine", "single on 2 ranks", "set trainer.devices: 1, or engine: ddp"),
         (hybrid, 8, "replicate_degree", "null on one node", "set replicate_degree: 2, or"),
@@ -141,7 +106,6 @@ def test_warm_up_is_linear_and_reaches_the_peak():
 
 def test_schedules_fall_over_the_run():
     for schedule, quarter, half, end in (
-        ("linear", 0.75, 0.5, 0.0),
         ("cosine", (1 + math.sqrt(0.5)) / 2, 0.5, 0.0),
         ("constant", 1.0, 1.0, 1.0),
     ):
@@ -149,23 +113,11 @@ def test_schedules_fall_over_the_run():
         assert found == pytest.approx([1.0, quarter, half, end, end])
 
 
-def test_the_schedule_ends_at_its_floor():
-    optim = OptimConfig(schedule="cosine", warmup_steps=10, min_lr_ratio=0.1)
-    assert schedule_factor(optim, 60, 110) == pytest.approx(0.55)
-    assert schedule_factor(optim, 110, 110) == pytest.approx(0.1)
-
-
-def test_a_run_that_is_all_warm_up_never_divides_by_zero():
-    assert schedule_factor(OptimConfig(warmup_steps=3), 3, 3) == 1.0
-
-
 # -- loss
 
 
 def test_what_a_backend_of_the_loss_cannot_do():
     for options, field in (
-        ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"z_loss": -1e-4}, "z_loss"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"backend": "liger", "label_smoothing": 0.1}, "label_smoothing"),
         ({"backend": "plain", "chunk_tokens": 64}, "chunk_tokens"),

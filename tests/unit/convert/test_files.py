@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lit_fsdp.commands import run
-from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.convert import FORMATS, convert_file
 from lit_fsdp.errors import ConfigError
 from tests.unit.convert.inputs import convert, said, strategy
@@ -46,19 +42,6 @@ def test_the_loop_of_training_arguments() -> None:
     assert recipe["seed_everything"] == 7
     assert {key: recipe["trainer"][key] for key in trainer} == trainer
     assert (recipe["trainer"]["devices"], recipe["trainer"]["num_nodes"]) == (8, 2)
-
-
-def test_accumulation_needs_no_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, words = tmp_path / "args.json", ("full_shard auto_wrap", ["shard_grad_op", "offload", "auto_wrap"])
-    for fsdp, expected in zip(words, (("full_shard", False), ("shard_grad_op", True)), strict=True):
-        file.write_text(json.dumps({"fsdp": fsdp, "gradient_accumulation_steps": 4, "model_name_or_path": "a/b"}))
-        out = tmp_path / f"{expected[0]}.yaml"
-        assert run(["convert", "hf-trainer", str(file), "-o", str(out)]) == 0
-        loaded = load_recipe(["--config", str(out), "--data.train", "rows.jsonl"], "audit").run.strategy
-        assert (loaded.sharding, loaded.cpu_offload) == expected
-        assert "accumulate_grad_batches: 4\n" in out.read_text()
-        assert "global_batch_size:" not in out.read_text()
-    assert "gradient_accumulation_steps: kept as trainer.accumulate_grad_batches: 4" in capsys.readouterr().err
 
 
 def test_every_auto_is_named_and_is_what_transformers_fills_in() -> None:
@@ -115,8 +98,6 @@ def test_refusals_name_the_key_of_the_input() -> None:
     for kind, given, field in (
         ("accelerate", {"distributed_type": "XLA"}, "distributed_type"),
         ("accelerate", {**FSDP, "num_machines": 3}, "num_processes"),
-        ("accelerate", {**FSDP, "fsdp_config": [1]}, "fsdp_config"),
-        ("accelerate", {**FSDP, "fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version"),
         ("accelerate", {**FSDP, "fsdp_config": {"sharding_strategy": 6}}, "fsdp_config.sharding_strategy"),
         ("accelerate", {**FSDP, "fsdp_config": {"offload_params": "maybe"}}, "fsdp_config.offload_params"),
         ("accelerate", {**FSDP, "fsdp_config": unsynced}, "fsdp_config.cpu_ram_efficient_loading"),
@@ -124,10 +105,8 @@ def test_refusals_name_the_key_of_the_input() -> None:
         ("hf-trainer", {"fsdp": "hybrid_shard"}, "fsdp"),
         ("hf-trainer", {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}},
          "fsdp_config.reshard_after_forward"),
-        ("hf-trainer", {"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config"),
         ("hf-trainer", {"bf16": True, "fp16": True}, "fp16"),
         ("hf-trainer", {"learning_rate": "fast"}, "learning_rate"),
-        ("hf-trainer", {"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
         ("hf-trainer", {"max_grad_norm": 1.0, "deepspeed": {"gradient_clipping": 5}}, "deepspeed.gradient_clipping"),
         ("deepspeed", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
     ):  # fmt: skip
@@ -153,13 +132,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert run(["convert", "accelerate", "-", "--allow-differences"]) == 0
     assert capsys.readouterr().out.startswith("# Converted from standard input (accelerate).")
-
-
-def test_torch_is_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "in.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
-    code = (
-        "import sys; from lit_fsdp.commands import run; "
-        f"rc = run(['convert', 'accelerate', {str(tmp_path / 'in.yaml')!r}]); "
-        "sys.exit(rc or any(m in sys.modules for m in ('torch', 'lightning', 'accelerate')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

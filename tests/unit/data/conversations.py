@@ -1,8 +1,7 @@
-"""Random conversations, their tokens, and what of them is supervised."""
+"""Conversations in short, their tokens, and what of them is supervised."""
 
 from __future__ import annotations
 
-import random
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +10,6 @@ from lit_fsdp.data.chat_template import NAMES
 from lit_fsdp.data.masks import Encoded
 from tests.unit.data.conftest import encoder_of
 
-_WORDS = "a|b|Hello|naïve|日本|🙂|12|</think>|<b>|S:|qzx1xzq|{{x}}|\n|\n\n| |  x".split("|")
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
@@ -26,33 +24,6 @@ TRIMS = ("llama3", "gemma")
 """Templates that cut blanks off."""
 
 assert set(ENDS) | {"mistral", "zephyr", "plain"} == set(NAMES)
-
-
-def text(draw: random.Random) -> str:
-    """A few words, or none."""
-    return " ".join(draw.choices(_WORDS, k=draw.choice((0, 1, 1, 2, 5))))
-
-
-def conversation(draw: random.Random) -> list[dict[str, Any]]:
-    """One to four questions with their answers, after a system message in half of them."""
-    talk = [{"role": "system", "content": text(draw)}] if draw.random() < 0.5 else []
-    for _ in range(draw.randint(1, 4)):
-        talk += [{"role": "user", "content": text(draw)}, {"role": "assistant", "content": text(draw)}]
-    return talk[: -1 if draw.random() < 0.1 else None]
-
-
-def with_tools(draw: random.Random) -> dict[str, Any]:
-    """A question, a call of a tool, what it gave and an answer, as a row with its tools."""
-    name, call_id = draw.choice(("look", "sum_up")), "".join(draw.choices("abc123", k=9))
-    arguments = {draw.choice(("city", "x")): draw.choice((text(draw), 3, None, [1.5, "é"]))}
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": text(draw)},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": text(draw), "tool_call_id": call_id},
-        {"role": "assistant", "content": f"It is {text(draw)}."},
-    ]
-    return {"messages": messages, "tools": [{"type": "function", "function": {"name": name, "parameters": {}}}]}
 
 
 def say(*turns: str) -> list[dict[str, Any]]:
@@ -80,3 +51,14 @@ def supervised(tokenizer: Any, template: str | None, messages: Any, **options: A
     """The texts that are supervised, in one conversation."""
     text = shown(tokenizer, encode(tokenizer, template, messages, **options))
     return [part.partition("⟧")[0] for part in text.split("⟦")[1:]]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LETTERS = (
+    "{% for m in messages %}<s>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+    "{{ '<s>' if add_generation_prompt }}"
+)
+"""Per turn one token, then one per letter, then one for the end of an answer."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,14 @@ from tokenizers import processors
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.chat_template import NAMES, TODAY, find_template
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.formats import Conversation
-from lit_fsdp.data.masks import Encoded
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import tokenizers as shipped
-from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
-from tests.unit.data.conversations import ENDS, SPECIAL, TRIMS, conversation, encode, say, with_tools
+from tests.unit.data.conftest import byte_level_tokenizer
+from tests.unit.data.conversations import CHATML, ENDS, SPECIAL, TRIMS, encode, say, supervised
 from tests.unit.data.families import unmarked
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TALK = say("u:1", "a:2")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
-_KINDS = ("small", "with BOS", "mistral", *(("qwen",) if os.environ.get("LIT_FSDP_LONG") else ()))
 
 
 @pytest.fixture
@@ -49,12 +39,8 @@ def _fit(tokenizer: Any, single: str = "") -> Any:
 
 @pytest.fixture(scope="module")
 def fitted() -> dict[str, Any]:
-    found: dict[str, Any] = {"small": _fit(byte_level_tokenizer())}
-    found["with BOS"] = _fit(byte_level_tokenizer(), "<s> $A </s>")
-    found["mistral"] = _fit(shipped.mistral_v3())
-    if "qwen" in _KINDS:
-        found["qwen"] = _fit(shipped.qwen())
-    return found
+    with_bos = _fit(byte_level_tokenizer(), "<s> $A </s>")
+    return {"small": _fit(byte_level_tokenizer()), "with BOS": with_bos, "mistral": _fit(shipped.mistral_v3())}
 
 
 def _text(tokenizer: Any, messages: Any = TALK, tools: Any = None, **options: Any) -> str:
@@ -89,25 +75,23 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
         find_template(str(tmp_path / "nowhere.jinja"), tokenizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_named_template_says_what_it_lacks(tokenizer: Any, fitted: Any, name: str):
-    """Special tokens of its own: those in its text, and no others."""
-    found = find_template(name, fitted["small"])
-    assert found is not None
-    in_text = {token for token in SPECIAL if token in found.source.partition("-#}")[2] and "TOOL" not in token}
-    missing = sorted(token for token in in_text if token not in tokenizer.get_vocab())
-    if missing:
-        with pytest.raises(ConfigError) as caught:
-            find_template(name, tokenizer)
-        assert sorted(re.findall(r"'(\S+)'", caught.value.fix)) == missing
-    tokenizer.add_tokens(missing, special_tokens=True)
-    assert find_template(name, tokenizer) is not None
-    tokenizer.eos_token = None
-    if name in ENDS:
+def test_a_named_template_says_what_it_lacks(fitted: Any):
+    """Special tokens of its own: those in its text, and no others; and EOS, if nothing else ends its turns."""
+    for name in NAMES:
+        found, tokenizer = find_template(name, fitted["small"]), byte_level_tokenizer()
+        assert found is not None
+        in_text = {token for token in SPECIAL if token in found.source.partition("-#}")[2] and "TOOL" not in token}
+        missing = sorted(token for token in in_text if token not in tokenizer.get_vocab())
+        if missing:
+            with pytest.raises(ConfigError) as caught:
+                find_template(name, tokenizer)
+            assert sorted(re.findall(r"'(\S+)'", caught.value.fix)) == missing
+        tokenizer.add_tokens(missing, special_tokens=True)
         assert find_template(name, tokenizer) is not None
-    else:
-        with pytest.raises(ConfigError, match=f"{name}, and the tokenizer has no EOS"):
-            find_template(name, tokenizer)
+        tokenizer.eos_token = None
+        if name not in ENDS:
+            with pytest.raises(ConfigError, match=f"{name}, and the tokenizer has no EOS"):
+                find_template(name, tokenizer)
 
 
 def test_tokens_that_only_rows_with_tools_need(tokenizer: Any):
@@ -129,35 +113,6 @@ def test_what_a_family_cannot_show(fitted: Any):
             DataError, match=rf"(?s)^rows\.jsonl:7: the chat template refuses it \({name}.*{said}.*fix: "
         ):
             _text(tokenizer, messages, tools, chat_template=name)
-
-
-def test_text_is_what_transformers_renders(fitted: Any):
-    """For every named template, with the generation prompt and with tools; and all that a template can see."""
-    tokenizer, draw = fitted["small"], random.Random(1)
-    sees = (
-        "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.x | tojson }}|"
-        "{{ m.x | tojson(indent=2, sort_keys=true) }}|{{ dict(a=1) }}|{{ namespace(a=2).a }}|{{ bos_token }}"
-        "{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ documents }}"
-    )
-    odd = {"b": (1, 2.5, None, True), "a": "日"}
-    messages = [{"role": "user", "content": "<é>", "reasoning": "why", "x": odd}, {**say("u:")[0], "x": []}]
-    table = [(sees, {"messages": messages})]
-    for name in NAMES:
-        found = find_template(name, tokenizer)
-        assert found is not None
-        table += [(found.source, {"messages": conversation(draw)}) for _ in range(10)]
-        table += [(found.source, with_tools(draw)) for _ in range(5) if name in ("chatml", "llama3", "mistral")]
-    for source, row in table:
-        tokenizer.chat_template = source
-        template = find_template(None, tokenizer)
-        assert template is not None
-        for prompt in (False, True):
-            wanted = tokenizer.apply_chat_template(
-                row["messages"], row.get("tools"), tokenize=False, add_generation_prompt=prompt
-            )
-            talk = Conversation(row["messages"], row.get("tools"))
-            assert template.render(talk, "", generation_prompt=prompt)[0] == wanted
-    tokenizer.chat_template = None
 
 
 def test_today_is_the_same_day_in_every_run(tokenizer: Any, caplog: pytest.LogCaptureFixture):
@@ -183,62 +138,32 @@ def test_bos_is_what_the_template_writes(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any):
-    for inside in ("''.__class__.__mro__", "namespace.__init__.__globals__", "messages.append(1)", "dict.__class__"):
+    for inside in ("''.__class__.__mro__", "namespace.__init__.__globals__"):
         tokenizer.chat_template = "{{ " + inside + ".x }}" + CHATML
         with pytest.raises(DataError, match="the chat template refuses it"):
             _text(tokenizer)
 
 
-def _learned(tokenizer: Any, row: Encoded) -> list[str]:
-    """The text of every run of supervised tokens: what it adds to the text before it."""
-    ids = row.input_ids.tolist()
-    borders = [i for i, (a, b) in enumerate(pairwise([False, *row.supervised.tolist(), False])) if a != b]
-    before = [tokenizer.decode(ids[:border], skip_special_tokens=False) for border in borders]
-    return [text[len(head) :] for head, text in zip(before[::2], before[1::2], strict=True)]
-
-
-def _with_and_without_marks(name: str, tokenizer: Any) -> list[RowEncoder]:
-    found = find_template(name, tokenizer)
-    assert found is not None
-    return [encoder_of(tokenizer, DataConfig(), text) for text in (found.source, unmarked(found.source))]
-
-
-def _samples(encoders: list[RowEncoder], row: dict[str, Any]) -> list[Encoded]:
-    return [sample for encoder in encoders for sample in encoder.encode([row], "messages", ["row"])[0].samples]
-
-
-@pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: str, kind: str):
-    """In random conversations nothing else is, with marks or without; BOS stands first where the tokenizer has it."""
-    tokenizer = fitted[kind]
-    encoders = _with_and_without_marks(name, tokenizer)
-    draw, end = random.Random(f"{name} {kind}"), ENDS.get(name, tokenizer.eos_token)
-    for _ in range(20):
-        talk = conversation(draw)
-        row, other = _samples(encoders, {"messages": talk}) or [None, None]
-        said = [m["content"] for m in talk if m["role"] == "assistant"]
-        if row is None or other is None:
-            assert not said
-            continue
-        assert other.input_ids.tolist() == row.input_ids.tolist()
-        assert other.supervised.tolist() == row.supervised.tolist()
-        keyed = {"messages": [{**message, "key": 1} for message in talk]}  # not by the roles alone, but by itself
-        assert all(sample.supervised.tolist() == row.supervised.tolist() for sample in _samples(encoders, keyed))
-        gap = " " if (name, kind) == ("mistral", "mistral") else ""  # which the template writes for SentencePiece
-        said = [text.strip() if name in TRIMS else gap * bool(text) + text for text in said]
-        assert _learned(tokenizer, row) == [text + end for text in said]
-        assert (row.input_ids[0] == tokenizer.bos_token_id) == (kind in ("with BOS", "mistral"))
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
-def test_calls_are_supervised_and_results_are_not(fitted: Any, name: str):
-    draw, tokenizer = random.Random(name), fitted["small"]
-    encoders = _with_and_without_marks(name, tokenizer)
-    for _ in range(30):
-        row = with_tools(draw)
-        marked, derived = _samples(encoders, row)
-        assert derived.supervised.tolist() == marked.supervised.tolist()
-        call, answer = _learned(tokenizer, marked)
-        assert row["messages"][1]["tool_calls"][0]["function"]["name"] in call
-        assert answer == row["messages"][3]["content"] + ENDS.get(name, "</s>")
+def test_what_the_assistant_says_and_its_end_is_supervised(fitted: Any, name: str):
+    """Nothing else is, with marks or without; BOS stands first where the tokenizer has it."""
+    row = {"messages": [*say("s:S é", "u:1\n\n", "a: 2 <b> ", "u:|qzx1xzq|", "a:"), {**say("u:{{x}}")[0], "key": 1}]}
+    call = {"id": "abc012xyz", "type": "function", "function": {"name": "look", "arguments": {"city": "Tromsø"}}}
+    asked = [*say("u:1"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": "cold", "tool_call_id": "abc012xyz"}
+    for kind, tokenizer in fitted.items():
+        found = find_template(name, tokenizer)
+        assert found is not None
+        end = ENDS.get(name, tokenizer.eos_token)
+        templates = (found.source, unmarked(found.source))
+        learned = [supervised(tokenizer, template, row["messages"]) for template in templates]
+        said = "2 <b>" if name in TRIMS else " 2 <b> "
+        if kind == "mistral":  # a part that is decoded alone loses the blank before it
+            said, learned = said.lstrip(), [[text.lstrip() for text in found] for found in learned]
+        assert learned == [[said + end, end]] * 2, kind
+        ids = encode(tokenizer, templates[0], row["messages"]).input_ids
+        assert (ids[0] == tokenizer.bos_token_id) == (kind != "small")
+        if name in ("chatml", "llama3", "mistral"):
+            for template in templates:
+                first, last = supervised(tokenizer, template, [*asked, result, *say("a:It is.")], row={"tools": [TOOL]})
+                assert ("look" in first, "cold" in first, last) == (True, False, "It is." + end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from lit_fsdp.config.data import SourceConfig
 from lit_fsdp.data import sources
 from lit_fsdp.data.readers import Part
 from lit_fsdp.datamodule import CausalLMDataModule
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
@@ -77,9 +76,8 @@ def test_same_global_batches_on_any_ranks(tokenizer: Any):
     wanted = _global_batches(tokenizer, 1, 0, 7, micro=8)
     assert sorted(chain(*wanted[:3])) == sorted(chain(*wanted[3:6])) == list(range(22))
     assert wanted[:3] != wanted[3:6]
-    for ranks, micro in [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (8, 1)]:
-        assert _global_batches(tokenizer, ranks, 0, 7, micro) == wanted
-        for step in (1, 2, 3, 5):
+    for ranks, micro in [(2, 1), (4, 2), (8, 1)]:
+        for step in (1, 5):
             assert _global_batches(tokenizer, ranks, step, 2, micro) == wanted[step : step + 2]
 
 
@@ -163,12 +161,12 @@ def test_in_somebodys_own_trainer(tokenizer: Any):
     assert trainer.num_val_batches == []  # none asked for, none missed
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_resumed_anywhere_the_rows_are_the_same(tokenizer: Any, tmp_path: Path, cut: int):
+def test_resumed_anywhere_the_rows_are_the_same(tokenizer: Any, tmp_path: Path):
     whole, _ = _fit(tokenizer, 6)
-    before, _ = _fit(tokenizer, cut, save=_SaveAt(cut, tmp_path / "cut.ckpt"))
-    after, _ = _fit(tokenizer, 6, tmp_path / "cut.ckpt")
-    assert before.seen + after.seen == whole.seen
+    for cut in (2, 3):  # in an epoch, and between two
+        before, _ = _fit(tokenizer, cut, save=_SaveAt(cut, tmp_path / f"{cut}.ckpt"))
+        after, _ = _fit(tokenizer, 6, tmp_path / f"{cut}.ckpt")
+        assert before.seen + after.seen == whole.seen
 
 
 def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -178,19 +176,6 @@ def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: p
     _fit(tokenizer, 3, tmp_path / "cut.ckpt", seed=4, train="generated:11")
     assert "other global batches, which are not continued: num_rows 10 → 11, fingerprint " in caplog.text
     assert "seed 3 → 4" in caplog.text
-
-
-def test_a_stream_resumed_with_other_packs_or_shares_is_told(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    entries = [SourceConfig(source="generated:10", weight=1.0), SourceConfig(source="generated:11", weight=2.0)]
-    stream: dict[str, Any] = {"streaming": True, "packing": True, "max_seq_length": 200, "train": entries}
-    _fit(tokenizer, 1, save=_SaveAt(1, tmp_path / "cut.ckpt"), **stream)
-    _fit(tokenizer, 2, tmp_path / "cut.ckpt", **stream)
-    assert "other global batches" not in caplog.text
-    other = [entries[0], replace(entries[1], weight=3.0)]
-    _fit(tokenizer, 2, tmp_path / "cut.ckpt", **{**stream, "max_seq_length": 300, "train": other})
-    assert "not continued: weights [1.0, 2.0] → [1.0, 3.0], max_seq_length 200 → 300, encoding " in caplog.text
 
 
 def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Path):
@@ -203,17 +188,6 @@ def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Pat
     assert [step for step, _ in resumed.seen] == [4, 4, 5]
     rows = list(chain(*(rows for _, rows in whole.seen)))
     assert len(rows) == len(set(rows)) == 18
-
-
-def test_a_stream_begins_anew_under_a_second_trainer(tokenizer: Any, tmp_path: Path):
-    data = CausalLMDataModule(train="generated:40", global_batch_size=4, micro_batch_size=2, seed=3, streaming=True)
-    seen = []
-    for steps in (3, 2):
-        module, path = _Recorder(tokenizer), tmp_path / f"{steps}.ckpt"
-        _trainer(max_steps=steps, callbacks=[_SaveAt(1, path)]).fit(module, data)
-        seen.append(module.seen)
-        assert path.exists()
-    assert seen[1] == seen[0][:4]
 
 
 def test_validation_and_test_in_a_trainer(tokenizer: Any):
@@ -233,27 +207,13 @@ def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
         _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
 
 
-def test_bad_input(tokenizer: Any, tmp_path: Path):
+def test_bad_input(tokenizer: Any):
     with pytest.raises(ConfigError, match=r"write data\.train"):
         CausalLMDataModule(trian="rows.jsonl")
     with pytest.raises(ConfigError, match=r"call datamodule\.attach"):
         CausalLMDataModule(train="generated:4").prepare(("train",))
     with pytest.raises(ConfigError, match=r"set data\.test: rows\.jsonl"):
         _module(tokenizer).test_dataloader()
-    missing = CausalLMDataModule(train="generated:4", chat_template=str(tmp_path / "none.jinja"))
-    missing.attach(tokenizer, 0)
-    with pytest.raises(ConfigError, match=r"data\.chat_template: got .*none\.jinja"):
-        missing.prepare(("train",))
-    missing = CausalLMDataModule(train=str(tmp_path / "none.jsonl"))
-    missing.attach(tokenizer, 0)
-    with pytest.raises(DataError, match="no such file"):
-        missing.prepare(("train",))
-
-
-def test_a_template_of_ones_own(tokenizer: Any, tmp_path: Path):
-    (tmp_path / "own.jinja").write_text("[INST]" + TEMPLATE, encoding="utf-8")
-    rows = _module(tokenizer, chat_template=str(tmp_path / "own.jinja"))._samples["train"].rows
-    assert tokenizer.decode(rows.row(0)[0]).startswith("[INST]<s>What is")
 
 
 def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
@@ -263,19 +223,13 @@ def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogC
     assert "tokens, but the model is made for 9" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("packing", "callbacks", "warned"),
-    [(True, [], True), (True, [lit_fsdp.IsolationProof()], False), (False, [], False)],
-)
-def test_packing_without_a_proof_is_said(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture, packing: bool, callbacks: list[Any], warned: bool
-):
-    data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=packing)
-    data.attach(tokenizer, seed=1)
-    data.trainer = _alone(callbacks=callbacks)
-    data.setup("fit")
-    said = [r.getMessage() for r in caplog.records if "lit_fsdp.IsolationProof()" in r.getMessage()]
-    assert len(said) == warned
+def test_packing_without_a_proof_is_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):
+    for callbacks, warned in (([lit_fsdp.IsolationProof()], False), ([], True)):
+        data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=True)
+        data.attach(tokenizer, seed=1)
+        data.trainer = _alone(callbacks=callbacks)
+        data.setup("fit")
+        assert ("lit_fsdp.IsolationProof()" in caplog.text) is warned
 
 
 def test_all_ranks_take_the_commit_that_the_first_one_found(

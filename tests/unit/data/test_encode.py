@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from typing import Any
 
@@ -11,15 +10,12 @@ from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import CUT, EMPTY, NO_TURN, NOTHING_LEFT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.encode import CUT, EMPTY, NOTHING_LEFT, TOO_LONG, EncodedRow
 from lit_fsdp.data.masks import Encoded
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
+from tests.unit.data.conversations import CHATML
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TURN = {"role": "user", "content": "a"}
 
 
@@ -100,20 +96,6 @@ def test_truncation():
         _encode({"prompt": "ab", "completion": "cde"}, "prompt_completion", max_seq_length=4, truncation="error")
 
 
-def test_why_a_conversation_is_dropped():
-    cases: list[tuple[Any, dict[str, Any], str | None]] = [
-        ([("user", "abc")], {}, NO_TURN),
-        ([("user", "abc"), ("assistant", "d")], {"max_seq_length": 8}, CUT),
-        ([("user", "a"), ("assistant", "bcdef")], {"max_seq_length": 2, "truncation": "start"}, None),
-        ([("user", "abc"), ("assistant", "d")], {"supervise": "flagged"}, NOTHING_LEFT),
-        ([("user", "abc")], {"train_on_prompt": True}, None),
-    ]
-    for turns, options, dropped in cases:
-        row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        found = _encode(row, "messages", template=CHATML, **options)
-        assert (found.dropped, len(found.samples)) == (dropped, int(dropped is None))
-
-
 def test_plain_prompts_and_completions_stand_as_they_are():
     """With a chat template too, which renders messages alone; the completion is supervised, and EOS follows."""
     row, turn = {"prompt": "ab\n", "completion": "\ncd"}, {"role": "assistant", "content": "b"}
@@ -166,26 +148,6 @@ def test_token_ids():
     ):
         with pytest.raises(DataError, match=rf"rows\.jsonl:3: {said}"):
             _encode({"input_ids": [0, bad]}, "tokens")
-
-
-def test_the_fingerprint_is_of_all_that_ids_and_masks_depend_on():
-    tokenizer = _tokenizer()
-    options = [{}, {"supervise": "last"}, {"train_on_prompt": True}, {"max_seq_length": 9}, {"truncation": "drop"}]
-    texts = {encoder_of(tokenizer, DataConfig(**each), CHATML).text for each in options}
-    texts |= {encoder_of(tokenizer, DataConfig(), template).text for template in (None, CHATML + " ")}
-    texts |= {encoder_of(_tokenizer("<s> $A"), DataConfig(), CHATML).text}
-    assert len(texts) == len(options) + 3
-    assert encoder_of(tokenizer, DataConfig(cache_dir="x", num_workers=3), CHATML).text in texts
-
-
-def test_an_encoder_survives_being_sent():
-    row = {"messages": [TURN, {"role": "assistant", "content": "b"}]}
-    encoder = encoder_of(_tokenizer("<s> $A"), DataConfig(), CHATML)
-    encoder.encode([row], "messages", ["row"])
-    sent: RowEncoder = pickle.loads(pickle.dumps(encoder))
-    assert sent.text == encoder.text
-    (before,), (after,) = (each.encode([row], "messages", ["row"])[0].samples for each in (encoder, sent))
-    assert after.input_ids.tolist() == before.input_ids.tolist()
 
 
 def test_a_bad_row_of_a_base_model_is_named():

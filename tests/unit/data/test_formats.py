@@ -26,15 +26,11 @@ def test_formats():
     table: list[tuple[Any, dict[str, Any], list[dict[str, str]]]] = [
         ("messages", {"messages": [SYSTEM, HI, YO], "id": 3}, [SYSTEM, HI, YO]),
         ("messages", {"system": "S", "messages": [HI, YO]}, [SYSTEM, HI, YO]),
-        ("messages", {"system": None, "messages": [HI, YO]}, [HI, YO]),
         ("messages", {"system": "S\n", "messages": [SYSTEM, HI, YO]}, [SYSTEM, HI, YO]),  # said twice alike
         ("messages", {"system": "S", "messages": [DEVELOPER, HI]}, [DEVELOPER, HI]),
-        ("messages", {"messages": [{"role": "user", "content": ""}]}, [{"role": "user", "content": ""}]),
         ("messages", {"messages": [{"role": "assistant", "content": [PART]}]}, [YO]),
         ("messages", {"messages": [SYSTEM, HUMAN, YO]}, [SYSTEM, HI, YO]),
         ("sharegpt", {"conversations": [HUMAN, GPT]}, [HI, YO]),
-        ("sharegpt", {"conversations": [SYSTEM, HUMAN, YO]}, [SYSTEM, HI, YO]),
-        ("sharegpt", {"system": "S", "conversations": [{"from": "user", "value": "Hi"}]}, [SYSTEM, HI]),
         ("sharegpt", {"conversations": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yo"}]}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": "", "output": "Yo"}, [HI, YO]),
         ("instruction", {"instruction": "Hi", "input": None, "output": "Yo", "system": "S"}, [SYSTEM, HI, YO]),
@@ -44,11 +40,10 @@ def test_formats():
             [{"role": "user", "content": "Add.\n\n1"}, YO],
         ),
         ("prompt_completion", {"prompt": [SYSTEM, HI], "completion": [YO]}, [SYSTEM, HI, YO]),
-        ("prompt_completion", {"prompt": [HI], "completion": [YO], "system": "S"}, [SYSTEM, HI, YO]),
     ]
     table += [
         ("sharegpt", {"conversations": [HUMAN, {"from": who, "value": "3"}]}, [HI, {"role": "tool", "content": "3"}])
-        for who in ("function-response", "Function", "TOOL", "observation")
+        for who in ("Function", "observation")
     ]
     for form, row, wanted in table:
         assert find_format(set(row), "x") == form
@@ -63,12 +58,21 @@ def test_formats():
             find_format(columns, "rows.jsonl:1")
 
 
-def test_turns_of_a_prompt_are_supervised_only_if_they_say_so():
-    """What the assistant said before is given, as everything else in a prompt."""
+def test_which_turns_say_that_they_are_supervised():
+    """By ``train`` and ``weight``; what the assistant said in a prompt is given, as everything else in it."""
+    for flag, wanted in (
+        ({"train": 0}, False),
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"train": None}, None),
+    ):
+        for turn in (YO, GPT):
+            (last,) = _messages({**turn, **flag})
+            assert last.get("train") is wanted
+            assert "weight" not in last
     row = {"prompt": [HI, YO, HI, {**YO, "train": True}, HI], "completion": [YO]}
-    for whole, wanted in ((False, [None, False, None, True, None, None]), (True, [None, None, None, True, None, None])):
-        found = to_conversation(row, "prompt_completion", "x", supervises_prompt=whole).messages
-        assert [turn.get("train") for turn in found] == wanted
+    found = to_conversation(row, "prompt_completion", "x").messages
+    assert [turn.get("train") for turn in found] == [None, False, None, True, None, None]
 
 
 def test_calls_and_tools():
@@ -77,8 +81,6 @@ def test_calls_and_tools():
         calls = [{"function": {"name": "f", "arguments": arguments}}]
         for given in (calls, calls[0], json.dumps(calls)):
             assert _messages(HI, {"role": "assistant", "tool_calls": given})[1] == wanted
-    bare = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    assert _messages(HI, bare)[1]["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
     answer = {"role": "tool", "content": "2", "name": "f"}
     assert _messages(HI, answer)[1] == answer
     called = {"name": "f", "arguments": {"a": 1}}
@@ -88,21 +90,6 @@ def test_calls_and_tools():
     assert _messages(said, {"from": "observation", "value": "2"})[0] == older[0]
     for tools, schemas in (([{"name": "f"}], [{"name": "f"}]), ('[{"name": "f"}]', [{"name": "f"}]), ("", None)):
         assert to_conversation({"messages": [HI], "tools": tools}, "messages", "x").tools == schemas
-
-
-def test_flags_of_a_turn():
-    for flag, wanted in [
-        ({"train": True}, True),
-        ({"train": 0}, False),
-        ({"weight": 0}, False),
-        ({"weight": 1.0}, True),
-        ({"train": False, "weight": 0}, False),
-        ({"train": None, "weight": None}, None),
-    ]:
-        for turn in (YO, GPT):
-            (last,) = _messages({**turn, **flag})
-            assert last.get("train") is wanted
-            assert "weight" not in last
 
 
 def test_a_bad_row_is_named():
@@ -117,10 +104,8 @@ def test_a_bad_row_is_named():
         ("Yo", f"{either}, not str 'Yo'"),
         ({"from": "human"}, either),
         ({"from": "alien", "value": "x"}, "from 'alien'\n  allowed: system"),
-        ({"from": ["gpt"], "value": "x"}, r"from \['gpt'\]"),
         ({"role": "bot", "content": "x"}, "role 'bot'\n  allowed: system, developer, user"),
         ({"role": "user"}, "user: text expected, not NoneType"),
-        ({"role": "user", "content": 3}, "user: text expected, not int '3'"),
         ({"role": "user", "content": "a\ud83d"}, r"half a character at 1 .\\ud83d"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "user: text expected, not list"),
         ({**YO, "train": "yes"}, "train str 'yes'\n  allowed: true or false"),
@@ -128,13 +113,10 @@ def test_a_bad_row_is_named():
         ({**YO, "train": True, "weight": 0}, "train True and weight 0\n  fix: .*keep one"),
         ({**YO, "training": False}, f"training {known}\n.*write train: "),
         ({**YO, "train_detail": []}, f"train_detail {known}"),
-        ({**GPT, "loss": True}, f"loss {known}"),
         ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),
         ({**YO, "content": [PART, {**PART, "weight": 0}]}, part),
         ({**YO, "tool_calls": 3}, calls),
-        ({**YO, "tool_calls": [{"id": 1}]}, calls),
-        ({**YO, "tool_calls": ["f"]}, calls),
         (calling("{"), "arguments of 'f' are not JSON"),
         (calling("[1]"), "arguments of 'f' are an object, not list"),
     ]
@@ -145,14 +127,11 @@ def test_a_bad_row_is_named():
     table += [
         ("messages", {"text": "a"}, "no 'messages'; a row of format messages has messages"),
         ("messages", {"messages": []}, "a conversation is a list of at least one message, not list '"),
-        ("messages", {"messages": "Hi"}, "a conversation is a list of at least one message, not str 'Hi'"),
-        ("messages", {"messages": [HI], "tools": "[{"}, "tools are not JSON"),
         ("messages", {"messages": [HI], "tools": "[" * 5000}, "tools are not JSON"),
         ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
         ("messages", {"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs are names with values"),
         ("messages", {"messages": [{**SYSTEM, "content": "T"}, HI], "system": "S"}, "a system column and a system mes"),
         ("instruction", {"instruction": "a"}, "no 'output'; a row of format instruction has instruction, output"),
-        ("instruction", {"instruction": "a", "output": None}, "assistant: text expected"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
         ("prompt_completion", {"prompt": [HI], "completion": "a"}, "completion: a conversation is a list of .*not str"),
     ]
@@ -191,12 +170,10 @@ def test_token_ids_and_masks():
     for row, message in [
         ({}, "no 'input_ids'"),
         *(({"input_ids": ids}, integers) for ids in ([10**30], [1.0], [float("nan")], [True], [[1], [2, 3]], [[1]])),
-        *(({"input_ids": ids}, integers) for ids in ("[1, 2]", None)),
         ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 input_ids"),
         ({"input_ids": [5, 6], "labels": [6, 7]}, r"labels\[0\] is 6, but input_ids\[0\] is 5\n.*not shifted"),
         ({"input_ids": [5, 6], "completion_mask": [0, 2]}, "completion_mask: a list of 0 and 1 expected"),
         ({"input_ids": [5, 6], "completion_mask": [0]}, "completion_mask: 1 values for 2 input_ids"),
-        ({"input_ids": [5, 6], "completion_mask": [0.5, 1]}, "completion_mask: a list of integers expected"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "the mask loss_mask is not known here\n.*{completion_mask: loss"),
         ({"input_ids": [5, 6], "completion_mask": [0, 1], "labels": [5, 6]}, "completion_mask and labels differ"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 2]}, "attention_mask: a list of 0 and 1 expected"),

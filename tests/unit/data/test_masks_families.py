@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import CUT, RowEncoder
+from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.masks import Encoded
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.families import with_and_without_marks
@@ -32,6 +32,7 @@ def _talk(*turns: str, **flags: bool) -> list[dict[str, Any]]:
     return talk
 
 
+FAMILIES = ("smollm2", "qwen", "mistral", "deepseek")
 _TWO = ("u:Hi.", "a:Hello!", "u:Who wrote Emma?", "a:Jane Austen.")
 _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one_turn": ({"messages": _talk("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
@@ -67,24 +68,15 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-# SmolLM2's own template shows no tools, for which it has ours of ChatML here
-_WANTED = [
-    ("smollm2-tools" if (family, name) == ("smollm2", "tools") else family, name)
-    for family in ("smollm2", "qwen", "mistral", "deepseek")
-    for name in _CASES
-]
 _GOLDEN = Path("tests", "golden", "masks")
 
 
-_ENCODERS: dict[str, RowEncoder] = {}  # each made once, as it takes a while
-
-
-def _encoded(tokenizer: Any, template: str, name: str) -> Encoded:
+def _encoded(encoders: dict[str, RowEncoder], tokenizer: Any, template: str, name: str) -> Encoded:
     row, options = _CASES[name]
-    key = repr((id(tokenizer), template, options))
-    if key not in _ENCODERS:
-        _ENCODERS[key] = encoder_of(tokenizer, DataConfig(**options), template)
-    (found,) = _ENCODERS[key].encode([row], "messages", ["row"])
+    key = repr((template, options))  # each is made once, as it takes a while
+    if key not in encoders:
+        encoders[key] = encoder_of(tokenizer, DataConfig(**options), template)
+    (found,) = encoders[key].encode([row], "messages", ["row"])
     assert (found.dropped, len(found.samples)) == (None, 1)
     assert found.truncated == name.startswith("truncated")
     return found.samples[0]
@@ -100,31 +92,29 @@ def _written(tokenizer: Any, row: Encoded) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize(("family", "name"), _WANTED)
-def test_mask_is_as_written_out(request: pytest.FixtureRequest, root: Path, family: str, name: str):
-    tokenizer = request.getfixturevalue(family.removesuffix("-tools"))
-    marked, derived = (_encoded(tokenizer, text, name) for text in with_and_without_marks(family, tokenizer))
-    assert derived.input_ids.tolist() == marked.input_ids.tolist()
-    assert derived.supervised.tolist() == marked.supervised.tolist()
-    file = root / _GOLDEN / family.removesuffix("-tools") / f"{name}.txt"
-    if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_written(tokenizer, derived), encoding="utf-8")
-    assert _written(tokenizer, derived) == file.read_text(encoding="utf-8")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_are_as_written_out(request: pytest.FixtureRequest, root: Path, family: str):
+    tokenizer, folder = request.getfixturevalue(family), root / _GOLDEN / family
+    encoders: dict[str, RowEncoder] = {}
+    for name, (_, options) in _CASES.items():
+        # SmolLM2's own template shows no tools, for which it has ours of ChatML here
+        templates = with_and_without_marks(
+            "smollm2-tools" if (family, name) == ("smollm2", "tools") else family, tokenizer
+        )
+        marked, derived = (
+            _encoded(encoders, tokenizer, text, name) for text in (templates[bool(options)], templates[1])
+        )
+        assert derived.input_ids.tolist() == marked.input_ids.tolist()
+        assert derived.supervised.tolist() == marked.supervised.tolist()
+        file = folder / f"{name}.txt"
+        if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(_written(tokenizer, derived), encoding="utf-8")
+        assert _written(tokenizer, derived) == file.read_text(encoding="utf-8"), file
+    assert {file.stem for file in folder.iterdir()} == set(_CASES)
 
 
-def test_every_golden_file_is_compared(root: Path):
-    found = {(file.parent.name, file.stem) for file in (root / _GOLDEN).rglob("*.txt")}
-    assert found == {(family.removesuffix("-tools"), name) for family, name in _WANTED}
-
-
-def test_cut_before_the_assistant(smollm2: Any):
-    row = {"messages": _talk("u:Hi.", "a:Hello!")}
-    (found,) = RowEncoder(smollm2, DataConfig(max_seq_length=8)).encode([row], "messages", ["row"])
-    assert (found.samples, found.truncated, found.dropped) == ([], True, CUT)
-
-
-@pytest.mark.parametrize("family", ["smollm2", "qwen", "mistral", "deepseek"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: str):
     """Where no token lies across a border, the ids are what transformers itself makes of the conversation."""
     tokenizer = request.getfixturevalue(family)

@@ -26,8 +26,12 @@ def test_written_out():
     assert micro_batches(rows[:1], 1, 3, 2) == [[FILLER]]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_any_sizes(seed: int):
+def test_any_sizes():
+    for seed in range(200):
+        assert_once_per_epoch(seed)
+
+
+def assert_once_per_epoch(seed: int) -> None:
     """Every row exactly once per epoch; all ranks take as many steps; the loader's length is that number."""
     draw = random.Random(seed)
     micro, ranks, accumulate = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 4)
@@ -64,8 +68,12 @@ def _mix(shuffle: bool = True, **options: object) -> GlobalOrder:
     return GlobalOrder(**{**given, "groups": (4, 16), "weights": (1.0, 1.0), **options})
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_mix_gives_every_source_its_share(seed: int):
+def test_a_mix_gives_every_source_its_share():
+    for seed in range(50):
+        assert_shares(seed)
+
+
+def assert_shares(seed: int) -> None:
     """As many items per epoch as without weights; over epochs each source goes on where it stopped, pass by pass."""
     draw = random.Random(seed)
     groups = tuple(draw.randint(1, 40) for _ in range(draw.randint(2, 4)))
@@ -101,14 +109,6 @@ def test_a_mix_in_file_order_is_spread_evenly():
     assert order.shares == (10, 10)
     assert order.permutation(0).tolist() == [x for i in range(10) for x in (i % 4, 4 + i)]
     assert order.permutation(1).tolist() == [x for i in range(10, 20) for x in (i % 4, 4 + i % 16)]
-
-
-def test_largest_remainder():
-    assert apportion(10, [1, 1, 1]) == (4, 3, 3)
-    assert apportion(7, [0.6, 0.3, 0.1]) == (4, 2, 1)
-    assert apportion(0, [1.0]) == (0,)
-    assert apportion(7, [3.0, 1.0]) == (5, 2)
-    assert apportion(0, []) == ()
 
 
 def test_only_the_ratio_of_weights_counts():

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
-from lit_fsdp.data.stats import SampleNumbers, describe_data, first_rows
+from lit_fsdp.data.stats import describe_data, first_rows
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -49,15 +48,6 @@ def test_counts_and_warnings(tmp_path: Path):
     assert "data.val: 2 of 2 samples are in data.train too" in text
     assert "data.train: 2 of 6 rows dropped: 1 without an assistant turn, 1 cut before the assistant's turn" in text
     assert "data.train: 1 of 4 samples are copies" in text
-
-
-def test_numbers_by_hand():
-    numbers = SampleNumbers(np.array([100, 10, 4]), np.array([30, 0, 4]), np.array([1, 2, 2], np.uint64)).describe()
-    assert numbers["supervised_share_histogram"] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
-    assert numbers["lengths"] == {"min": 4, "median": 10, "mean": 38, "p95": 91, "max": 100}
-    assert (numbers["samples"], numbers["duplicates"], numbers["tokens"]) == (3, 1, 114)
-    nothing = np.zeros(0, np.int64)
-    assert SampleNumbers(nothing, nothing, nothing).describe()["lengths"]["max"] == 0
 
 
 def test_packs_val_split_and_sources(tmp_path: Path):

@@ -19,11 +19,7 @@ from lit_fsdp.data.readers import Part
 from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import encoder_of
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.unit.data.conversations import CHATML as TEMPLATE
 
 
 def _file(path: Path, count: int, start: int = 0) -> str:
@@ -95,16 +91,6 @@ def test_the_same_batches_on_any_number_of_ranks_and_from_any_position(
         assert (epoch == in_file_order) is not shuffle
 
 
-def test_every_row_once_per_epoch_and_a_new_order_in_the_next(small: Any, tmp_path: Path):
-    found = _global_batches(small, 12, train=_file(tmp_path / "a.jsonl", 24))
-    prompts = list(chain(*(item for items, _ in found for item in items)))
-    first, second = prompts[:24], prompts[24:]
-    assert sorted(first) == sorted(second)
-    assert len(set(first)) == 24
-    assert first != second
-    assert sorted(first[:8]) == sorted(f"p{i}" for i in range(8)) != first[:8]  # a window
-
-
 def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path: Path):
     entries: Any = [
         SourceConfig(source=_file(tmp_path / "a.jsonl", 5), weight=3.0),
@@ -118,19 +104,6 @@ def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path
     assert 30 <= counts[0] <= 33
     again = next(window for window in windows if window.epoch == 1)
     assert (again.number, again.rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
-
-
-def test_reading_goes_on_where_a_window_began(small: Any, tmp_path: Path):
-    entries: Any = [
-        SourceConfig(source=_file(tmp_path / "a.jsonl", 900), weight=1.0),
-        SourceConfig(source=_parquet(tmp_path / "b.parquet", 300), weight=1.0),
-        SourceConfig(source="generated:700", weight=2.0, format="messages"),
-    ]
-    stream = _stream(small, train=entries, shuffle_window=97)
-    windows = list(islice(stream.windows(), 40))
-    for number in (0, 1, 7, 20, 33):
-        start = json.loads(json.dumps(windows[number].start))
-        assert list(islice(stream.windows(start), 40 - number)) == windows[number:]
 
 
 def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
@@ -220,19 +193,3 @@ def test_an_error_in_a_loader_process_is_said_in_words(small: Any, tmp_path: Pat
     with pytest.raises(DataError, match=r"^\S+a\.jsonl:4: not JSON"):
         list(islice(_loader(small, train=name, num_workers=1), 3))
     assert multiprocessing.active_children() == []
-
-
-def test_a_step_that_is_ended_early_goes_on_behind_its_global_batch(small: Any, tmp_path: Path):
-    """As with limit_train_batches that is no multiple of the accumulation: the next epoch reads on, nothing twice."""
-    name = _file(tmp_path / "a.jsonl", 32)
-    whole = [_prompts(small, batch) for batch in islice(_loader(small, train=name), 32)]
-    loader, step = _loader(small, train=name), 0
-    loader.begin = lambda: (step, None)
-    found = []
-    for _ in range(2):  # six micro-batches, four to a global batch
-        batches = iter(loader)
-        found += [_prompts(small, next(batches)) for _ in range(6)]
-        step += 2
-        assert loader.position(step)
-        batches.close()  # type: ignore[attr-defined]
-    assert found == whole[:6] + whole[8:14]

