@@ -76,6 +76,9 @@ slurm-programs:
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
 	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults
 
+chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits against Lightning and plain DCP
+	$(BIN)/python -m tests.faults.peers
+
 clean:  ## remove what can be made again; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

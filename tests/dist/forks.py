@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -201,6 +202,7 @@ def _be_rank(job: Any, arguments: dict[str, Any], place: Path, rank: int) -> Non
     """Never returns."""
     code, known = 1, set(sys.modules)
     _die_with_parent()
+    random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
     try:
         for number, name in enumerate((os.devnull, place / f"out-{rank}", place / f"err-{rank}")):
             os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)

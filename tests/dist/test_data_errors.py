@@ -17,6 +17,6 @@ def test_every_rank_raises_what_the_first_one_met(tiny_model: Path, tmp_path: Pa
     job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": {"train": str(path)}}
     with pytest.raises(RankError) as told:
         on_ranks("elastic_run", 2, run=tmp_path / "run", steps=2, micro=2, **job)
-    first, second = str(told.value).split("\nrank 1: ")
+    first, second = str(told.value).split("\nrank 1 ended with ")
     for said in (first, second):
         assert f"DataError: {path}:21: not JSON" in said

@@ -10,6 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.dist.forks import on_ranks, server
+from tests.faults.tracked import SURVIVED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was injected, as a table."""
+    if SURVIVED:
+        terminalreporter.section("injected faults")
+        for line in ("| injection | survived |", "|---|---|", *(f"| {row} | {n} |" for row, n in SURVIVED.items())):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from lit_fsdp.checkpoint.run_folder import checkpoints, step_folder
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
-from tests.faults.tracked import CHAOS
+from tests.faults.tracked import CHAOS, SURVIVED
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -98,4 +98,5 @@ def test_all_damage_is_noticed(saved: Path, tmp_path: Path) -> None:
         assert path == step_folder(saved, 2)
         assert list(passed) == [victim]
         shutil.rmtree(victim)
+        SURVIVED[f"damage: {KINDS[trial % len(KINDS)].__name__.replace('_', ' ')}"] += 1
     assert [entry.step for entry in checkpoints(saved)] == [1, 2, 3]

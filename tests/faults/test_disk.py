@@ -13,7 +13,7 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import on_ranks
-from tests.faults.tracked import TrackedRun
+from tests.faults.tracked import SURVIVED, TrackedRun
 
 OLD = ["step-00000001", "step-00000002"]
 
@@ -39,6 +39,7 @@ def test_every_change_fails_once_on_every_rank(tmp_path: Path, layout: str) -> N
         # the last sync comes after the rename: the new one stands then, whole
         is_renamed = event == entries[-1]["event"] or entry["left"] == [*OLD, "step-00000003"]
         assert entry["left"] == OLD or (is_renamed and event["stage"] == "rename"), entry
+        SURVIVED["a failing change of the file system"] += 1
     assert sum(len(entry["left"]) == 3 for entry in entries if entry["hit"]) <= 1
 
 
@@ -58,6 +59,7 @@ def test_a_full_disk(small_disk: Callable[[str, int], Path], tmp_path: Path, lay
         assert entry["temporary"] == [], entry
         assert saved or entry["percent"] <= 115, entry
         assert not saved or entry["percent"] >= 90, entry
+        SURVIVED["a full disk, in steps of 5 %"] += 1
 
 
 def test_a_training_on_a_full_disk_goes_on_when_there_is_room(

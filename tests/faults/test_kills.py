@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, TrackedRun
+from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun
 
 KILLS_OF_JOBS, KILLS_OF_RANKS = (300, 60) if CHAOS else (6, 6)
 SOAK_SECONDS = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
@@ -49,6 +49,7 @@ def test_the_whole_job_at_random_moments(tiny_model: Path, tmp_path: Path) -> No
             stages[run.stage()] += 1
             run.check(may_lose(kind))
             run.check_resumed_from(before)
+            SURVIVED["kill -9 of the whole job in a save"] += 1
         run.finish()
     assert stages["tensors"] >= 1
     assert stages["manifest"] + stages["rename"] >= 1
@@ -76,6 +77,7 @@ def test_one_rank(tiny_model: Path, tmp_path: Path) -> None:
             assert not job.is_alive()
             run.check(may_lose(kind))
             run.check_resumed_from(before)
+            SURVIVED["kill -9 of one rank in a save or a removal"] += 1
         run.finish()
 
 
@@ -96,4 +98,5 @@ def test_soak(tiny_model: Path, tmp_path: Path) -> None:
         if run.newest():
             run.check(may_lose=every)
             run.check_resumed_from(before)
+        SURVIVED["kills 5 to 30 s apart"] += 1
     run.finish(timeout=SOAK_SECONDS)

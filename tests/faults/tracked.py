@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.dist.forks import Job, server
 
 CHAOS = os.environ.get("LIT_FSDP_FAULTS") == "long"
 ENDLESS = 100_000
+SURVIVED: Counter[str] = Counter()
+"""How often so far, by injection; what is not survived fails its test. `make chaos` prints it."""
 COLLECTIVE_TIMEOUT = 30.0  # seconds; a busy machine may need ten between two ranks
 
 
