@@ -56,7 +56,9 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
         assert went_on["best_model_path"] == waited["best_model_path"] != ""
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine")), "fsdp2"]
+)
 def test_somebody_elses_module(tmp_path: Path, engine: str) -> None:
     job = {"strategy": {"engine": engine, "precision": "fp32"}}
     waited = on_ranks("train_foreign_async", 2, run=tmp_path / "sync", async_save=False, **job)

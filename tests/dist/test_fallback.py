@@ -22,7 +22,6 @@ data: {train: "generated:32", val: "generated:4", max_seq_length: 64, global_bat
 checkpoint: {every_steps: 1, keep_last: -1}
 """
 NEWEST = "step-00000003"
-ENGINES = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@ENGINES
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine"))]
+)
 def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, engine: str) -> None:
     run, by_path = three_steps(engine, tmp_path / "run"), three_steps(engine, tmp_path / "by_path")
     newest = run / "checkpoints" / NEWEST

@@ -49,7 +49,9 @@ def test_files_are_loaded_bit_for_bit(tiny_model: Path, engine: str, ranks: int)
     check(on_ranks("load_and_fingerprint", ranks, model=tiny_model, engine=engine), wanted)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine"))]
+)
 def test_initializers_that_write_to_children_leave_loaded_weights_alone(tmp_path: Path, engine: str) -> None:
     """RecurrentGemma's attention initializes its projections, and computing one of its buffers calls it."""
     wanted = fingerprints(saved("recurrent_gemma", tmp_path))
