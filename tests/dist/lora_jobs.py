@@ -15,6 +15,7 @@ from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import open_weights
+from lit_fsdp.parallel import activation
 from tests.dist.jobs import fit, module_for, program, whole
 from tests.dist.reference import global_batch, loop, step_loss
 
@@ -25,6 +26,7 @@ def train_lora(
     folder: str, strategy: dict[str, Any], model: dict[str, Any], run: str | None = None, **options: Any
 ) -> dict[str, Any]:
     """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; saved in ``run``."""
+    activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
     callbacks = [] if run is None else [Checkpoint(every_steps=10)]
     module = module_for(folder, model)
     trainer, found = fit(module, strategy, callbacks, seed=SEED, **{"default_root_dir": run, **options})

@@ -69,7 +69,7 @@ def test_mixed_precision_and_the_audit_count_what_is_trained(tiny_model: Path, e
     assert results[0]["changed"] == []
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("compiles once more"))])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_compiled_blocks(tiny_model: Path, engine: str) -> None:
     strategy = {"engine": engine, "precision": "fp32", "compile": True, "activation_checkpointing": "full"}
     results = on_ranks("train_lora", 2, 300, folder=tiny_model, strategy=strategy, model={"lora": LORA})
