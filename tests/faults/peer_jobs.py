@@ -54,12 +54,13 @@ class PeerNet(LightningModule):
         if self.shards_itself:
             shard(self, self.device_mesh["data_parallel"])
 
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """As the plain loop has it."""
-        x, y = batch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        loss = torch.nn.functional.mse_loss(self.head(x), y)
+        return self.head(x)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self(batch[0]), batch[1])
         self.last_loss = loss.detach()
         return loss
 
