@@ -171,8 +171,13 @@ def on_ranks(job: str, ranks: int, timeout: float = 280, **arguments: Any) -> li
 
 
 def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program") -> list[Outcome]:
-    """``lit-fsdp WORDS`` in a folder, or another job that ends with an exit code."""
-    outcomes = server().start(job, ranks, words=words, cwd=cwd).wait(280)
+    """``lit-fsdp WORDS`` in a folder, or another job that ends with an exit code.
+
+    Ranks that still wait for the first one when it has failed are ended, as torchrun does it.
+    """
+    running = server().start(job, ranks, words=words, cwd=cwd)
+    (first,) = running.wait(280, [0])
+    outcomes = running.wait(20 if first.code else 280)
     server().end_jobs()
     return outcomes
 

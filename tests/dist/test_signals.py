@@ -198,14 +198,28 @@ def repeated(number: signal.Signals, code: int) -> list[signal.Signals]:
     return [number, *others, *[signal.SIGINT] * (not code)]
 
 
-@pytest.mark.parametrize(("phase", "whom", "code", "steps"), [("imports", "first", 75, []), ("exit", "all", 0, [2, 3])])
-def test_at_the_first_and_the_last_moment(
-    tmp_path: Path, running: list[subprocess.Popen[str]], phase: str, whom: str, code: int, steps: list[int]
+@pytest.mark.parametrize(
+    ("phase", "number", "whom", "code", "steps"),
+    [
+        ("imports", signal.SIGTERM, "first", 75, []),
+        ("rows", signal.SIGUSR1, "first", 75, []),
+        ("exit", signal.SIGTERM, "all", 0, [2, 3]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_before_ranks_meet_and_after_they_part(
+    tmp_path: Path,
+    running: list[subprocess.Popen[str]],
+    phase: str,
+    number: signal.Signals,
+    whom: str,
+    code: int,
+    steps: list[int],
 ) -> None:
     process = begin(tmp_path, [PHASES], words_of("fit"), SLOW_PHASE=phase, SLOW_SECONDS="120")
     running.append(process)
     wait_for(tmp_path / f"{phase}-0", process)
-    for again in repeated(signal.SIGTERM, code):
+    for again in repeated(number, code):
         if process.poll() is None:
             send(process, again, whom)
         time.sleep(0.1)
@@ -218,7 +232,6 @@ def test_at_the_first_and_the_last_moment(
 @pytest.mark.parametrize(
     ("phase", "verb", "number", "rank", "code", "steps"),
     [
-        ("rows", "fit", signal.SIGUSR1, 0, 75, []),
         ("setup", "fit", signal.SIGINT, 1, 130, []),  # after the first collective
         ("validation", "fit", signal.SIGTERM, 0, 75, [2, 3]),  # the best so far, saved; then a step
         ("test", "test", signal.SIGTERM, 1, 75, []),
