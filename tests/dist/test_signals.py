@@ -15,7 +15,7 @@ import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
-from tests.dist.forks import command, server
+from tests.dist.forks import command
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
@@ -180,81 +180,43 @@ def test_ctrl_c_three_times_in_a_save(tmp_path: Path, running: list[subprocess.P
     assert hidden.name.startswith(".step-00000003.tmp-")
 
 
-def words_of(verb: str) -> list[str]:
-    return [verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000"]
-
-
-def check_end(tmp_path: Path, output: str, code: int, steps: list[int]) -> None:
-    """Neither half of a run nor a word too many."""
-    assert "Traceback" not in output
-    assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
-    run = tmp_path / "run"
-    assert (check_nothing_half_written(run) if (run / "checkpoints").exists() else []) == steps
-
-
-def repeated(number: signal.Signals, code: int) -> list[signal.Signals]:
-    """SIGTERM and SIGUSR1 may come again at any time, and all of them once everything is done."""
-    others = [signal.SIGTERM, signal.SIGUSR1] * (number != signal.SIGINT)
-    return [number, *others, *[signal.SIGINT] * (not code)]
-
-
 @pytest.mark.parametrize(
-    ("phase", "number", "whom", "code", "steps"),
+    ("phase", "verb", "number", "whom", "code", "steps"),
     [
-        ("imports", signal.SIGTERM, "first", 75, []),
-        ("rows", signal.SIGUSR1, "first", 75, []),
-        ("exit", signal.SIGTERM, "all", 0, [2, 3]),
+        ("imports", "fit", signal.SIGTERM, "first", 75, []),
+        ("rows", "fit", signal.SIGUSR1, "first", 75, []),
+        ("setup", "fit", signal.SIGINT, "child", 130, []),  # after the first collective
+        pytest.param("setup", "fit", signal.SIGTERM, "child", 75, [], marks=pytest.mark.long("as the one above")),
+        pytest.param("setup", "fit", signal.SIGINT, "first", 130, [], marks=pytest.mark.long("as the one above")),
+        ("validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
+        ("exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
+        ("test", "test", signal.SIGTERM, "first", 75, []),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_before_ranks_meet_and_after_they_part(
+def test_in_every_phase(
     tmp_path: Path,
     running: list[subprocess.Popen[str]],
     phase: str,
+    verb: str,
     number: signal.Signals,
     whom: str,
     code: int,
     steps: list[int],
 ) -> None:
-    process = begin(tmp_path, [PHASES], words_of("fit"), SLOW_PHASE=phase, SLOW_SECONDS="120")
+    """Neither half of a run nor a hang: what lit_fsdp/signals.py says, for every phase."""
+    words = [verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000"]
+    process = begin(tmp_path, [PHASES], words, SLOW_PHASE=phase, SLOW_SECONDS="120")
     running.append(process)
-    wait_for(tmp_path / f"{phase}-0", process)
-    for again in repeated(number, code):
+    wait_for(tmp_path / f"{phase}-{1 if whom == 'child' else 0}", process)
+    for again in (number, *[signal.SIGTERM, signal.SIGUSR1] * (number != signal.SIGINT), *[signal.SIGINT] * (not code)):
         if process.poll() is None:
             send(process, again, whom)
         time.sleep(0.1)
     go_on(tmp_path, phase)
     output = finish(process)
     assert process.returncode == code, output
-    check_end(tmp_path, output, code, steps)
-
-
-@pytest.mark.parametrize(
-    ("phase", "verb", "number", "rank", "code", "steps"),
-    [
-        ("setup", "fit", signal.SIGINT, 1, 130, []),  # after the first collective
-        ("validation", "fit", signal.SIGTERM, 0, 75, [2, 3]),  # the best so far, saved; then a step
-        ("test", "test", signal.SIGTERM, 1, 75, []),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_in_every_phase(
-    tmp_path: Path, phase: str, verb: str, number: signal.Signals, rank: int, code: int, steps: list[int]
-) -> None:
-    """To one of two ranks that somebody else started: what lit_fsdp/signals.py says, for every phase."""
-    slow = {"SLOW_PHASE": phase, "SLOW_SECONDS": "120"}
-    configs = [*("--config", SMOKE[0]), *("--config", SMOKE[1]), *("--trainer.default_root_dir", "run")]
-    verb, *more = words_of(verb)
-    job = server().start("script", 2, env=slow, words=[PHASES, verb, *configs, *more], cwd=tmp_path)
-    deadline = time.monotonic() + PATIENCE
-    while not (tmp_path / f"{phase}-{rank}").exists():
-        assert time.monotonic() < deadline, job.output(rank)
-        time.sleep(0.05)
-    for again in repeated(number, code):
-        job.kill([rank], again)
-        time.sleep(0.1)
-    go_on(tmp_path, phase)
-    outcomes = job.wait(PATIENCE)
-    assert [outcome.code for outcome in outcomes] == [code, code], outcomes[0].output + outcomes[1].output
-    assert not job.is_alive()
-    check_end(tmp_path, outcomes[0].output + outcomes[1].output, code, steps)
+    assert "Traceback" not in output
+    assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
+    found = check_nothing_half_written(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
+    assert found == steps
