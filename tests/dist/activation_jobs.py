@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel import activation
 from lit_fsdp.parallel.activation import recomputes
-from tests.dist.jobs import Losses, TinyData, digest, module_for, trainer_for
+from tests.dist.jobs import fit, module_for
 
 
 class Gathers:
-    """Counts all-gathers that either engine issues; as a context."""
+    """Counts all-gathers that either engine issues from here on."""
 
     names = ("all_gather", "all_gather_single", "all_gather_into_tensor")  # the engines' words, by release of torch
 
-    def __enter__(self) -> Gathers:
-        """Count from here on."""
-        import torch.distributed as dist
-
+    def __init__(self) -> None:
         self.number = 0
-        self._before = {name: getattr(dist, name) for name in self.names if hasattr(dist, name)}
-        for name, function in self._before.items():
-            setattr(dist, name, self._counted(function))
-        return self
+        for name in self.names:
+            if hasattr(dist, name):
+                setattr(dist, name, self._counted(getattr(dist, name)))
 
     def _counted(self, function: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -33,13 +29,6 @@ class Gathers:
             return function(*args, **kwargs)
 
         return counted
-
-    def __exit__(self, *reason: object) -> None:
-        """As before."""
-        import torch.distributed as dist
-
-        for name, function in self._before.items():
-            setattr(dist, name, function)
 
 
 class SwitchedOn(CausalLMModule):
@@ -59,21 +48,12 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
     from torch._dynamo.utils import counters
 
     activation.BACKEND = "aot_eager"
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    losses = Losses()
-    trainer = trainer_for(strategy, [losses], max_steps=4)
-    module = module_for(folder)
+    module, gathers = module_for(folder), Gathers()
     if theirs:
         module.__class__ = SwitchedOn
-    with Gathers() as gathers:
-        trainer.fit(module, datamodule=TinyData())
-    optimizer: Any = trainer.optimizers[0]
+    _, found = fit(module, strategy, steps=4)
     blocks: list[Any] = [m for m in module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
-    return {
-        "losses": losses.values,
-        "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
+    return found | {
         "recomputes": [recomputes(block) for block in blocks],
         "gathers": gathers.number,
         "graphs": {"unique_graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])},
@@ -85,10 +65,9 @@ def fit_twice(folder: str, engine: str) -> list[list[str]]:
     strategies = [
         {"engine": engine, "precision": "fp32", "activation_checkpointing": mode} for mode in ("full", "none")
     ]
-    trainers = [trainer_for(strategy, [], max_steps=1) for strategy in strategies]  # the first fit forgets WORLD_SIZE
     module, found = module_for(folder), []
-    for trainer in trainers:
-        trainer.fit(module, datamodule=TinyData())
+    for strategy in strategies:
+        trainer, _ = fit(module, strategy, steps=1)
         live: Any = trainer.strategy
         found.append([recomputes(block) for block in live.plan.blocks])
     return found

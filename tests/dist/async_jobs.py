@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
@@ -21,7 +18,7 @@ from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
-from tests.dist.foreign import ForeignNet, StepLosses, foreign_rows
+from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, TinyDataWithValidation, digest, module_for, trainer_for
 
 STEPS = 9
@@ -48,7 +45,6 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Once per step."""
         background: Any = trainer.strategy.background  # type: ignore[attr-defined]
         step = trainer.global_step
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
@@ -77,18 +73,15 @@ def train_async(
     module = module_for(folder, warmup_steps=8)
     data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
     found: dict[str, Any] = {"error": ""}
-    began = time.monotonic()
-    with _hurt(fault, rank, Path(run)):
-        try:
-            trainer.fit(module, datamodule=data)
-        except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
-            found["error"] = f"{type(error).__name__}: {error}"
-    optimizer: Any = trainer.optimizers[0]
+    _hurt(fault, rank, Path(run))
+    try:
+        trainer.fit(module, datamodule=data)
+    except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
     return {
         **found,
-        "seconds": time.monotonic() - began,
         "losses": losses.values,
-        "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
+        "digest": digest(module, trainer.optimizers[0]),
         "step": trainer.global_step,
         "visible": watch.visible,
         "pending": watch.pending,
@@ -100,17 +93,13 @@ def train_async(
 
 def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) -> list[float]:
     """Losses of somebody else's module in two fits of one Trainer, saved by our callback at each second step."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(11)
-    losses = StepLosses()
-    saving = Checkpoint(every_steps=2, keep_last=-1, async_save=async_save)
+    losses, saving = StepLosses(), Checkpoint(every_steps=2, keep_last=-1, async_save=async_save)
     trainer = trainer_for(strategy, [losses, saving], max_steps=6, default_root_dir=run)
-    size = 8 // ranks
-    batches = [tuple(part[rank * size : (rank + 1) * size] for part in foreign_rows(step)) for step in range(6)]
     module = ForeignNet()
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, loader(range(6)))
     trainer.fit_loop.epoch_loop.max_steps = 8  # a second fit of the same Trainer goes on
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, loader(range(6)))
     return losses.values
 
 
@@ -135,8 +124,7 @@ def _hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@contextlib.contextmanager
-def _hurt(fault: str, rank: int, run: Path) -> Iterator[None]:
+def _hurt(fault: str, rank: int, run: Path) -> None:
     """Let the end of a save wait for the step after it, or take long, or rank 1 fail to write its shard of step 6."""
     publish, write = staging.publish, disk.HashedFile.write
 
@@ -164,7 +152,3 @@ def _hurt(fault: str, rank: int, run: Path) -> Iterator[None]:
         staging.publish = slow  # type: ignore[assignment]
     if fault == "full disk":
         disk.HashedFile.write = failing  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        staging.publish, disk.HashedFile.write = publish, write  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.dist.jobs import TinyData, module_for, trainer_for
+from tests.dist.jobs import fit, local, module_for
 
 
 class Kept(Callback):
@@ -24,31 +24,23 @@ class Kept(Callback):
         self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
 
 
-def kept_by_a_rank(folder: str, strategy: dict[str, Any], num_nodes: int = 1) -> dict[str, Any]:
+def kept_by_a_rank(folder: str, strategy: dict[str, Any]) -> dict[str, Any]:
     """The audit of two steps, and what this rank holds after them."""
-    kept = Kept()
-    trainer = trainer_for(strategy, [kept], max_steps=2)
-    module = module_for(folder)
-    trainer.fit(module, datamodule=TinyData())
-    live: Any = trainer.strategy
+    kept, module = Kept(), module_for(folder)
+    trainer, found = fit(module, strategy, [kept], steps=2)
     optimizer: Any = trainer.optimizers[0]
-    state = getattr(optimizer, "optimizer", optimizer).state
-    moments = [values[name] for values in state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [values[name] for values in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return {
-        "audit": live.audit,
+        "audit": found["audit"],
         "kept": {
-            "num_params": sum(_local(p).numel() for p in module.parameters()),
+            "num_params": found["local_numel"],
             "parameter_bytes": _storage_bytes(module.parameters()),
             "gradient_bytes": kept.gradient_bytes,
-            "optimizer_bytes": sum(_local(m).numel() * m.element_size() for m in moments),
+            "optimizer_bytes": sum(local(m).numel() * m.element_size() for m in moments),
         },
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {s.data_ptr(): s.nbytes() for s in (_local(t).untyped_storage() for t in tensors)}
+    storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
     return sum(storages.values())

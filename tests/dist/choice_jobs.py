@@ -6,17 +6,16 @@ import logging
 import os
 import signal
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
-from tests.dist.foreign import ForeignNet, foreign_rows
-from tests.dist.jobs import Losses, TinyData, digest, module_for, trainer_for
+from lit_fsdp.parallel import precision
+from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
+from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for
 
 
 class Manual(ForeignNet):
@@ -46,19 +45,11 @@ class Manual(ForeignNet):
 def train_wrapped_by_hand(strategy: dict[str, Any], how: str, run: str | None = None) -> dict[str, Any]:
     """Losses and units of a module that wraps itself, all of it from one seed."""
     torch.manual_seed(3)
-    module = Manual(how)
-    losses: list[float] = []
-
-    class Collect(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            losses.append(float(trainer.callback_metrics["loss"]))
-
-    trainer = trainer_for(strategy, [Collect()], max_steps=4, default_root_dir=run)
-    ranks, rank = trainer.world_size, trainer.global_rank
-    rows = [tuple(t[rank * 8 // ranks : (rank + 1) * 8 // ranks] for t in foreign_rows(step)) for step in range(4)]
-    trainer.fit(module, DataLoader(rows, batch_size=None))
+    module, losses = Manual(how), StepLosses()
+    trainer = trainer_for(strategy, [losses], max_steps=4, default_root_dir=run)
+    trainer.fit(module, loader(range(4)))
     live: Any = trainer.strategy
-    return {"losses": losses, "units": sorted(live.realized_units()), "audit": live.audit}
+    return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}
 
 
 class Poison(Callback):
@@ -77,8 +68,7 @@ class Poison(Callback):
         self.digests.append(digest(pl_module, optimizer))
         if self.step in self.steps and dist.get_rank() == self.rank:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-            next(g for g in local if g.numel()).view(-1)[0] = self.value
+            next(g for g in map(local, grads) if g.numel()).view(-1)[0] = self.value
 
 
 def poisoned(
@@ -88,20 +78,17 @@ def poisoned(
     torch.manual_seed(0)
     poison, losses = Poison(steps, rank, value), Losses()
     trainer = trainer_for(strategy, [poison, losses], max_steps=6, **options)
-    module = module_for(folder)
-    error = ""
+    module, error = module_for(folder), ""
     try:
         trainer.fit(module, datamodule=TinyData())
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
     live: Any = trainer.strategy
-    optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
-    last = digest(module, getattr(optimizer, "optimizer", optimizer)) if optimizer is not None and not error else ""
     return {
         "error": error,
         "guard": live.guard.state_dict(),
         "skipped": live.guard.num_skipped_steps,
-        "digests": [*poison.digests, last],
+        "digests": [*poison.digests, "" if error else digest(module, trainer.optimizers[0])],
         "losses": losses.values,
     }
 
@@ -115,8 +102,7 @@ class AsksForStacks(Callback):
 
 def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
     """One step, in which each rank is asked where it is."""
-    trainer = trainer_for(strategy, [AsksForStacks()], max_steps=1, default_root_dir=run)
-    trainer.fit(module_for(folder), datamodule=TinyData())
+    fit(module_for(folder), strategy, [AsksForStacks()], steps=1, default_root_dir=run)
 
 
 class CountReductions(Callback):
@@ -124,16 +110,13 @@ class CountReductions(Callback):
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.now = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Both engines look the collectives up at call time."""
-        self.originals = {
-            name: getattr(dist, name)
-            for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
-            if hasattr(dist, name)
-        }
-        for name, original in self.originals.items():
-            setattr(dist, name, self._counting(original))
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
+            if hasattr(dist, name):
+                setattr(dist, name, self._counting(getattr(dist, name)))
 
     def _counting(self, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,43 +126,28 @@ class CountReductions(Callback):
 
         return call
 
-    now = 0
-
     def on_train_batch_start(self, *_: Any) -> None:
-        """Count anew."""
         self.now = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep the count."""
         self.counts.append(self.now)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave no trace for the next job."""
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
 
 
 def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
-    """What the live engine is set to, and which dtypes and devices were found."""
-    torch.manual_seed(0)
-    losses, counts = Losses(), CountReductions()
-    trainer = trainer_for(strategy, [losses, counts], max_steps=steps, **options)
-    module = module_for(folder)
-    trainer.fit(module, datamodule=TinyData())
+    """What the live engine is set to, beside what every run finds."""
+    counts, module = CountReductions(), module_for(folder)
+    trainer, found = fit(module, strategy, [counts], steps=steps, **options)
     live: Any = trainer.strategy
     units = list(live._root.modules())
     fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
     found_mesh = module._device_mesh
-    return {
-        "losses": losses.values,
+    return found | {
         "reductions": counts.counts,
-        "dtypes": live.contract.report()["realized"],
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
         "is_over_all_ranks": found_mesh is not None and found_mesh["data_parallel"].get_group() is dist.group.WORLD,
         "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),
-        "devices": sorted({p.device.type for p in module.parameters()}),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
         "backward_prefetch": sorted({str(m.backward_prefetch) for m in fsdp1}),
         "forward_prefetch": sorted({m.forward_prefetch for m in fsdp1}),
@@ -193,32 +161,20 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
             live.mesh.get_group(dim)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for dim in range(live.mesh.ndim)
         ],
-        "audit": live.audit,
     }
 
 
 def settled(
     folder: str, run: str, strategy: dict[str, Any], has_bf16: list[bool], ckpt_path: str | None = None, steps: int = 2
 ) -> dict[str, Any]:
-    """Train where each rank's CPU has or lacks bf16 instructions; dtypes, losses and what is said about precision."""
+    """Train where each rank's CPU has or lacks bf16 instructions; what a run finds, and is said about precision."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
     log = logging.getLogger("lit_fsdp.parallel.precision")
-    before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    rank = int(os.environ["RANK"])
-    try:
-        with mock.patch("lit_fsdp.parallel.precision.cpu_has_bf16", return_value=has_bf16[rank]):
-            losses = Losses()
-            trainer = trainer_for(
-                strategy, [losses, Checkpoint(every_steps=2, keep_last=-1)], max_steps=steps, default_root_dir=run
-            )
-            module = module_for(folder)
-            trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt_path)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-    live: Any = trainer.strategy
-    return {"dtypes": live.contract.report(), "losses": losses.values, "lines": lines}
+    precision.cpu_has_bf16 = lambda: has_bf16[int(os.environ["RANK"])]
+    saving = Checkpoint(every_steps=2, keep_last=-1)
+    _, found = fit(module_for(folder), strategy, [saving], None, ckpt_path, steps, default_root_dir=run)
+    return {**found, "lines": lines}

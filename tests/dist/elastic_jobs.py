@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.signals import SignalFlags
-from tests.dist.jobs import Losses, digest, trainer_for
+from tests.dist.jobs import Losses, digest, local, module_for, trainer_for
 
 GLOBAL_BATCH, ROWS, STEPS_PER_EPOCH = 8, 45, 6  # of the 67 rows 45 fit; the last global batch of an epoch has five
 
@@ -66,7 +66,6 @@ class Witness(Callback):
             self.states[self._step] = gathered(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Once per micro-batch."""
         self.rows.append((trainer.global_step, batch["row"].tolist()))
 
     def on_train_batch_end(
@@ -114,8 +113,7 @@ def gathered(trainer: Trainer) -> dict[str, str]:
 
 
 def _local_bytes(value: Any) -> bytes:
-    local = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
-    return local.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return torch.as_tensor(local(value)).detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class Interrupt(Callback):
@@ -158,8 +156,8 @@ def elastic_run(
     trainer = trainer_for(
         {"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run, **options
     )
-    optim = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 4, "weight_decay": 0.1}
-    module = KINDS[kind](name=folder, optim=optim)
+    module = module_for(folder, warmup_steps=4)
+    module.__class__ = KINDS[kind]
     rows = CausalLMDataModule(
         **{
             **{"train": "generated:67", "max_seq_length": 40, "seed": 3, "cache_dir": f"{run}/../cache"},
@@ -174,8 +172,10 @@ def elastic_run(
         stopped = [stop.exit_code, stop.step]
     except RuntimeError as error:
         stopped = [str(error), trainer.global_step]
+    live: Any = trainer.strategy
     return {
-        "digest": digest(module, getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])),
+        "digest": digest(module, trainer.optimizers[0]),
+        "realized": live.contract.report()["realized"],
         "losses": losses.values,
         "rates": witness.rates,
         "rows": witness.rows,

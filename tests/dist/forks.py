@@ -1,16 +1,21 @@
 """Jobs on ranks that may be killed, stopped or hurt at any moment: a server pays the imports once and forks each rank.
 
-Started as ``python -m tests.dist.forks MODULE...``; a job is a function of one of those modules. Every rank has its own
-process, output file and exit code; all ranks of a job are one process group, so that nothing of it can be overlooked.
+A job is a function of one of the files ``*jobs.py`` of ``tests/dist`` and ``tests/faults``; every rank calls it with
+the same arguments and returns something that JSON can hold. Ranks have their own process, output and exit code, and
+leave nothing behind for the next job; all ranks of a job are one process group, so that nothing of it is overlooked.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
+import gc
 import importlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -26,6 +31,10 @@ from tests.ports import own_port
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class RankError(AssertionError):
+    """What the ranks of a failed job wrote."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How one rank ended."""
@@ -34,10 +43,15 @@ class Outcome:
     """Exit code; minus the number of the signal that killed it; None if it lived on after the time given."""
     answer: Any
     """What the job returned; None if it did not."""
-    output: str
-    """Standard output and standard error."""
+    out: str
+    err: str
     seconds: float
     """From the call of ``wait`` to its end."""
+
+    @property
+    def output(self) -> str:
+        """Standard output, then standard error."""
+        return self.out + self.err
 
 
 class Job:
@@ -49,13 +63,12 @@ class Job:
 
     def kill(self, ranks: Sequence[int] | None = None, number: int = signal.SIGKILL) -> None:
         """Send a signal to some ranks, or to all at once."""
-        if ranks is None or len(ranks) == len(self.pids):
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
+            if ranks is None or len(ranks) == len(self.pids):
                 os.killpg(self.pids[0], number)
-            return
-        for rank in range(len(self.pids)) if ranks is None else ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], number)
+            else:
+                for rank in ranks:
+                    os.kill(self.pids[rank], number)
 
     def wait(self, timeout: float = 60, ranks: Sequence[int] | None = None) -> list[Outcome]:
         """The outcomes of these ranks (default: all) once all of them have ended, or when the time is over."""
@@ -79,47 +92,45 @@ class Job:
 
     def output(self, rank: int) -> str:
         """What a rank has written so far."""
-        return (self.place / f"output-{rank}").read_text(errors="replace")
+        return "".join((self.place / f"{stream}-{rank}").read_text(errors="replace") for stream in ("out", "err"))
 
     def _outcome(self, rank: int, code: int | None, seconds: float) -> Outcome:
         answer = self.place / f"answer-{rank}"
         known = json.loads(answer.read_text()) if answer.exists() else None
-        return Outcome(code, known, self.output(rank), seconds)
+        out, err = ((self.place / f"{stream}-{rank}").read_text(errors="replace") for stream in ("out", "err"))
+        return Outcome(code, known, out, err, seconds)
 
 
 class ForkServer:
-    """The server process, from the side of the tests.
+    """The server process, from the side of the tests."""
 
-    Args:
-        modules: Where the jobs are; imported once, by the server.
-        env: Changes to the environment of the server and so of all ranks.
-    """
-
-    def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    def __init__(self) -> None:
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_WARM_POOL": "0"}
         self._places = tempfile.TemporaryDirectory(prefix="lit_fsdp_jobs_")
         self.jobs: list[Job] = []
         """Those that :meth:`end_jobs` has not ended."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.forks", *modules],
+            [sys.executable, "-m", "tests.dist.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **own, **(env or {})},
+            env={**os.environ, **own},
         )
 
     def start(self, job: str, ranks: int, env: dict[str, str] | None = None, **arguments: Any) -> Job:
         """Fork the ranks of ``job(**arguments)``; files of theirs go to a folder of their own."""
         place = Path(tempfile.mkdtemp(dir=self._places.name))
-        task = {"job": job, "ranks": ranks, "place": str(place), "env": env or {}, "arguments": arguments}
+        task = {"job": job, "ranks": ranks, "place": place, "env": env or {}, "arguments": arguments}
         self.jobs.append(Job(self, place, self.ask({"start": task})))
         return self.jobs[-1]
 
-    def run(self, job: str, ranks: int, timeout: float = 250, **arguments: Any) -> list[Any]:
-        """The answers of all ranks; AssertionError with their output unless all end well."""
+    def run(self, job: str, ranks: int, timeout: float = 280, **arguments: Any) -> list[Any]:
+        """See :func:`on_ranks`."""
         outcomes = self.start(job, ranks, **arguments).wait(timeout)
-        assert all(o.code == 0 for o in outcomes), "\n".join(f"{o.code}: {o.output}" for o in outcomes)
+        self.end_jobs()
+        if any(o.code != 0 for o in outcomes):
+            raise RankError("\n".join(f"rank {r} ended with {o.code}: {o.output}" for r, o in enumerate(outcomes)))
         return [o.answer for o in outcomes]
 
     def end_jobs(self) -> None:
@@ -132,23 +143,55 @@ class ForkServer:
         """One request, one answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        try:
+            print(json.dumps(request, default=str), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
+        except BaseException:  # the time of a test is over: the next one would be given its answer
+            self._process.kill()
+            server.cache_clear()
+            raise
 
     def close(self) -> None:
         """End the server and whatever ranks it still has."""
         self._process.communicate()
         self._places.cleanup()
-        assert self._process.returncode == 0
 
 
-def _start(jobs: Sequence[Any], task: dict[str, Any]) -> list[int]:
+@functools.cache
+def server() -> ForkServer:
+    """The one of this test process, which ends with it."""
+    found = ForkServer()
+    atexit.register(found.close)
+    return found
+
+
+def on_ranks(job: str, ranks: int, timeout: float = 280, **arguments: Any) -> list[Any]:
+    """What each rank returns of ``job(**arguments)``; RankError with what all wrote unless all end well."""
+    return server().run(job, ranks, timeout, **arguments)
+
+
+def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program") -> list[Outcome]:
+    """``lit-fsdp WORDS`` in a folder, or another job that ends with an exit code.
+
+    Ranks that still wait for the first one when it has failed are ended, as torchrun does it.
+    """
+    running = server().start(job, ranks, words=words, cwd=cwd)
+    (first,) = running.wait(280, [0])
+    outcomes = running.wait(20 if first.code else 280)
+    server().end_jobs()
+    return outcomes
+
+
+def _start(modules: Sequence[Any], task: dict[str, Any]) -> list[int]:
     size, place = task["ranks"], Path(task["place"])
-    job = next(getattr(module, task["job"]) for module in jobs if hasattr(module, task["job"]))
+    job = next(vars(module)[task["job"]] for module in modules if task["job"] in vars(module))
     port = own_port()
     meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     pids: list[int] = []
+    gc.freeze()  # what all ranks share is then neither searched nor copied by their garbage collection
     for rank in range(size):
+        for stream in ("out", "err"):
+            (place / f"{stream}-{rank}").touch()
         pid = os.fork()
         if pid == 0:
             env = {**meeting, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, **task["env"]}
@@ -162,21 +205,21 @@ def _start(jobs: Sequence[Any], task: dict[str, Any]) -> list[int]:
 
 def _be_rank(job: Any, arguments: dict[str, Any], place: Path, rank: int) -> None:
     """Never returns."""
-    code = 1
+    code, known = 1, set(sys.modules)
     _die_with_parent()
+    random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
     try:
-        output = os.open(place / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, stream in ((nothing, 0), (output, 1), (output, 2)):
-            os.dup2(number, stream)
-        answer = job(**arguments)
-        (place / f"answer-{rank}").write_text(json.dumps(answer))
+        for number, name in enumerate((os.devnull, place / f"out-{rank}", place / f"err-{rank}")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)
+        answer = json.dumps(job(**arguments))
+        (place / f"answer-{rank}").write_text(answer)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as the interpreter does it at its end
     finally:
+        (place / f"imported-{rank}").write_text(json.dumps(sorted(set(sys.modules) - known)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -205,26 +248,37 @@ def _wait(pids: list[int], timeout: float, ended: dict[int, int]) -> list[tuple[
     return [found[pid] for pid in pids]
 
 
-def _serve(modules: Sequence[str]) -> None:
+def _import_too(place: Path) -> None:
+    """What the job before had to import, so that the next one finds it; not what it found in its own folder."""
+    for found in place.glob("imported-0"):
+        for name in json.loads(found.read_text()):
+            if name.partition(".")[0] in sys.modules:
+                with contextlib.suppress(ImportError):  # what only looks like a module
+                    importlib.import_module(name)
+
+
+def _serve() -> None:
     import torch
 
     _die_with_parent()
     torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
-    jobs = [importlib.import_module(name) for name in modules]
-    started: set[int] = set()
+    files = [path for folder in ("dist", "faults") for path in sorted((ROOT / "tests" / folder).glob("*jobs.py"))]
+    modules = [importlib.import_module(f"tests.{path.parent.name}.{path.stem}") for path in files]
+    places: dict[int, Path] = {}
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
-            answer: Any = _start(jobs, request["start"])
-            started.update(answer)
+            pids = _start(modules, request["start"])
+            places.update(dict.fromkeys(pids, Path(request["start"]["place"])))
+            print(json.dumps(pids), flush=True)
         else:
-            answer = _wait(request["wait"], request["timeout"], ended)
-        print(json.dumps(answer), flush=True)
-    for pid in started - set(ended):
+            print(json.dumps(_wait(request["wait"], request["timeout"], ended)), flush=True)
+            _import_too(places[request["wait"][0]])
+    for pid in set(places) - set(ended):
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve()

@@ -16,10 +16,9 @@ from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
-from tests.dist import reference
-from tests.dist.jobs import FromStep, Losses, Rows, TinyData, trainer_for
-from tests.dist.lora_jobs import SEED, lora_module
-from tests.dist.reference import LEARNING_RATE
+from tests.dist.jobs import FromStep, Rows, TinyData, fit, module_for
+from tests.dist.lora_jobs import SEED
+from tests.dist.reference import global_batch, loop, step_loss
 
 TOKENS = ["<|tool|>", "<|think|>"]
 FIRST = len(miniature_tokenizer())
@@ -42,7 +41,6 @@ class GrownData(TinyData):
     """:class:`TinyData` with new tokens in every batch."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """One loader per rank."""
         assert self.trainer is not None
         rows = _Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
         return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=torch.Generator())
@@ -52,12 +50,9 @@ def train_grown(
     folder: str, strategy: dict[str, Any], run: str, ckpt_path: str | None = None, **model: Any
 ) -> list[float]:
     """Losses of six steps, or of what is left of them; saves every third step in ``run``."""
-    torch.manual_seed(SEED)
-    losses = Losses()
-    trainer = trainer_for(strategy, [losses, Checkpoint(every_steps=3)], max_steps=6, default_root_dir=run)
-    module = lora_module(folder, add_tokens=TOKENS, **model)
-    trainer.fit(module, datamodule=GrownData(), ckpt_path=ckpt_path)
-    return losses.values
+    module, saving = module_for(folder, {"add_tokens": TOKENS, **model}), Checkpoint(every_steps=3)
+    _, found = fit(module, strategy, [saving], GrownData(), ckpt_path, 6, SEED, default_root_dir=run)
+    return found["losses"]
 
 
 def grown_model(folder: str) -> PreTrainedModel:
@@ -87,25 +82,4 @@ def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
                 model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
         for module in ends:
             module.requires_grad_(True)
-    return _losses(model)
-
-
-def _losses(model: Any) -> list[float]:
-    named = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in named if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
-    losses = []
-    for step in range(6):
-        batch = with_new_tokens(reference.global_batch(step))
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return loop(model, lambda step: step_loss(model, with_new_tokens(global_batch(step))), 6)

@@ -5,7 +5,6 @@ Beside each checkpoint stands ``truth.pt``: the whole weights and moments by par
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -22,17 +21,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
-from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
+from tests.dist.jobs import Rows, TinyData, fit, module_for, trainer_for
 from tests.dist.reference import LEARNING_RATE
 
 BETAS = (0.9, 0.95)
 
 
-def _model(folder: str) -> nn.Module:
+def plain_model(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
 
 
-def _optimizer(model: nn.Module, groups: int) -> torch.optim.Optimizer:
+def plain_optimizer(model: nn.Module, groups: int) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only (two groups), or with one group."""
     params = [p for p in model.parameters() if p.requires_grad]
     if groups == 1:
@@ -42,11 +41,13 @@ def _optimizer(model: nn.Module, groups: int) -> torch.optim.Optimizer:
     return torch.optim.AdamW(split, lr=LEARNING_RATE, betas=BETAS)
 
 
-def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
     """This rank's share of the mean over the supervised tokens of the global batch, and that mean."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     labels = batch["labels"][:, 1:].flatten()
-    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    total = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=-100, reduction="sum"
+    )
     sums = torch.stack([total.detach().double(), (labels != -100).sum().double()])
     ranks = 1
     if dist.is_initialized():
@@ -61,7 +62,7 @@ class Stock(LightningModule):
     def __init__(self, folder: str, groups: int) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = _model(folder)
+        self.net = plain_model(folder)
         self.groups = groups
         self.losses: list[float] = []
 
@@ -76,13 +77,13 @@ class Stock(LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The mean over the global batch."""
-        loss, mean = _loss(self.net, batch)
+        loss, mean = loss_of(self.net, batch)
         self.losses.append(mean)
         return loss
 
     def configure_optimizers(self) -> Any:
         """AdamW with a schedule that never changes anything."""
-        optimizer = _optimizer(self, self.groups)
+        optimizer = plain_optimizer(self, self.groups)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
 
 
@@ -95,7 +96,6 @@ class SaveAt(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Once."""
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.out)
             owner = trainer.strategy.model if isinstance(trainer.strategy, FSDPStrategy) else pl_module
@@ -145,93 +145,57 @@ def train_with_stock_lightning(
 ) -> list[float]:
     """The losses of all steps; ``out`` is what Lightning saved after step ``save_at``."""
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=_stock_strategy(strategy),
-        callbacks=[SaveAt(save_at, out)],
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    options = {"max_steps": steps, "enable_checkpointing": False}
     module = Stock(folder, groups)
+    trainer = trainer_for(_stock_strategy(strategy), [SaveAt(save_at, out)], **options)
     trainer.fit(module, datamodule=TinyData())
     return module.losses
 
 
-def train_with_stock_accelerate(
-    folder: str, out: str, env: dict[str, str], save_at: int, steps: int, groups: int
-) -> list[float]:
+def train_with_stock_accelerate(folder: str, out: str, save_at: int, steps: int, groups: int) -> list[float]:
     """The losses of all steps; ``out`` is what ``Accelerator.save_state`` wrote after step ``save_at``."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    from tests.dist.jobs import Rows
-
-    os.environ.update(env)
-    try:
-        accelerator = Accelerator(cpu=True)
-        plugin = FullyShardedDataParallelPlugin()
-        for state in (PartialState(), accelerator.state):  # on a CPU it would quietly fall back to DDP
-            state.distributed_type = DistributedType.FSDP
-            state.device = torch.device("cpu")  # not cpu:0, which version 1 takes for another device
-        accelerator.state.fsdp_plugin = plugin
-        if plugin.fsdp_version == 1:
-            plugin.optim_state_dict_config.offload_to_cpu = False
-        torch.manual_seed(0)
-        model = _model(folder)
-        optimizer: Any = None
-        scheduler: Any = None
-        if plugin.fsdp_version == 1:
-            model = accelerator.prepare(model)
-            optimizer = accelerator.prepare(_optimizer(model, groups))
-        else:
-            model, optimizer = accelerator.prepare(model, _optimizer(model, groups))
-        scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-        rows = Rows(accelerator.process_index, accelerator.num_processes, 1)
-        losses = []
-        for step in range(steps):
-            loss, mean = _loss(model, rows[step])
-            losses.append(mean)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            if step + 1 == save_at:
-                # with several processes it would offload to the CPU, on which FSDP 1 fails where there is nothing else
-                alone = property(lambda self: 1) if plugin.fsdp_version == 1 else Accelerator.num_processes
-                with mock.patch.object(Accelerator, "num_processes", alone):
-                    accelerator.save_state(out)
-                _keep_truth(model, optimizer.optimizer, out)
-        return losses
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin()
+    for state in (PartialState(), accelerator.state):  # on a CPU it would quietly fall back to DDP
+        state.distributed_type = DistributedType.FSDP
+        state.device = torch.device("cpu")  # not cpu:0, which version 1 takes for another device
+    accelerator.state.fsdp_plugin = plugin
+    if plugin.fsdp_version == 1:
+        plugin.optim_state_dict_config.offload_to_cpu = False
+    torch.manual_seed(0)
+    model: Any = plain_model(folder)
+    if plugin.fsdp_version == 1:
+        model = accelerator.prepare(model)
+        optimizer: Any = accelerator.prepare(plain_optimizer(model, groups))
+    else:
+        model, optimizer = accelerator.prepare(model, plain_optimizer(model, groups))
+    scheduler: Any = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    rows = Rows(accelerator.process_index, accelerator.num_processes, 1)
+    losses = []
+    for step in range(steps):
+        loss, mean = loss_of(model, rows[step])
+        losses.append(mean)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step + 1 == save_at:
+            # with several processes it would offload to the CPU, on which FSDP 1 fails where there is nothing else
+            alone = property(lambda self: 1) if plugin.fsdp_version == 1 else Accelerator.num_processes
+            with mock.patch.object(Accelerator, "num_processes", alone):
+                accelerator.save_state(out)
+            _keep_truth(model, optimizer.optimizer, out)
+    return losses
 
 
 def continue_imported(
     folder: str, run: str, ckpt: str, strategy: dict[str, Any], steps: int, **optim: Any
 ) -> dict[str, Any]:
     """A run of ours from an imported folder; the losses and learning rates of its steps."""
-    torch.manual_seed(7)
-    losses, rates = Losses(), Rates()
-    callbacks: list[Callback] = [losses, rates, Checkpoint(every_steps=steps)]
-    trainer = trainer_for(strategy, callbacks, max_steps=steps, default_root_dir=run)
-    module = module_for(folder, **optim)
-    trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt)
-    return {"losses": losses.values, "rates": rates.values, "step": trainer.global_step}
-
-
-class Rates(Callback):
-    """The learning rate of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Before the step is taken."""
-        self.values.append(optimizer.param_groups[0]["lr"])
+    saving = Checkpoint(every_steps=steps)
+    trainer, found = fit(module_for(folder, **optim), strategy, [saving], None, ckpt, steps, default_root_dir=run)
+    return {**found, "rates": [groups[0]["lr"] for groups in found["groups"]], "step": trainer.global_step}

@@ -1,20 +1,31 @@
-"""What the workers run; each function is called on every rank."""
+"""What ranks run: rows, a Trainer, a module, and what can be seen of a run; each function is called on every rank."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Iterator
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
 from tests.dist.reference import LEARNING_RATE, ROWS, global_batch
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@functools.cache
+def here() -> tuple[int, int]:
+    """Rank and ranks of this job; Lightning forgets WORLD_SIZE after a fit."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -51,7 +62,6 @@ class TinyData(LightningDataModule):
     """Feeds :class:`Rows` to whatever Trainer it is given to."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """One loader per rank."""
         assert self.trainer is not None
         rows = Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
         own = torch.Generator()  # a loader would draw from the global one at every epoch
@@ -62,20 +72,24 @@ class TinyDataWithValidation(TinyData):
     """Adds one validation batch, the same on every rank."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """One batch."""
         return DataLoader([global_batch(500)], batch_size=None, generator=torch.Generator())
 
 
 class Losses(Callback):
-    """Collects the logged loss after every optimizer step."""
+    """Collects the logged loss after every optimizer step, and what the optimizer is told before it."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.groups: list[list[dict[str, Any]]] = []
         self.step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run starts later."""
         self.step = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Of each parameter group everything but the parameters."""
+        self.groups.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,149 +100,114 @@ class Losses(Callback):
             self.values.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def trainer_for(strategy: dict[str, Any], callbacks: list[Callback], **options: Any) -> Trainer:
-    """A quiet Trainer on as many CPU ranks as this job has."""
-    saves = any(isinstance(c, Checkpoint) for c in callbacks)
-    return lightnings_trainer(
-        callbacks, **{"strategy": fsdp_strategy(**strategy), "enable_checkpointing": saves, **options}
-    )
-
-
-def lightnings_trainer(callbacks: list[Callback], **options: Any) -> Trainer:
-    """The same with a strategy of Lightning's own, DDP by default."""
-    import os
-
+def trainer_for(strategy: Any, callbacks: Sequence[Callback], **options: Any) -> Trainer:
+    """A quiet Trainer on as many CPU ranks as this job has; a mapping is the factory's arguments, None DDP."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
-        "strategy": "ddp",
+        "devices": here()[1],
+        "strategy": fsdp_strategy(**strategy) if isinstance(strategy, dict) else strategy or "ddp",
         "logger": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
         "max_epochs": -1,
     }
-    return Trainer(callbacks=callbacks, **{**defaults, **options})
+    return Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
 
-def module_for(folder: str, **optim: Any) -> CausalLMModule:
+def module_for(folder: str, model: dict[str, Any] | None = None, **optim: Any) -> CausalLMModule:
     """Our module on a model folder with the reference's optimizer."""
     options = {"lr": LEARNING_RATE, "schedule": "constant", "weight_decay": 0.1, **optim}
-    return CausalLMModule(name=folder, optim=options)
+    return CausalLMModule(name=folder, optim=options, **(model or {}))
 
 
-def digest(module: LightningModule, optimizer: torch.optim.Optimizer) -> str:
+def local(tensor: Any) -> torch.Tensor:
+    """What of it is on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it, on every rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def digest(module: LightningModule, optimizer: Any) -> str:
     """A hash over all local parameters and optimizer tensors of this rank, bit for bit."""
     found = hashlib.sha256()
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            for tensor in (param, *(v for v in optimizer.state[param].values() if torch.is_tensor(v))):
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                found.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes() if local.dim() else b"")
+            for tensor in (param, *(v for v in optimizer.state.get(param, {}).values() if torch.is_tensor(v))):
+                mine = local(tensor).detach().contiguous()
+                found.update(mine.view(torch.uint8).numpy().tobytes() if mine.dim() else b"")
     return found.hexdigest()
 
 
-def train_with_checkpoints(
-    folder: str,
-    run: str,
+def fit(
+    module: LightningModule,
     strategy: dict[str, Any],
-    steps: int,
+    callbacks: Sequence[Callback] = (),
+    data: LightningDataModule | None = None,
     ckpt_path: str | None = None,
-    every: int | None = 5,
+    steps: int = 10,
+    seed: int = 0,
     **options: Any,
-) -> dict[str, Any]:
-    """A run with dropout that saves every five steps; losses, learning rates and a hash of its state at the end."""
-    torch.manual_seed(7)
+) -> tuple[Trainer, dict[str, Any]]:
+    """A run; its losses, audit, dtypes, learning rates, and a hash of its state at the end."""
+    torch.manual_seed(seed)
     losses = Losses()
-    trainer = trainer_for(
-        strategy,
-        [losses, Checkpoint(every_steps=every, keep_last=-1)],
-        max_steps=steps,
-        default_root_dir=run,
-        **options,
-    )
-    module = module_for(folder, schedule="constant", warmup_steps=8)
-    data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    optimizer: Any = trainer.optimizers[0]
+    trainer = trainer_for(strategy, [losses, *callbacks], max_steps=steps, **options)
+    trainer.fit(module, datamodule=data or TinyData(), ckpt_path=ckpt_path)
     live: Any = trainer.strategy
-    return {
+    return trainer, {
         "losses": losses.values,
+        "groups": losses.groups,
         "epoch": trainer.current_epoch,
-        "lr": optimizer.param_groups[0]["lr"],
-        "digest": digest(module, getattr(optimizer, "optimizer", optimizer)),
-        "realized": live.contract.report()["realized"],
-    }
-
-
-class Told(Callback):
-    """Collects what the optimizer is told at each step: groups of everything but parameters."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[dict[str, Any]]] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Once per step."""
-        self.steps.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
-
-
-def train_and_tell(
-    folder: str, run: str, strategy: dict[str, Any], optim: dict[str, Any], steps: int, ckpt_path: str | None = None
-) -> list[list[dict[str, Any]]]:
-    """A run that is saved at its end: what the optimizer was told at each step."""
-    told = Told()
-    trainer = trainer_for(strategy, [told, Checkpoint()], max_steps=steps, default_root_dir=run)
-    trainer.fit(CausalLMModule(name=folder, optim=optim), datamodule=TinyData(), ckpt_path=ckpt_path)
-    return told.steps
-
-
-def train(folder: str, strategy: dict[str, Any], steps: int = 10, **options: Any) -> dict[str, Any]:
-    """Losses, audit, dtypes and gathered parameters (as sums) of a short run."""
-    torch.manual_seed(0)
-    losses = Losses()
-    trainer = trainer_for(strategy, [losses], max_steps=steps, **options)
-    module = module_for(folder)
-    trainer.fit(module, datamodule=TinyData())
-    live: Any = trainer.strategy
-    local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in module.parameters())
-    return {
-        "losses": losses.values,
         "audit": live.audit,
         "dtypes": live.contract.report(),
-        "local_numel": local,
-        "type": type(live).__name__,
+        "local_numel": sum(local(p).numel() for p in module.parameters()),
+        "digest": digest(module, trainer.optimizers[0]),
     }
 
 
-def train_and_keep_weights(folder: str, run: str, strategy: dict[str, Any], weights: str) -> None:
-    """Three steps, a checkpoint, and the live weights gathered tensor by tensor, as a file of rank 0."""
-    import torch.distributed as dist
+def train(
+    folder: str,
+    strategy: dict[str, Any],
+    run: str | None = None,
+    every: int | None = None,
+    model: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A run; with ``run`` it saves there, and keeps its whole live weights beside the checkpoints as ``live.pt``."""
+    saving = [Checkpoint(every_steps=every, keep_last=-1)] if run else []
+    data = TinyDataWithValidation() if "val_check_interval" in options else None
+    module = module_for(folder, model, **(optim or {}))
+    trainer, found = fit(module, strategy, saving, data, default_root_dir=run, **options)
+    if run:
+        state = {name: whole(t) for name, t in trainer.strategy.lightning_module_state_dict().items()}
+        if trainer.is_global_zero:
+            torch.save({name.removeprefix("model."): tensor for name, tensor in state.items()}, f"{run}/live.pt")
+    return found
 
-    torch.manual_seed(0)
-    trainer = trainer_for(strategy, [Checkpoint(every_steps=3)], max_steps=3, default_root_dir=run)
-    module = module_for(folder)
-    trainer.fit(module, datamodule=TinyData())
-    state = trainer.strategy.lightning_module_state_dict()
-    full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
-    if dist.get_rank() == 0:
-        torch.save({name.removeprefix("model."): tensor for name, tensor in full.items()}, weights)
 
-
-def command(words: list[str], cwd: str) -> dict[str, Any]:
-    """``lit-fsdp`` as one of several ranks that somebody else started, as torchrun would: exit code, out, err."""
-    import contextlib
-    import io
-    import os
-
+def program(words: list[str], cwd: str) -> None:
+    """``lit-fsdp`` as one of several ranks that somebody else started, as torchrun would."""
     from lit_fsdp.__main__ import main
 
-    before, out, err = os.getcwd(), io.StringIO(), io.StringIO()
-    os.chdir(cwd)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code: Any = main(words)
-    except SystemExit as end:  # after --print_config
-        code = end.code
-    finally:
-        os.chdir(before)
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    _go_to(cwd)
+    raise SystemExit(main(words))
+
+
+def script(words: list[str], cwd: str) -> None:
+    """Somebody's own program, likewise."""
+    _go_to(cwd)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _go_to(folder: str) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python -m` has it

@@ -1,21 +1,20 @@
-"""What the workers run to show what is in a model when its strategy has loaded it."""
+"""Shows what is in a model when its strategy has loaded it."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.dist.jobs import TinyData, module_for, trainer_for
+from tests.dist.jobs import fit, module_for, whole
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Dtype, shape and bytes of a tensor, as a short text."""
-    whole = tensor.detach().contiguous().cpu()
-    data = whole.view(torch.uint8).numpy().tobytes() if whole.dim() else bytes(str(whole.item()), "ascii")
-    return f"{whole.dtype} {list(whole.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+    found = tensor.detach().contiguous()
+    data = found.view(torch.uint8).numpy().tobytes() if found.dim() else bytes(str(found.item()), "ascii")
+    return f"{found.dtype} {list(found.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 class Loaded(Callback):
@@ -31,14 +30,11 @@ class Loaded(Callback):
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
             if clean.startswith("_val_metrics") or clean.startswith("_test_metrics"):
                 continue
-            full: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            self.found[clean] = fingerprint(full)
+            self.found[clean] = fingerprint(whole(tensor))
 
 
 def load_and_fingerprint(model: str, engine: str, seed: int = 11) -> dict[str, str]:
     """Fingerprints of the whole model by name, from a folder or a config."""
-    torch.manual_seed(seed)
     loaded = Loaded()
-    trainer = trainer_for({"engine": engine, "precision": "fp32"}, [loaded], max_steps=1)
-    trainer.fit(module_for(model), datamodule=TinyData())
+    fit(module_for(model), {"engine": engine, "precision": "fp32"}, [loaded], steps=1, seed=seed)
     return loaded.found

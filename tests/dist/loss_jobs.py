@@ -12,30 +12,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from lit_fsdp import CausalLMModule
-from tests.dist.jobs import Losses, TinyData, trainer_for
+from tests.dist.jobs import fit, here, whole
 
 _SAMPLES, _LENGTH = 16, 14
 
 
 def train_with_loss(strategy: dict[str, Any], model: dict[str, Any], steps: int = 4) -> dict[str, Any]:
     """Losses of a random model, and what else the last step logged; adapters start as random, not as zeros."""
-    torch.manual_seed(5)
-    losses = Losses()
-    trainer = trainer_for(strategy, [losses], max_steps=steps)
     module = CausalLMModule(**{"optim": {"lr": 3e-3, "schedule": "constant"}, **model})
-    trainer.fit(module, datamodule=TinyData())
+    trainer, run = fit(module, strategy, steps=steps, seed=5)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    model_now: Any = module.model
-    head = model_now.get_output_embeddings()
     names = sorted(name.replace("_fsdp_wrapped_module.", "") for name, _ in module.named_parameters())
     patched = [name for name, m in module.named_modules() if "loss_forward" in repr(m.__dict__.get("forward"))]
-    return {
-        "losses": losses.values,
-        "metrics": metrics,
-        "names": names,
-        "head": type(head).__name__,
-        "patched": patched,
-    }
+    return {"losses": run["losses"], "metrics": metrics, "names": names, "patched": patched}
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -92,33 +81,22 @@ class _Gradients(Callback):
 
     def _keep(self, module: LightningModule) -> None:
         root: Any = module.trainer.strategy.model
-        whole: Any = nullcontext()
+        gathered: Any = nullcontext()
         if isinstance(root, FullyShardedDataParallel):
-            whole = FullyShardedDataParallel.summon_full_params(root, with_grads=True, writeback=False)
-        with whole:
+            gathered = FullyShardedDataParallel.summon_full_params(root, with_grads=True, writeback=False)
+        with gathered:
             for name, param in module.named_parameters():
                 grad: Any = param.grad
                 if grad is not None:
-                    full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                    self.full[name.replace("_fsdp_wrapped_module.", "")] = full.clone()
+                    self.full[name.replace("_fsdp_wrapped_module.", "")] = whole(grad).clone()
 
 
 def gradients_of_a_cut(folder: str, file: str, engine: str, packed: bool) -> dict[str, Any]:
     """Loss of one global batch of eight micro-batches over the ranks, and its gradients in ``file``."""
-    import os
-
-    torch.manual_seed(5)
-    ranks = int(os.environ["WORLD_SIZE"])
-    gradients, losses = _Gradients(), Losses()
-    trainer = trainer_for(
-        {"engine": engine, "precision": "fp32"},
-        [gradients, losses],
-        max_steps=1,
-        accumulate_grad_batches=len(micro_batches(packed)) // ranks,
-    )
-    module = CausalLMModule(name=folder, optim={"lr": 1e-3, "schedule": "constant"})
-    trainer.fit(module, datamodule=_Cut(packed))
+    gradients, module = _Gradients(), CausalLMModule(name=folder, optim={"lr": 1e-3, "schedule": "constant"})
+    accumulation = {"accumulate_grad_batches": len(micro_batches(packed)) // here()[1]}
+    strategy = {"engine": engine, "precision": "fp32"}
+    trainer, found = fit(module, strategy, [gradients], _Cut(packed), steps=1, seed=5, **accumulation)
     if trainer.is_global_zero:
         torch.save(gradients.full, Path(file))
-    weights: Any = trainer.strategy
-    return {"loss": losses.values[0], "tokens": float(module.step_totals[0]), "ranks": weights.world_size}
+    return {"loss": found["losses"][0], "tokens": float(module.step_totals[0])}

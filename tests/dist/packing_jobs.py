@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
 from lit_fsdp.callbacks.isolation import IsolationProof, prove_isolation
-from tests.dist.jobs import Losses, digest, trainer_for
+from tests.dist.jobs import fit, local, module_for, trainer_for
 
 
 class Proofs(IsolationProof):
@@ -45,8 +45,7 @@ class Gradients(Callback):
         """They are there until the next backward pass."""
         if self.values is None and trainer.global_step:
             grads = [param.grad for _, param in sorted(pl_module.named_parameters()) if param.grad is not None]
-            local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-            self.values = torch.cat([torch.zeros(0), *(grad.detach().flatten() for grad in local)])
+            self.values = torch.cat([torch.zeros(0), *(local(grad).detach().flatten() for grad in grads)])
 
 
 def packed_run(
@@ -60,29 +59,17 @@ def packed_run(
     every: int | None = None,
     grads: str | None = None,
 ) -> dict[str, Any]:
-    """Train on generated rows; losses, a hash of the state at the end, what was proved, and gradients as a file."""
-    torch.manual_seed(5)
-    losses, proofs, gradients = Losses(), Proofs(), Gradients()
-    trainer = trainer_for(
-        {"precision": "fp32", **strategy},
-        [losses, proofs, gradients, Checkpoint(every_steps=every, keep_last=-1)],
-        max_steps=steps,
-        default_root_dir=run,
-    )
-    optim = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 4, "weight_decay": 0.1}
-    module = CausalLMModule(name=folder, optim=optim, **(model or {}))
+    """Train on generated rows; what a run finds, what was proved, and gradients as a file."""
+    proofs, gradients = Proofs(), Gradients()
+    module = module_for(folder, model, warmup_steps=4)
     rows = {"train": "generated:60", "max_seq_length": 64, "seed": 3, "cache_dir": f"{Path(run).parent}/cache", **data}
-    trainer.fit(module, datamodule=CausalLMDataModule(**rows), ckpt_path=ckpt_path)
+    callbacks = [proofs, gradients, Checkpoint(every_steps=every, keep_last=-1)]
+    run_of = {"steps": steps, "ckpt_path": ckpt_path, "default_root_dir": run, "seed": 5}
+    trainer, found = fit(module, {"precision": "fp32", **strategy}, callbacks, CausalLMDataModule(**rows), **run_of)
     if grads is not None:
         torch.save(gradients.values, f"{grads}-{trainer.global_rank}.pt")
-    return {
-        "losses": losses.values,
-        "proofs": proofs.records,
-        "supervised": float(module.step_totals[0]),
-        "slots": float(module.step_totals[4]),
-        "digest": digest(module, getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])),
-        "epoch": trainer.current_epoch,
-    }
+    totals = {"supervised": float(module.step_totals[0]), "slots": float(module.step_totals[4])}
+    return {**found, **totals, "proofs": proofs.records}
 
 
 def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> None:
@@ -104,14 +91,9 @@ def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> No
         "2d": (batches, "collate_packs", _with_mask(batches.collate_packs)),
         "positions": (modeling_llama.LlamaRotaryEmbedding, "forward", _place_as_angle),
     }
-    module, name, other = places[how]
-    before = getattr(module, name)
-    setattr(module, name, other)
+    setattr(*places[how])
     data = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}
-    try:
-        packed_run(folder, run, strategy, 1, data)
-    finally:
-        setattr(module, name, before)
+    packed_run(folder, run, strategy, 1, data)
 
 
 def _with_mask(collate_packs: Any) -> Any:
@@ -138,11 +120,9 @@ class Validation(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
     ) -> None:
-        """Once per batch."""
         self.supervised += (batch["labels"][:, 1:] != -100).sum()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Over all ranks."""
         torch.distributed.all_reduce(self.supervised)
 
 

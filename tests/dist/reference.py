@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 TINY = LlamaConfig(
     hidden_size=48,
@@ -19,6 +25,15 @@ TINY = LlamaConfig(
 )
 ROWS = 12  # samples per global batch: divides by 1, 2 and 4 ranks and by 3 accumulation steps
 LEARNING_RATE = 3e-3
+UNTIED = LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False})
+
+
+def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
+    """A model of this configuration with random weights, with a tokenizer, as a folder."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    miniature_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def global_batch(step: int, rows: int = ROWS, length: int = 14) -> dict[str, torch.Tensor]:
@@ -32,9 +47,8 @@ def global_batch(step: int, rows: int = ROWS, length: int = 14) -> dict[str, tor
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
-def step_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+def step_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Loss of a global batch, the mean over its supervised tokens."""
-    batch = global_batch(step)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
@@ -44,14 +58,27 @@ def reference_losses(
 ) -> list[float]:
     """Loss of each global batch (mean over its supervised tokens) before each AdamW step, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    return loop(model, lambda step: step_loss(model, global_batch(step)), steps, clip_norm, clip_value, decay)
+
+
+def loop(
+    model: Any,
+    loss_of: Callable[[int], torch.Tensor],
+    steps: int,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    decay: float = 0.1,
+) -> list[float]:
+    """Losses of AdamW steps; weight decay spares vectors."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
     losses = []
     for step in range(steps):
-        loss = step_loss(model, step)
+        loss = loss_of(step)
         loss.backward()
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

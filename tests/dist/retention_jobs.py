@@ -27,7 +27,6 @@ class WideNet(LightningModule):
         self.register_buffer("scale", torch.ones(7))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Something to differentiate."""
         for layer in self.layers:
             batch = layer(batch).tanh()
         loss = (batch * self.scale.mean()).square().mean()
@@ -35,11 +34,9 @@ class WideNet(LightningModule):
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Better each time."""
         self.log("val_loss", -float(self.trainer.global_step), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain AdamW on what is trained."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
@@ -61,7 +58,7 @@ def fit_with_room(
     """
     torch.manual_seed(3)
     callback: Any = Checkpoint(**options)
-    real_free, remove = disk_space.free_bytes, run_folder.remove
+    remove = run_folder.remove
     if free is not None:
         disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
 
@@ -83,10 +80,6 @@ def fit_with_room(
         trainer.fit(WideNet(), rows, rows if validate else None, ckpt_path=ckpt_path)
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
-    finally:
-        run_folder.remove, disk_space.free_bytes, run_folder.survey = remove, real_free, survey
-        if callback._lock is not None:
-            callback._lock.release()
     return {
         "error": error,
         "loaded": str(getattr(trainer.strategy, "loaded_checkpoint", None)),

@@ -20,23 +20,24 @@ from transformers import (
 )
 
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.forks import command, on_ranks
 from tests.dist.grown_jobs import FIRST, TOKENS, grown_losses
-from tests.dist.reference import TINY
-from tests.dist.workers import Workers
+from tests.dist.reference import TINY, save_tiny
 
 LORA = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
 IDS = torch.tensor([[3, FIRST, 7, FIRST + 1, 2, 30]])
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "apart"])
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with as many embeddings as its tokenizer has tokens."""
-    folder = tmp_path_factory.mktemp("grown") / "base"
-    values = {**TINY.to_dict(), "vocab_size": FIRST, "tie_word_embeddings": request.param}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny Llama with as many embeddings as its tokenizer has tokens, tied to its head and apart."""
+    config = {**TINY.to_dict(), "vocab_size": FIRST}
+    return {
+        name: save_tiny(
+            tmp_path_factory.mktemp(name) / "base", LlamaConfig(**{**config, "tie_word_embeddings": name == "tied"})
+        )
+        for name in ("tied", "apart")
+    }
 
 
 def _worst(losses: list[float], wanted: list[float]) -> float:
@@ -44,10 +45,10 @@ def _worst(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
-def _export(workers: Workers, run: Path, out: str, *flags: str) -> Path:
+def _export(run: Path, out: str, *flags: str) -> Path:
     words = ["export", "--ckpt", "checkpoints/step-00000006", "--verify", "--out", out, *flags]
-    (done,) = workers.run("command", 1, words=words, cwd=str(run))
-    assert (done["code"], done["err"]) == (0, "")
+    (done,) = command(1, words, run)
+    assert (done.code, done.err) == (0, "")
     return run / out
 
 
@@ -56,17 +57,21 @@ def _logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)])
+@pytest.mark.parametrize(
+    ("engine", "ranks", "head"),
+    [("fsdp2", 2, "tied"), ("fsdp1", 2, "apart"), ("ddp", 2, "tied"), ("single", 1, "apart")],
+)
 def test_losses_are_those_of_the_resized_model(
-    workers: Workers, base: Path, tmp_path: Path, engine: str, ranks: int
+    bases: dict[str, Path], tmp_path: Path, engine: str, ranks: int, head: str
 ) -> None:
-    job: dict[str, Any] = {"folder": str(base), "strategy": {"engine": engine, "precision": "fp32"}}
-    (losses, *_) = workers.run("train_grown", ranks, run=str(tmp_path / "a"), **job)
+    base = bases[head]
+    job: dict[str, Any] = {"folder": base, "strategy": {"engine": engine, "precision": "fp32"}}
+    (losses, *_) = on_ranks("train_grown", ranks, run=tmp_path / "a", **job)
     assert _worst(losses, grown_losses(str(base), None)) < 1e-5
     last = str(tmp_path / "a" / "checkpoints" / "step-00000003")
-    (rest, *_) = workers.run("train_grown", ranks, run=str(tmp_path / "b"), ckpt_path=last, **job)
+    (rest, *_) = on_ranks("train_grown", ranks, run=tmp_path / "b", ckpt_path=last, **job)
     assert rest == losses[3:]
-    folder = _export(workers, tmp_path / "a", "out")
+    folder = _export(tmp_path / "a", "out")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer) == FIRST + 2
     assert tokenizer.convert_tokens_to_ids(TOKENS) == [FIRST, FIRST + 1]
@@ -76,12 +81,13 @@ def test_losses_are_those_of_the_resized_model(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_adapters_with_new_tokens(workers: Workers, base: Path, tmp_path: Path, engine: str) -> None:
-    job: dict[str, Any] = {"folder": str(base), "strategy": {"engine": engine, "precision": "fp32"}, "lora": LORA}
-    (losses, *_) = workers.run("train_grown", 2, run=str(tmp_path), **job)
+@pytest.mark.parametrize(("engine", "head"), [("fsdp2", "apart"), ("fsdp1", "tied")])
+def test_adapters_with_new_tokens(bases: dict[str, Path], tmp_path: Path, engine: str, head: str) -> None:
+    base = bases[head]
+    job: dict[str, Any] = {"folder": base, "strategy": {"engine": engine, "precision": "fp32"}, "lora": LORA}
+    (losses, *_) = on_ranks("train_grown", 2, run=tmp_path, **job)
     assert _worst(losses, grown_losses(str(base), LORA)) < 1e-5
-    adapter, merged = _export(workers, tmp_path, "adapter"), _export(workers, tmp_path, "merged", "--merge")
+    adapter, merged = _export(tmp_path, "adapter"), _export(tmp_path, "merged", "--merge")
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     plain = AutoModelForCausalLM.from_pretrained(base)  # as anybody has it, without a new row
     plain.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -102,7 +108,7 @@ def _base_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "vocab_size": len(tokenizer)})).save_pretrained(folder)
 
 
-def test_a_base_model_learns_to_chat(workers: Workers, tmp_path: Path) -> None:
+def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:
     _base_model(tmp_path / "base")
     talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "you"}]}
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(talk)] * 8))
@@ -114,13 +120,13 @@ def test_a_base_model_learns_to_chat(workers: Workers, tmp_path: Path) -> None:
         *("--trainer.devices", "1", "--trainer.accelerator", "cpu", "--trainer.default_root_dir", "run"),
         *("--trainer.strategy.init_args.engine", "single"),
     ]
-    (done,) = workers.run("command", 1, words=words, cwd=str(tmp_path))
-    assert done["code"] == 0, done["err"]
+    (done,) = command(1, words, tmp_path)
+    assert done.code == 0, done.err
     for said in ("has no pad token: padding with <|endoftext|>", "as special tokens: <|im_start|> <|im_end|>"):
-        assert said in done["err"]
+        assert said in done.err
     words = ["export", "--ckpt", "run/checkpoints/step-00000020", "--verify", "--out", "chat"]
-    (done,) = workers.run("command", 1, words=words, cwd=str(tmp_path))
-    assert done["code"] == 0, done["err"]
+    (done,) = command(1, words, tmp_path)
+    assert done.code == 0, done.err
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
     assert "<|im_start|>" in tokenizer.chat_template
     assert tokenizer.pad_token == "<|endoftext|>"
@@ -128,5 +134,5 @@ def test_a_base_model_learns_to_chat(workers: Workers, tmp_path: Path) -> None:
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation.eos_token_id
     assert generation.pad_token_id == tokenizer.pad_token_id
     words = ["generate", "--model", "chat", "--prompt", "Hi", "--max_new_tokens", "12"]
-    (done,) = workers.run("command", 1, words=words, cwd=str(tmp_path))
-    assert (done["code"], done["out"]) == (0, "you\n"), done["err"]
+    (done,) = command(1, words, tmp_path)
+    assert (done.code, done.out) == (0, "you\n"), done.err

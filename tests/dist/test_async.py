@@ -11,7 +11,7 @@ from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.async_jobs import tensors_of
-from tests.dist.workers import Workers
+from tests.dist.forks import on_ranks
 
 
 def steps_of(run: Path) -> list[int]:
@@ -27,7 +27,6 @@ def steps_of(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
     [
-        ({"engine": "fsdp2"}, 2, {}),
         ({"engine": "fsdp1"}, 2, {"accumulate_grad_batches": 2}),
         ({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 2}, 4, {}),
         ({"engine": "fsdp2", "state_dict": "full", "precision": "low_precision"}, 2, {}),
@@ -37,15 +36,15 @@ def steps_of(run: Path) -> list[int]:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_the_same_bytes_as_a_save_that_training_waits_for(
-    workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], ranks: int, options: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], ranks: int, options: dict[str, Any]
 ) -> None:
-    job = {"folder": str(tiny_model), "strategy": strategy, **options}
-    (waited, *_) = workers.run("train_async", ranks, run=str(tmp_path / "sync"), async_save=False, **job)
-    (went_on, *others) = workers.run("train_async", ranks, run=str(tmp_path / "async"), async_save=True, **job)
+    job = {"folder": tiny_model, "strategy": strategy, **options}
+    (waited, *_) = on_ranks("train_async", ranks, run=tmp_path / "sync", async_save=False, **job)
+    (went_on, *others) = on_ranks("train_async", ranks, run=tmp_path / "async", async_save=True, **job)
     assert went_on["losses"] == waited["losses"]
     assert went_on["digest"] == waited["digest"]
     assert went_on["error"] == waited["error"] == ""
-    saved, expected = tensors_of(str(tmp_path / "async")), tensors_of(str(tmp_path / "sync"))
+    saved, expected = (tensors_of(str(tmp_path / name)) for name in ("async", "sync"))
     assert list(expected) == ["step-00000003", "step-00000006", "step-00000009"]
     assert saved == expected
     weight = "model/model.model.norm.weight"
@@ -57,20 +56,22 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
         assert went_on["best_model_path"] == waited["best_model_path"] != ""
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_somebody_elses_module(workers: Workers, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    "engine", [pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine")), "fsdp2"]
+)
+def test_somebody_elses_module(tmp_path: Path, engine: str) -> None:
     job = {"strategy": {"engine": engine, "precision": "fp32"}}
-    waited = workers.run("train_foreign_async", 2, run=str(tmp_path / "sync"), async_save=False, **job)
-    went_on = workers.run("train_foreign_async", 2, run=str(tmp_path / "async"), async_save=True, **job)
+    waited = on_ranks("train_foreign_async", 2, run=tmp_path / "sync", async_save=False, **job)
+    went_on = on_ranks("train_foreign_async", 2, run=tmp_path / "async", async_save=True, **job)
     assert went_on == waited
     assert steps_of(tmp_path / "async") == [2, 4, 6, 8]
     assert tensors_of(str(tmp_path / "async")) == tensors_of(str(tmp_path / "sync"))
 
 
-def test_training_goes_on_and_the_next_save_waits(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+def test_training_goes_on_and_the_next_save_waits(tiny_model: Path, tmp_path: Path) -> None:
     """The end of each save comes after the next step; the old one goes once the new one stands."""
-    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}
-    for seen in workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job):
+    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}
+    for seen in on_ranks("train_async", 2, run=tmp_path, async_save=True, **job):
         assert seen["pending"]["4"]
         assert seen["visible"]["4"] == []
         assert seen["visible"]["7"] == [3]
@@ -81,11 +82,9 @@ def test_training_goes_on_and_the_next_save_waits(workers: Workers, tiny_model: 
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_a_failing_writer_is_heard_on_all_ranks_at_the_same_step(
-    workers: Workers, tiny_model: Path, tmp_path: Path, engine: str
-) -> None:
-    job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "fault": "full disk", "steps": 1000}
-    seen = workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job)
+def test_a_failing_writer_is_heard_on_all_ranks_at_the_same_step(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+    job = {"folder": tiny_model, "strategy": {"engine": engine}, "fault": "full disk", "steps": 1000}
+    seen = on_ranks("train_async", 2, run=tmp_path, async_save=True, **job)
     for rank in seen:
         assert rank["error"].startswith("CheckpointError: ")
         assert "rank 1: " in rank["error"]
@@ -99,12 +98,12 @@ def test_a_failing_writer_is_heard_on_all_ranks_at_the_same_step(
     ("fault", "error", "steps"), [("raise", "ValueError", [3]), ("signal", "StopRequested", [3, 5])]
 )
 def test_a_save_under_way_is_completed(
-    workers: Workers, tiny_model: Path, tmp_path: Path, fault: str, error: str, steps: list[int]
+    tiny_model: Path, tmp_path: Path, fault: str, error: str, steps: list[int]
 ) -> None:
     """An exception on one rank, and a signal to one rank, at step 4 while step 3 is being written."""
     seconds = 12.0 if fault == "raise" else 60.0  # the other rank waits so long for the one that raised
-    job = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2", "timeout_seconds": seconds}, "fault": fault}
-    seen = workers.run("train_async", 2, run=str(tmp_path), async_save=True, **job)
+    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2", "timeout_seconds": seconds}, "fault": fault}
+    seen = on_ranks("train_async", 2, run=tmp_path, async_save=True, **job)
     assert seen[1]["error"].startswith(error)
     assert all(rank["pending"]["4"] for rank in seen)
     assert steps_of(tmp_path) == steps
@@ -112,6 +111,6 @@ def test_a_save_under_way_is_completed(
     if fault == "signal":
         stopped = "StopRequested: stopped by a signal after step 5; the checkpoint is complete"
         assert all(rank["error"].startswith(stopped) for rank in seen)
-        again = {"folder": str(tiny_model), "strategy": {"engine": "fsdp1"}, "run": str(tmp_path), "steps": 7}
-        resumed = workers.run("train_with_checkpoints", 1, ckpt_path="last", **again)
+        again = {"folder": tiny_model, "strategy": {"engine": "fsdp1"}, "run": tmp_path, "steps": 7}
+        resumed = on_ranks("train", 1, ckpt_path="last", **again)
         assert len(resumed[0]["losses"]) == 2

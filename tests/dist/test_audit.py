@@ -9,7 +9,7 @@ import pytest
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import check_recipe
-from tests.dist.workers import Workers
+from tests.dist.forks import on_ranks
 
 _KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
 # Uneven on purpose: 512, 100 and 48 rows over 3 ranks, and FSDP1's flat parameter cut anywhere.
@@ -32,13 +32,13 @@ _CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_it_says_what_a_run_does(workers: Workers, tiny_model: Path, case: str) -> None:
+def test_it_says_what_a_run_does(tiny_model: Path, case: str) -> None:
     ranks, strategy = _CASES[case]
     trainer = {"devices": ranks, "max_steps": 2, "strategy": {"init_args": strategy}}
     data = {"train": "rows.jsonl", "global_batch_size": 12}
     run = check_recipe({"trainer": trainer, "model": {"name": str(tiny_model)}, "data": data}, "fit")
     said = audit_recipe(run)
-    found = workers.run("kept_by_a_rank", ranks, folder=str(tiny_model), strategy=strategy)
+    found = on_ranks("kept_by_a_rank", ranks, folder=tiny_model, strategy=strategy)
     assert {key: said[key] for key in found[0]["audit"]} == found[0]["audit"]
     assert said["replicate_degree"] * said["shard_degree"] == said["ranks"] == ranks
     assert len(said["state_per_rank"]) == said["shard_degree"]

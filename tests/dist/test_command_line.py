@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.dist.workers import Workers
+from tests.dist.forks import command
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")]
@@ -74,12 +74,12 @@ def test_the_run_folder(smoke: Path) -> None:
     assert dtypes["realized"]["reductions"].keys() == {"fp32"}
 
 
-def test_the_resolved_recipe_can_be_fed_back(smoke: Path, workers: Workers) -> None:
+def test_the_resolved_recipe_can_be_fed_back(smoke: Path) -> None:
     words = ["fit", "--config", "run/recipe.yaml", "--print_config"]
-    (done, _) = workers.run("command", 2, words=words, cwd=str(smoke))
-    assert done["code"] == 0, done["err"]
+    (done, _) = command(2, words, smoke)
+    assert done.code == 0, done.err
     resolved = yaml.safe_load((smoke / "run/recipe.yaml").read_text())
-    assert yaml.safe_load(done["out"]) == resolved
+    assert yaml.safe_load(done.out) == resolved
     assert resolved["data"]["global_batch_size"] == 4
     assert resolved["model"]["optim"]["eps"] == 1e-8  # every default is spelled out
 
@@ -89,16 +89,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_used_run_folder_is_refused_and_unchanged(smoke: Path) -> None:
-    before = content(smoke / "run")
-    done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "run", cwd=smoke)
-    assert done.returncode == 2
-    assert "run, which holds 2 checkpoint(s), the newest of step 4" in done.stderr
-    assert "--ckpt_path last" in done.stderr
-    assert content(smoke / "run") == before
-
-
-def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, workers: Workers, tmp_path: Path) -> None:
+def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_path: Path) -> None:
     """On two ranks that somebody else started."""
     smoke = shutil.copytree(smoke, tmp_path / "smoke")
     with (smoke / "run/metrics.csv").open(newline="") as file:
@@ -115,10 +106,10 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
         "--trainer.strategy.init_args.sharding",
         "hybrid_shard",
     ]
-    done = workers.run("command", 2, words=["fit", *SMOKE, *words], cwd=str(smoke))
-    assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
-    assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0]["err"]
-    said = done[0]["err"].split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
+    done = command(2, ["fit", *SMOKE, *words], smoke)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0].err
+    said = done[0].err.split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
     assert sorted(line for line in said if line.startswith("  ") and " → " in line) == [
         "  model.optim.lr: 2e-05 → 0.001",
         "  trainer.max_steps: 4 → 6",
@@ -135,14 +126,14 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, worke
     assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
 
 
-def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
+def test_validate_test_and_predict(smoke: Path) -> None:
     """On two ranks that somebody else started."""
 
     def run(verb: str, ckpt_path: str, *words: str) -> str:
         words = (verb, *SMOKE, "--trainer.default_root_dir", "run", "--ckpt_path", ckpt_path, *words)
-        done = workers.run("command", 2, words=words, cwd=str(smoke))
-        assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
-        return done[0]["out"]
+        done = command(2, words, smoke)
+        assert [rank.code for rank in done] == [0, 0], done[0].err
+        return done[0].out
 
     before = content(smoke / "run")
     losses = {
@@ -171,57 +162,36 @@ def test_validate_test_and_predict(smoke: Path, workers: Workers) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "needles"),
-    [
+def test_refused_at_once_without_torch(tmp_path: Path) -> None:
+    """One of each kind of refusal; tests/configs has all of them."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    for words, code, needles in (
         (["--model.optim.warmup", "1"], 2, ["model.optim.warmup: got a key", "write model.optim.warmup_steps"]),
-        (["--data.max_seq", "64"], 2, ["data.max_seq", "write data.max_seq_length"]),
-        (
-            ["--trainer.precision", "32-true", "--trainer.strategy.init_args.precision", "mixed"],
-            2,
-            ["trainer.precision: got 32-true", "precision mixed"],
-        ),
         (["--data.micro_batch_size", "3"], 2, ["got 4 with micro_batch_size 3 on 2 ranks", "set global_batch_size: 6"]),
         (["--trainer.strategy.init_args.engine", "fsdp3"], 2, ["got fsdp3", "fsdp2 | fsdp1"]),
         (["--ckpt_path", "nowhere"], 1, ["nowhere"]),
-        (["--ckpt_path", "folder"], 1, ["folder"]),
         (["--ckpt_path", "last"], 1, ["no complete checkpoint in other/checkpoints; in other: nothing"]),
-    ],
-)
-def test_refused_at_once_without_torch(tmp_path: Path, words: list[str], code: int, needles: list[str]) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    (tmp_path / "folder").mkdir()
-    before = cpu_seconds()
-    done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "other", *words, cwd=tmp_path)
-    seconds = cpu_seconds() - before
-    assert done.returncode == code
-    assert done.stdout == ""
-    error = [line for line in done.stderr.splitlines() if not line.startswith("miniature: ")]
-    assert error[0].startswith("error: ")
-    assert [line.split()[0] for line in error[1:]] == (["allowed:", "fix:"] if code == 2 else []), done.stderr
-    for needle in needles:
-        assert needle in done.stderr
-    assert seconds < 3  # about 0.1 s on an idle machine, see the benchmarks
-    assert not (tmp_path / "other").exists()
+    ):
+        before = cpu_seconds()
+        done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "other", *words, cwd=tmp_path)
+        assert cpu_seconds() - before < 3  # about 0.1 s on an idle machine, see the benchmarks
+        assert (done.returncode, done.stdout) == (code, "")
+        error = [line for line in done.stderr.splitlines() if not line.startswith("miniature: ")]
+        assert error[0].startswith("error: ")
+        assert [line.split()[0] for line in error[1:]] == (["allowed:", "fix:"] if code == 2 else []), done.stderr
+        for needle in needles:
+            assert needle in done.stderr
+        assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "needles"),
-    [
-        (["--trainer.callbacks", "sideeffect.Thing"], 2, ["add --allow-imports sideeffect"]),
-        (["--data.train", "broken.jsonl"], 1, ["broken.jsonl:2"]),
-    ],
-)
-def test_refused_before_any_process_starts(tmp_path: Path, words: list[str], code: int, needles: list[str]) -> None:
-    (tmp_path / "sideeffect.py").write_text("open('imported', 'w').close()\nclass Thing: pass\n")
+def test_refused_before_any_process_starts(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
-    done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "other", *words, cwd=tmp_path)
-    assert done.returncode == code
+    words = ("--trainer.default_root_dir", "other", "--data.train", "broken.jsonl")
+    done = lit_fsdp("fit", *SMOKE, *words, cwd=tmp_path)
+    assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rank 1" not in done.stderr
-    for needle in needles:
-        assert needle in done.stderr
-    assert not (tmp_path / "imported").exists()
+    assert "broken.jsonl:2" in done.stderr
     assert not (tmp_path / "other").exists()
 
 

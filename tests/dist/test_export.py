@@ -6,24 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.forks import Outcome, command, on_ranks
 from tests.dist.reference import TINY
-from tests.dist.workers import Workers
 
 IDS = torch.arange(24).reshape(2, 12)
-
-
-@pytest.fixture(scope="module")
-def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("untied") / "model"
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False})).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -37,14 +28,11 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "tied" if value else "untied",
 )
 def test_logits_of_the_live_model(
-    workers: Workers, tiny_model: Path, untied_model: Path, tmp_path: Path, strategy: dict, tied: bool
+    tiny_model: Path, untied_model: Path, tmp_path: Path, strategy: dict, tied: bool
 ) -> None:
     folder = tiny_model if tied else untied_model
-    weights = tmp_path / "live.pt"
-    workers.run(
-        "train_and_keep_weights", 2, folder=str(folder), run=str(tmp_path), strategy=strategy, weights=str(weights)
-    )
-    state = torch.load(weights, weights_only=True)
+    on_ranks("train", 2, folder=folder, run=tmp_path, strategy=strategy, steps=3, every=3)
+    state = torch.load(tmp_path / "live.pt", weights_only=True)
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
     for dtype in ("fp32", "bf16", None):
         out = tmp_path / f"out-{dtype}"
@@ -67,38 +55,31 @@ def test_logits_of_the_live_model(
     )
 
 
-def test_an_export_never_overwrites_and_the_answer_goes_through_the_template(
-    workers: Workers, tiny_model: Path, tmp_path: Path
-) -> None:
-    job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
-    workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
-    checkpoint, out = tmp_path / "checkpoints" / "step-00000003", tmp_path / "out"
-    words = ["export", "--ckpt", str(checkpoint), "--out", "out", "--dtype"]
-    (done,) = workers.run("command", 1, words=[*words, "fp32"], cwd=str(tmp_path))
-    assert (done["code"], done["err"]) == (0, "")
+def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
+    """It overwrites nothing, verifies, publishes nothing that differs, and the result answers through its template."""
+    on_ranks("train", 2, folder=tiny_model, run=tmp_path, strategy={"engine": "fsdp2"}, steps=3, every=3)
+
+    def export_to(out: str, *flags: str, job: str = "program") -> Outcome:
+        return command(1, ["export", "--ckpt", "checkpoints/step-00000003", "--out", out, *flags], tmp_path, job)[0]
+
+    done = export_to("out", "--dtype", "fp32")
+    assert (done.code, done.err) == (0, "")
     num_params = sum(p.numel() for p in LlamaForCausalLM(TINY).parameters()) / 1e6
-    assert done["out"].startswith(f"out: 29 tensors in float32, {num_params:.1f}M parameters, 0.00 GiB, 1 tied name")
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    (done,) = workers.run("command", 1, words=[*words, "bf16"], cwd=str(tmp_path))
-    assert (done["code"], done["out"]) == (2, "")
-    assert done["err"].startswith("error: out: got out\n")
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    words = ["generate", "--model", str(out), "--prompt", "2 + 2?", "--max_new_tokens", "3"]
-    (done,) = workers.run("command", 1, words=words, cwd=str(tmp_path))
-    assert done["code"] == 0, done["err"]
-    assert done["out"].endswith("\n")
-    assert "<|im_start|>" not in done["out"]
+    assert done.out.startswith(f"out: 29 tensors in float32, {num_params:.1f}M parameters, 0.00 GiB, 1 tied name")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    done = export_to("out", "--dtype", "bf16")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: out: got out\n")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    (done,) = command(1, ["generate", "--model", "out", "--prompt", "2 + 2?", "--max_new_tokens", "3"], tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.endswith("\n")
+    assert "<|im_start|>" not in done.out
 
-
-def test_verified_on_the_command_line_and_refused_when_it_differs(
-    workers: Workers, tiny_model: Path, tmp_path: Path
-) -> None:
-    job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
-    workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
-    words = ["export", "--ckpt", "checkpoints/step-00000003", "--dtype", "fp16", "--max_shard_gib", "1e-4", "--verify"]
-    (done,) = workers.run("command", 1, words=[*words, "--out", "good"], cwd=str(tmp_path))
-    assert (done["code"], done["err"]) == (0, "")
-    assert done["out"].endswith("verified: loaded again, keys, tensors and logits are equal\n")
+    sharded = ["--dtype", "fp16", "--max_shard_gib", "1e-4", "--verify"]
+    done = export_to("good", *sharded)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("verified: loaded again, keys, tensors and logits are equal\n")
     files = {path.relative_to(tmp_path / "good").as_posix() for path in (tmp_path / "good").rglob("*")}
     shards = {name for name in files if name.endswith(".safetensors")}
     assert len(shards) > 1
@@ -107,11 +88,11 @@ def test_verified_on_the_command_line_and_refused_when_it_differs(
         *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
     assert not [name for name in files if name.startswith(".")]
-    before = sorted(path.name for path in tmp_path.iterdir())
-    (done,) = workers.run("tampered_export", 1, words=[*words, "--out", "bad"], cwd=str(tmp_path))
-    assert (done["code"], done["out"]) == (1, "")
-    assert "bad: not published, it differs from checkpoints/step-00000003:\n  tensor model." in done["err"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    (done,) = workers.run("command", 1, words=[*words, "--out", "bad", "--merge"], cwd=str(tmp_path))
-    assert (done["code"], done["out"]) == (2, "")
-    assert "--merge: got a checkpoint without adapters" in done["err"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    done = export_to("bad", *sharded, job="tampered_export")
+    assert (done.code, done.out) == (1, "")
+    assert "bad: not published, it differs from checkpoints/step-00000003:\n  tensor model." in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    done = export_to("bad", *sharded, "--merge")
+    assert (done.code, done.out) == (2, "")
+    assert "--merge: got a checkpoint without adapters" in done.err

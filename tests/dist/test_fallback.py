@@ -13,7 +13,7 @@ import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints, moved_aside
 from lit_fsdp.checkpoint.verify import verify
-from tests.dist.workers import Workers
+from tests.dist.forks import Outcome, command
 
 RECIPE = """
 seed_everything: 5
@@ -22,19 +22,18 @@ data: {train: "generated:32", val: "generated:4", max_seq_length: 64, global_bat
 checkpoint: {every_steps: 1, keep_last: -1}
 """
 NEWEST = "step-00000003"
-ENGINES = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
 
 @pytest.fixture(scope="module")
-def runs(workers: Workers, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """``runs(folder, engine, *flags)``: ``fit`` on two ranks in the working folder, and what each rank said."""
     cwd = tmp_path_factory.mktemp("fallback")
     (cwd / "small.yaml").write_text(RECIPE)
 
-    def run(folder: Path, engine: str, *flags: str, verb: str = "fit") -> list[dict[str, Any]]:
+    def run(folder: Path, engine: str, *flags: str, verb: str = "fit") -> list[Outcome]:
         words = [verb, "--config", "small.yaml", "--model.name", str(tiny_model)]
         words += ["--trainer.default_root_dir", str(folder), "--trainer.strategy.init_args.engine", engine, *flags]
-        return workers.run("command", 2, words=words, cwd=str(cwd))
+        return command(2, words, cwd)
 
     return run
 
@@ -48,7 +47,7 @@ def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         if engine not in made:
             run = tmp_path_factory.mktemp("three") / engine
             done = runs(run, engine)
-            assert [rank["code"] for rank in done] == [0, 0], done
+            assert [rank.code for rank in done] == [0, 0], done
             made[engine] = run
         return Path(shutil.copytree(made[engine], folder))
 
@@ -89,7 +88,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@ENGINES
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine"))]
+)
 def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, engine: str) -> None:
     run, by_path = three_steps(engine, tmp_path / "run"), three_steps(engine, tmp_path / "by_path")
     newest = run / "checkpoints" / NEWEST
@@ -97,25 +98,25 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     before = content(run / "checkpoints")
     refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
     for rank in refused:
-        assert rank["code"] == 1
-        assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in rank["err"]
-        assert "--resume.fallback true" in rank["err"]
+        assert rank.code == 1
+        assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in rank.err
+        assert "--resume.fallback true" in rank.err
     assert content(run / "checkpoints") == before
 
     flags = ["--ckpt_path", "last", "--trainer.max_steps", "5", "--resume.fallback", "true"]
     done = runs(run, engine, *flags)
-    assert [rank["code"] for rank in done] == [0, 0], done
+    assert [rank.code for rank in done] == [0, 0], done
     older = run / "checkpoints" / "step-00000002"
-    assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0]["err"]
-    assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0]["err"]
-    assert "damaged" not in done[1]["err"]  # said once
+    assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0].err
+    assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0].err
+    assert "damaged" not in done[1].err  # said once
     (aside,) = moved_aside(run / "checkpoints")
     assert aside.name.startswith(f"damaged-{NEWEST}-")
-    assert f"moved aside: {newest} is {aside.name} now" in done[0]["err"]
+    assert f"moved aside: {newest} is {aside.name} now" in done[0].err
     assert content(aside) == {k.removeprefix(f"{NEWEST}/"): v for k, v in before.items() if k.startswith(NEWEST)}
 
     same = runs(by_path, engine, "--ckpt_path", str(by_path / "checkpoints/step-00000002"), "--trainer.max_steps", "5")
-    assert [rank["code"] for rank in same] == [0, 0], same
+    assert [rank.code for rank in same] == [0, 0], same
     assert len(losses(run)) == 5
     assert losses(run) == losses(by_path)
     (aside,) = moved_aside(by_path / "checkpoints")
@@ -129,19 +130,18 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert len(shards[0]) == 2
 
 
-@pytest.mark.parametrize("how", ["cut", "remove", "manifest"])
-def test_visible_damage(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, how: str) -> None:
-    run = three_steps("fsdp2", tmp_path / "run")
-    newest = run / "checkpoints" / NEWEST
-    file = harm(newest, how)
-    for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4"):
-        assert rank["code"] == 1
-        assert f"{newest} is damaged: " in rank["err"]
-        assert file in rank["err"]
-    flags = ["--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"]
-    done = runs(run, "fsdp2", *flags)
-    assert [rank["code"] for rank in done] == [0, 0], done
-    assert f"going on from {run}/checkpoints/step-00000002 as last (resume.fallback)" in done[0]["err"]
+def test_visible_damage(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
+    for how in ("cut", "remove", "manifest"):
+        run = three_steps("fsdp2", tmp_path / how)
+        newest = run / "checkpoints" / NEWEST
+        file = harm(newest, how)
+        for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4"):
+            assert rank.code == 1
+            assert f"{newest} is damaged: " in rank.err
+            assert file in rank.err
+    done = runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true")
+    assert [rank.code for rank in done] == [0, 0], done
+    assert f"going on from {run}/checkpoints/step-00000002 as last (resume.fallback)" in done[0].err
     assert [path.name.partition("-2")[0] for path in moved_aside(run / "checkpoints")] == [f"damaged-{NEWEST}"]
     assert [entry.step for entry in checkpoints(run)] == [1, 2, 3, 4]
 
@@ -153,10 +153,10 @@ def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Pa
     flip(run / f"checkpoints/{NEWEST}/hf/config.json")
     before = content(run / "checkpoints")
     for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
-        assert rank["code"] == 1
-        assert "none of 3 checkpoints is sound:\n" in rank["err"]
+        assert rank.code == 1
+        assert "none of 3 checkpoints is sound:\n" in rank.err
         for file in ("state.json", "tensors/rank-00000.safetensors", "hf/config.json"):
-            assert f"  {file}: xxh3 differs from the manifest" in rank["err"]
+            assert f"  {file}: xxh3 differs from the manifest" in rank.err
     assert content(run / "checkpoints") == before
 
 
@@ -167,7 +167,7 @@ def test_a_path_is_never_replaced_and_hashes_can_be_left_out(
     newest = run / "checkpoints" / NEWEST
     flip(newest / "tensors/rank-00001.safetensors")
     for rank in runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.fallback", "true", verb="validate"):
-        assert rank["code"] == 1
-        assert "rank-00001.safetensors: xxh3 differs" in rank["err"]
+        assert rank.code == 1
+        assert "rank-00001.safetensors: xxh3 differs" in rank.err
     done = runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.verify", "false", verb="validate")
-    assert [rank["code"] for rank in done] == [0, 0], done
+    assert [rank.code for rank in done] == [0, 0], done

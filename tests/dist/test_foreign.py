@@ -1,103 +1,159 @@
-"""The factory under somebody else's LightningModule, and the examples of the manual and the README as they stand."""
+"""The factory under somebody else's LightningModule, with the Trainer's own options and callbacks: as a plain loop."""
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.errors import CheckpointError
-from tests.dist.foreign import ForeignNet, foreign_rows
-from tests.dist.workers import Workers
+from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows, plain_losses
+from tests.dist.forks import on_ranks
 
-ENGINES = ("fsdp2", "fsdp1")
+engines = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
 
-def reference(steps: int, clip: float | None = None) -> list[float]:
-    """The same net in a plain loop, one process."""
+def seeded(net: type[ForeignNet] = ForeignNet) -> ForeignNet:
     torch.manual_seed(11)
-    net = ForeignNet()
-    optimizer = net.configure_optimizers()
-    losses = []
-    for step in range(steps):
-        x, y = foreign_rows(step)
-        loss = torch.nn.functional.mse_loss(net(x), y)
-        loss.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return net()
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_losses_equal_a_plain_loop(workers: Workers, engine: str, accumulate: int, clip: float | None) -> None:
+def trained(engine: str, **options: Any) -> list[dict[str, Any]]:
+    return on_ranks("train_with_options", 2, strategy={"engine": engine, "precision": "fp32"}, **options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "accumulate", "clip"),
+    [("fsdp2", 1, None), ("fsdp2", 2, 0.1), ("fsdp1", 2, None), ("fsdp1", 1, 0.1)],
+)
+def test_losses_equal_a_plain_loop(engine: str, accumulate: int, clip: float | None) -> None:
     """Parameters directly on the LightningModule, self(x) in the step, other weights on rank 1 before: rank 0's win."""
     strategy = {"engine": engine, "precision": "fp32"}
     options = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
-    results = workers.run("train_foreign", 2, strategy=strategy, steps=6, **options)
-    wanted = reference(6, clip)
-    assert results[0]["losses"] == results[1]["losses"] == pytest.approx(wanted, rel=1e-5)
+    results = on_ranks("train_foreign", 2, strategy=strategy, steps=6, **options)
+    assert (
+        results[0]["losses"] == results[1]["losses"] == pytest.approx(plain_losses(seeded(), range(6), clip), rel=1e-5)
+    )
     assert results[0]["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
     assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_meta_weights_are_reset_alike_on_all_ranks(workers: Workers, engine: str) -> None:
-    results = workers.run("train_foreign", 2, strategy={"engine": engine, "precision": "fp32"}, steps=3, meta=True)
+@engines
+def test_meta_weights_are_reset_alike_on_all_ranks(engine: str) -> None:
+    results = on_ranks("train_foreign", 2, strategy={"engine": engine, "precision": "fp32"}, steps=3, meta=True)
     assert results[0]["losses"] == results[1]["losses"]
     assert all(0 < loss < 100 for loss in results[0]["losses"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_lightnings_own_checkpoints_resume_but_are_no_transformers_model(
-    workers: Workers, tmp_path: Path, engine: str
-) -> None:
-    job = {"strategy": {"engine": engine, "precision": "fp32"}, "run": str(tmp_path / "run")}
-    whole = workers.run("train_foreign_with_checkpoints", 2, steps=5, **job)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
-    saved = tmp_path / "run" / "step=2.ckpt"
-    job["run"] = str(tmp_path / "again")
-    after = workers.run("train_foreign_with_checkpoints", 2, steps=5, ckpt_path=str(saved), **job)
-    assert after == [losses[2:] for losses in whole]  # bit-equal
+@engines
+def test_options_of_the_trainer(engine: str, tmp_path: Path) -> None:
+    """Clipping by value, overfit_batches, limit_val_batches, early stopping, a monitor of the learning rate."""
+    clipped = trained(engine, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=4)
+    assert clipped[0]["losses"] == clipped[1]["losses"]
+    assert clipped[0]["losses"] == pytest.approx(plain_losses(seeded(), range(4), clip_value=0.01), rel=1e-5)
+
+    overfit = trained(engine, overfit_batches=2, max_epochs=3)[0]
+    assert overfit["losses"] == pytest.approx(plain_losses(seeded(), [0, 1] * 3), rel=1e-5)
+
+    monitor = {"LearningRateMonitor": {"logging_interval": "step"}}
+    options = {"validates": True, "limit_val_batches": 2, "max_epochs": 2}
+    found = trained(engine, callbacks=monitor, folder=tmp_path, **options)
+    net = seeded(ForeignNetWithValidation)
+    assert found[0]["losses"] == pytest.approx(plain_losses(net, [0, 1, 2, 3] * 2), rel=1e-5)
+    wanted = [float(torch.nn.functional.mse_loss(net(x), y).detach()) for x, y in map(foreign_rows, (100, 101))]
+    assert [one["validation_batches"] for one in found] == [4, 4]
+    assert found[0]["val_loss"] == pytest.approx(sum(wanted) / 2, rel=1e-5)
+    with (tmp_path / "metrics.csv").open() as file:
+        rates = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
+    assert rates == pytest.approx([1e-2 / 2**step for step in range(8)])
+
+    stopping = {"EarlyStopping": {"monitor": "val_loss", "patience": 2, "min_delta": 1e6}}
+    stopped = trained(engine, callbacks=stopping, validates=True, max_epochs=9)
+    assert [(one["epochs"], one["steps"]) for one in stopped] == [(3, 12), (3, 12)]
+
+
+@engines
+def test_lightnings_checkpoints_are_kept_and_resumed_but_are_no_transformers_model(tmp_path: Path, engine: str) -> None:
+    saving: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_train_steps": 4}
+    saving |= {"dirpath": str(tmp_path / "kept"), "filename": "{step}"}
+    job = {"callbacks": {"ModelCheckpoint": saving}, "max_steps": 12}
+    whole = trained(engine, **job)
+    assert whole[0]["kept"] == ["step=12.ckpt", "step=8.ckpt"]
+    assert whole[0]["best"] == "step=12.ckpt"
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == whole[0]["kept"]
+    saving["dirpath"] = str(tmp_path / "again")
+    saved = tmp_path / "kept" / "step=8.ckpt"
+    resumed = trained(engine, ckpt_path=saved, **job)
+    assert [one["losses"] for one in resumed] == [one["losses"][8:] for one in whole]  # bit-equal
     with pytest.raises(CheckpointError, match="can be exported"):
         export(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+@engines
+def test_averages_of_shards_are_refused(engine: str) -> None:
+    for name, arguments in (("StochasticWeightAveraging", {"swa_lrs": 1e-2}), ("WeightAveraging", {})):
+        first, second = (one["error"] for one in trained(engine, callbacks={name: arguments}, max_epochs=2))
+        assert first == second
+        assert first.startswith(f"trainer.callbacks: got {name} with engine {engine}: it ")
+        assert f"fix:     drop {name}" in first
+
+
+def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    words, env = (
+        [sys.executable, *launcher, str(script)],
+        {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )
+    return subprocess.run(words, cwd=script.parent, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+def blocks_after(page: Path, mark: str) -> list[str]:
+    """The blocks of Python of a page that stand behind such a comment."""
+    return re.findall(f"{mark}```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
 def test_the_examples_run(root: Path, tmp_path: Path) -> None:
+    """Those of the manual and of the README as they stand, and the one of recipes/ under torchrun."""
     (example,) = blocks_after(root / "docs" / "own-module.md", "<!-- example: [^>]*-->\n")
     (lines,) = blocks_after(root / "README.md", "")
     (tmp_path / "my_package.py").write_text(
         example.partition("trainer = ")[0].replace("Net", "MyModule")
         + "my_rows = torch.utils.data.DataLoader(rows, batch_size=8)\n"
     )
-    for number, text in enumerate((example, lines)):
-        script = tmp_path / f"example{number}.py"
+    script = tmp_path / "example.py"
+    for text, steps in ((example, 8), (lines, 4)):  # 64 rows, 2 ranks of 8, 2 epochs; or max_steps
         script.write_text(text + "\nprint('steps', trainer.global_step)\n")
-        env = {**os.environ, "PYTHONPATH": str(root)}
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
+        done = run_script(script, root)
         assert done.returncode == 0, done.stderr
-        assert f"steps {(8, 4)[number]}" in done.stdout  # 64 rows, 2 ranks of 8, 2 epochs; or max_steps
+        assert f"steps {steps}" in done.stdout
+    script.write_text((root / "recipes" / "foreign_module.py").read_text(encoding="utf-8"))
+    done = run_script(script, root, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("32 steps, loss ") == 1
 
 
-def blocks_after(page: Path, mark: str) -> list[str]:
-    """The blocks of Python of a page that stand behind such a comment."""
-    return re.findall(f"{mark}```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+def test_what_is_refused_is_refused_before_further_processes_start(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\n"
+        "print('started', os.environ.get('LOCAL_RANK', 'first'), flush=True)\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.callbacks import StochasticWeightAveraging\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lit_fsdp import fsdp_strategy\n"
+        "average = StochasticWeightAveraging(swa_lrs=1e-2)\n"
+        "Trainer(accelerator='cpu', devices=2, strategy=fsdp_strategy(), callbacks=[average]).fit(BoringModel())\n"
+    )
+    done = run_script(script, root)
+    assert done.returncode == 1
+    assert done.stdout.split("\n")[0] == "started first"
+    assert "started 1" not in done.stdout
+    assert done.stderr.count("trainer.callbacks: got StochasticWeightAveraging") == 1

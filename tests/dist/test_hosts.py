@@ -19,7 +19,6 @@ from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
 
 pytestmark = pytest.mark.timeout(600)
-only_long = pytest.mark.skipif(not os.environ.get("LIT_FSDP_LONG"), reason="in make test-long")
 TIMEOUT = 20  # of a collective, in seconds
 
 
@@ -100,22 +99,17 @@ def check_checkpoints(folder: Path) -> int:
     return found[-1].step
 
 
-def test_a_cut_cable_ends_the_run_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    said = cut_in_the_middle(hosts, tmp_path, 1, "static")
-    assert "rank 0 (hosta) lost contact: " in said[0]
-    assert "rank 1 (hostb) lost contact: " in said[1]
-    assert check_checkpoints(tmp_path) >= 4
-
-
-@only_long
-@pytest.mark.parametrize(("meeting", "processes"), [("c10d", 2), ("static", 2), ("c10d", 1)])
-def test_over_the_mended_cable_it_goes_on_to_the_same_losses(
+@pytest.mark.parametrize(
+    ("meeting", "processes"), [("c10d", 2), pytest.param("static", 1, marks=pytest.mark.long("a minute of timeouts"))]
+)
+def test_a_cut_cable_ends_the_run_and_over_the_mended_one_it_goes_on_to_the_same_losses(
     hosts: Hosts, tmp_path: Path, meeting: str, processes: int
 ) -> None:
     said = cut_in_the_middle(hosts, tmp_path, processes, meeting)
     assert "rank 0 (hosta) lost contact: " in said[0]
     assert re.search(r"rank \d \(hostb\) lost contact: ", said[1])
     newest = check_checkpoints(tmp_path)
+    assert newest >= 4
     hosts.set_cable("up")
     steps = newest + 4
     started = hosts.torchrun("again", meeting, processes, *recipe(tmp_path, steps, processes), "--ckpt_path", "last")
@@ -125,7 +119,7 @@ def test_over_the_mended_cable_it_goes_on_to_the_same_losses(
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@only_long
+@pytest.mark.long("waits until its time is over")
 def test_a_rank_that_does_not_come_is_waited_for_with_a_word(hosts: Hosts, tmp_path: Path) -> None:
     words = recipe(tmp_path, 4)
     by_hand = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0"}

@@ -17,8 +17,8 @@ from lit_fsdp.__main__ import main
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_state
+from tests.dist.forks import command, on_ranks
 from tests.dist.reference import LEARNING_RATE, reference_losses
-from tests.dist.workers import Workers
 
 SAVED_AT, STEPS = 3, 6
 LIGHTNING = {  # ranks, parameter groups, whether the parameters of its optimizer have names
@@ -71,15 +71,15 @@ def check_tensors(out: Path, truth_file: Path, net: str, moments: dict[Any, Any]
         assert read_manifest(out).tensors["optim/model.model.norm.weight/step"].shape == ()
 
 
-def check_next_losses(workers: Workers, model: Path, out: Path, run: Path, losses: list[float], decay: float) -> None:
+def check_next_losses(model: Path, out: Path, run: Path, losses: list[float], decay: float) -> None:
     """A run of ours from the imported folder has the losses that the other tool had next, at the rate of the recipe."""
     job = {
-        "folder": str(model),
-        "run": str(run),
-        "ckpt": str(out),
+        "folder": model,
+        "run": run,
+        "ckpt": out,
         "strategy": {"engine": "fsdp2", "precision": "fp32"},
     }
-    after = workers.run("continue_imported", 2, steps=STEPS, weight_decay=decay, **job)[0]
+    after = on_ranks("continue_imported", 2, steps=STEPS, weight_decay=decay, **job)[0]
     assert after["step"] == STEPS
     assert after["losses"][0] == pytest.approx(losses[SAVED_AT], rel=1e-6)
     assert after["losses"] == pytest.approx(losses[SAVED_AT:], rel=1e-5)  # fp32 sums in another order
@@ -88,12 +88,12 @@ def check_next_losses(workers: Workers, model: Path, out: Path, run: Path, losse
 
 @pytest.mark.parametrize("strategy", LIGHTNING)
 def test_a_checkpoint_of_lightning(
-    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, strategy: str
 ) -> None:
     ranks, groups, has_names = LIGHTNING[strategy]
     source, out = tmp_path / "theirs.ckpt", tmp_path / "ours"
-    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": STEPS}
-    losses = workers.run("train_with_stock_lightning", ranks, strategy=strategy, groups=groups, **job)[0]
+    job = {"folder": tiny_model, "out": source, "save_at": SAVED_AT, "steps": STEPS}
+    losses = on_ranks("train_with_stock_lightning", ranks, strategy=strategy, groups=groups, **job)[0]
     assert source.is_dir() == (strategy in ("fsdp1", "fsdp2"))
     report = imported(source, out, tiny_model, capsys)
     assert (report["step"], report["num_tensors"], report["prefix"], report["surplus"]) == (SAVED_AT, 29, "net.", [])
@@ -102,17 +102,17 @@ def test_a_checkpoint_of_lightning(
         assert report["no_moments"] == "its parameters have numbers, not names"
     check_tensors(out, Path(f"{source}.truth.pt"), "net.", None if has_names else {})
     if strategy in ("fsdp2", "fsdp1"):
-        check_next_losses(workers, tiny_model, out, tmp_path / "run", losses, 0.1 if groups == 2 else 0.0)
+        check_next_losses(tiny_model, out, tmp_path / "run", losses, 0.1 if groups == 2 else 0.0)
 
 
 @pytest.mark.parametrize(("version", "kind"), ACCELERATE, ids=lambda value: str(value))
 def test_a_checkpoint_of_accelerate(
-    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, version: int, kind: str
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, version: int, kind: str
 ) -> None:
     pytest.importorskip("accelerate")
     source, out = tmp_path / "checkpoint-3", tmp_path / "ours"
-    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": STEPS, "groups": version}
-    losses = workers.run("train_with_stock_accelerate", 2, env=accelerate_env(version, kind), **job)[0]
+    job = {"folder": tiny_model, "out": source, "save_at": SAVED_AT, "steps": STEPS, "groups": version}
+    losses = on_ranks("train_with_stock_accelerate", 2, env=accelerate_env(version, kind), **job)[0]
     names = {path.name for path in source.iterdir()}
     assert names >= ({"pytorch_model_fsdp_0", "optimizer_0"} if "SHARDED" in kind else {"pytorch_model_fsdp.bin"})
     report = imported(source, out, tiny_model, capsys)
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_accelerate(
     moments = torch.load(source / "optimizer.bin", weights_only=True)["state"] if one else None
     check_tensors(out, Path(f"{source}.truth.pt"), "", moments)
     if (version, kind) == (2, "SHARDED_STATE_DICT"):
-        check_next_losses(workers, tiny_model, out, tmp_path / "run", losses, 0.1)
+        check_next_losses(tiny_model, out, tmp_path / "run", losses, 0.1)
         (source / "trainer_state.json").write_text('{"global_step": 7}')  # where the Trainer writes it
         shutil.rmtree(out)
         report = imported(source / "pytorch_model_fsdp_0", out, tiny_model, capsys)
@@ -131,30 +131,28 @@ def test_a_checkpoint_of_accelerate(
         shutil.rmtree(source / "optimizer_0")
         report = imported(source, out, tiny_model, capsys, "--step", "5")
         assert (report["step"], report["no_moments"]) == (5, "the source has none")
-        check_fresh_optimizer(workers, tiny_model, out, tmp_path / "fresh")
+        check_fresh_optimizer(tiny_model, out, tmp_path / "fresh")
 
 
-def check_fresh_optimizer(workers: Workers, model: Path, out: Path, run: Path) -> None:
+def check_fresh_optimizer(model: Path, out: Path, run: Path) -> None:
     """Weights alone: the optimizer begins anew, at the learning rate of the step in the recipe's schedule."""
     assert load_state(out)["optimizer_states"] == []
     job = {
-        "folder": str(model),
-        "run": str(run),
-        "ckpt": str(out),
+        "folder": model,
+        "run": run,
+        "ckpt": out,
         "strategy": {"engine": "fsdp1", "precision": "fp32"},
     }
-    after = workers.run("continue_imported", 1, steps=8, schedule="linear", warmup_steps=2, **job)[0]
+    after = on_ranks("continue_imported", 1, steps=8, schedule="linear", warmup_steps=2, **job)[0]
     assert after["step"] == 8
     assert after["rates"] == pytest.approx([LEARNING_RATE * (1 - done / 6) for done in (3, 4, 5)])
 
 
-def test_a_recipe_goes_on_from_an_import(
-    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_recipe_goes_on_from_an_import(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By the command line, with our data: 7 rows in batches of 2 are 4 steps an epoch, the last a short one."""
     source = tmp_path / "theirs.ckpt"
-    job = {"folder": str(tiny_model), "out": str(source), "save_at": SAVED_AT, "steps": SAVED_AT, "groups": 2}
-    workers.run("train_with_stock_lightning", 1, strategy="single", **job)
+    job = {"folder": tiny_model, "out": source, "save_at": SAVED_AT, "steps": SAVED_AT, "groups": 2}
+    on_ranks("train_with_stock_lightning", 1, strategy="single", **job)
     words = ["ckpt", "import", str(source), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
     assert main(words) == 0
     report = capsys.readouterr().out
@@ -177,8 +175,8 @@ def test_a_recipe_goes_on_from_an_import(
     for folder, step in (("ours", 3), ("at4", 4)):  # inside an epoch, and between two
         run = tmp_path / f"run-{folder}"
         flags = ["--ckpt_path", folder, "--trainer.default_root_dir", str(run)]
-        (done,) = workers.run("command", 1, words=["fit", "--config", "recipe.yaml", *flags], cwd=str(tmp_path))
-        assert done["code"] == 0, done["err"]
+        (done,) = command(1, ["fit", "--config", "recipe.yaml", *flags], tmp_path)
+        assert done.code == 0, done.err
         saved = sorted(path.name for path in (run / "checkpoints").iterdir())
         assert saved == [f"step-{n:08d}" for n in (4, 8, 12) if n > step]
         state = load_state(run / "checkpoints" / "step-00000012")
@@ -201,13 +199,13 @@ def test_exit_codes(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("form", ["sharded", "bf16", "exported"])
 def test_a_hugging_face_folder_needs_no_import(
-    workers: Workers, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: str
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: str
 ) -> None:
     """It is ``model.name``; its first loss is that of plain transformers on the same folder."""
     folder = tmp_path / "model"
     if form == "exported":
-        job = {"folder": str(tiny_model), "run": str(tmp_path), "strategy": {"engine": "fsdp2"}}
-        workers.run("train_and_keep_weights", 2, weights=str(tmp_path / "live.pt"), **job)
+        job = {"folder": tiny_model, "run": tmp_path, "strategy": {"engine": "fsdp2"}}
+        on_ranks("train", 2, steps=3, every=3, **job)
         export(tmp_path / "checkpoints" / "step-00000003", folder)
     else:
         dtype = torch.bfloat16 if form == "bf16" else torch.float32
@@ -215,7 +213,7 @@ def test_a_hugging_face_folder_needs_no_import(
         model.save_pretrained(folder, max_shard_size="100KB" if form == "sharded" else "5GB")
         AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
     assert (folder / "model.safetensors.index.json").is_file() == (form == "sharded")
-    ours = workers.run("train", 2, folder=str(folder), strategy={"engine": "fsdp2", "precision": "fp32"}, steps=2)[0]
+    ours = on_ranks("train", 2, folder=folder, strategy={"engine": "fsdp2", "precision": "fp32"}, steps=2)[0]
     assert ours["losses"] == pytest.approx(reference_losses(str(folder), steps=2), rel=1e-5)
     words = ["ckpt", "import", str(folder), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
     assert main(words) == 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.forks import on_ranks
 from tests.dist.loss_jobs import samples
-from tests.dist.workers import Workers
 
 _LLAMA = {
     "model_type": "llama",
@@ -35,35 +35,34 @@ _EXTRAS = {"extras": {"z_loss": 0.01, "label_smoothing": 0.1}}
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_a_head_of_any_kind_trains_as_the_plain_way_does(workers: Workers, engine: str, model: str) -> None:
+def test_a_head_of_any_kind_trains_as_the_plain_way_does(model: str) -> None:
     extras = _EXTRAS.get(model, {})
-    one = {"engine": "single", "precision": "fp32"}
-    (wanted,) = workers.run(
-        "train_with_loss", 1, strategy=one, model={**MODELS[model], "loss": {"backend": "plain", **extras}}
+    plain, chunked = (
+        {**MODELS[model], "loss": {**given, **extras}} for given in ({"backend": "plain"}, {"chunk_tokens": 7})
     )
-    two = {"engine": engine, "precision": "fp32", "activation_checkpointing": "full"}
-    for found in workers.run(
-        "train_with_loss", 2, strategy=two, model={**MODELS[model], "loss": {"chunk_tokens": 7, **extras}}
-    ):
-        assert found["losses"][0] == pytest.approx(wanted["losses"][0], rel=1e-6)
-        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert found["names"] == wanted["names"]
-        assert found["patched"] == []
-        for name in ("train_token_accuracy", "train_entropy"):
-            assert found["metrics"][name] == pytest.approx(wanted["metrics"][name], rel=1e-4)
-        assert ("train_objective" in found["metrics"]) == bool(extras)
-        if extras:
-            assert found["metrics"]["train_objective"] == pytest.approx(wanted["metrics"]["train_objective"], rel=1e-5)
-            assert found["metrics"]["train_objective"] > found["metrics"]["train_loss"]
+    (wanted,) = on_ranks("train_with_loss", 1, strategy={"engine": "single", "precision": "fp32"}, model=plain)
+    for engine in ("fsdp2", "fsdp1"):
+        strategy = {"engine": engine, "precision": "fp32", "activation_checkpointing": "full"}
+        for found in on_ranks("train_with_loss", 2, strategy=strategy, model=chunked):
+            assert found["losses"][0] == pytest.approx(wanted["losses"][0], rel=1e-6)
+            assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+            assert found["names"] == wanted["names"]
+            assert found["patched"] == []
+            for name in ("train_token_accuracy", "train_entropy"):
+                assert found["metrics"][name] == pytest.approx(wanted["metrics"][name], rel=1e-4)
+            assert ("train_objective" in found["metrics"]) == bool(extras)
+            if extras:
+                objective = found["metrics"]["train_objective"]
+                assert objective == pytest.approx(wanted["metrics"]["train_objective"], rel=1e-5)
+                assert objective > found["metrics"]["train_loss"]
     assert wanted["losses"][-1] < wanted["losses"][0]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
-def test_in_bf16_too(workers: Workers, engine: str) -> None:
+def test_in_bf16_too(engine: str) -> None:
     """The compute dtype rounds, so only to its precision; the realized dtypes are checked by the contract."""
     losses = [
-        workers.run(
+        on_ranks(
             "train_with_loss",
             2,
             strategy={"engine": engine, "precision": "mixed"},
@@ -74,20 +73,20 @@ def test_in_bf16_too(workers: Workers, engine: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
-def _cut(workers: Workers, folder: Path, ranks: int, engine: str, packed: bool, place: Path) -> tuple[Any, Any]:
+def _cut(folder: Path, ranks: int, engine: str, packed: bool, place: Path) -> tuple[Any, Any]:
     file = place / f"{ranks}-{engine}-{packed}.pt"
-    found = workers.run("gradients_of_a_cut", ranks, folder=str(folder), file=str(file), engine=engine, packed=packed)
+    found = on_ranks("gradients_of_a_cut", ranks, folder=folder, file=str(file), engine=engine, packed=packed)
     return found[0], torch.load(file, weights_only=True)
 
 
-def test_a_global_batch_cut_in_any_way(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_global_batch_cut_in_any_way(tiny_model: Path, tmp_path: Path) -> None:
     """1 x 8, 2 x 4 and 4 x 2 ranks x accumulation, padded and packed: equal losses and gradients to fp32 rounding."""
-    wanted, gradients = _cut(workers, tiny_model, 1, "single", False, tmp_path)
+    wanted, gradients = _cut(tiny_model, 1, "single", False, tmp_path)
     assert wanted["tokens"] == sum(int((s["labels"][1:] != -100).sum()) for s in samples())
     norm = torch.cat([grad.flatten() for grad in gradients.values()]).norm()
     cuts = [(1, "single", True), (2, "fsdp2", False), (2, "fsdp1", True), (4, "fsdp2", True), (4, "fsdp1", False)]
     for ranks, engine, packed in cuts:
-        found, others = _cut(workers, tiny_model, ranks, engine, packed, tmp_path)
+        found, others = _cut(tiny_model, ranks, engine, packed, tmp_path)
         assert found["tokens"] == wanted["tokens"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6), (ranks, engine, packed)
         assert others.keys() == gradients.keys()

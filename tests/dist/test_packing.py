@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.workers import RankError, Workers
+from tests.dist.forks import RankError, on_ranks
 
 WHOLE = {"global_batch_size": 64, "micro_batch_size": 4, "max_seq_length": 160}  # all 60 rows in one global batch
 STEPS = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}  # 29 packs: 8 steps
@@ -18,15 +18,15 @@ STEPS = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_se
 
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "single"), (2, "fsdp2"), (2, "fsdp1")])
 def test_packed_and_padded_have_the_same_loss_and_gradients(
-    workers: Workers, tiny_model: Path, tmp_path: Path, ranks: int, engine: str
+    tiny_model: Path, tmp_path: Path, ranks: int, engine: str
 ) -> None:
     """All rows are one global batch, so that both ways train on the same samples."""
     found: dict[bool, dict[str, Any]] = {}
     for packing in (False, True):
         name = f"{'packed' if packing else 'padded'}"
-        options = {"run": str(tmp_path / name), "grads": str(tmp_path / name), "data": {**WHOLE, "packing": packing}}
-        job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "steps": 2}
-        found[packing] = workers.run("packed_run", ranks, **job, **options)[0]
+        options = {"run": tmp_path / name, "grads": str(tmp_path / name), "data": {**WHOLE, "packing": packing}}
+        job = {"folder": tiny_model, "strategy": {"engine": engine}, "steps": 2}
+        found[packing] = on_ranks("packed_run", ranks, **job, **options)[0]
     assert found[True]["losses"] == pytest.approx(found[False]["losses"], rel=1e-5)
     assert found[True]["supervised"] == found[False]["supervised"] > 0
     assert found[True]["slots"] < found[False]["slots"]
@@ -41,14 +41,14 @@ def test_packed_and_padded_have_the_same_loss_and_gradients(
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
-    workers: Workers, dropout_model: Path, tmp_path: Path, engine: str
+    dropout_model: Path, tmp_path: Path, engine: str
 ) -> None:
     """With dropout, so that a proof that drew random numbers would show; the resumed run is made to prove again."""
-    job: dict[str, Any] = {"folder": str(dropout_model), "strategy": {"engine": engine}, "data": STEPS, "every": 5}
-    whole = workers.run("packed_run", 2, run=str(tmp_path / "whole"), steps=25, **job)
-    workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=5, **job)
+    job: dict[str, Any] = {"folder": dropout_model, "strategy": {"engine": engine}, "data": STEPS, "steps": 25}
+    whole = on_ranks("packed_run", 2, run=tmp_path / "whole", every=5, **job)
     shutil.rmtree(tmp_path / "cache" / "isolation")
-    resumed = workers.run("packed_run", 2, run=str(tmp_path / "cut"), steps=25, ckpt_path="last", **job)
+    cut = tmp_path / "whole" / "checkpoints" / "step-00000005"
+    resumed = on_ranks("packed_run", 2, run=tmp_path / "resumed", ckpt_path=cut, **job)
     for before, after in zip(whole, resumed, strict=True):
         assert len(after["losses"]) == 20
         assert after["losses"] == before["losses"][5:]
@@ -58,51 +58,39 @@ def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "after", "model", "data"),
+    ("before", "after", "model", "data"),
     [
-        ("fsdp2", 2, 1, {}, STEPS),
-        ("fsdp2", 1, 2, {"lora": {}}, {**STEPS, "packing": False}),
-        ("fsdp2", 2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
+        (2, 1, {}, STEPS),
+        (1, 2, {"lora": {}}, {**STEPS, "packing": False}),
+        (2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
     ],
     ids=["packed", "adapters", "streamed-adapters"],
 )
 def test_resumed_on_other_ranks(
-    workers: Workers,
-    tiny_model: Path,
-    tmp_path: Path,
-    engine: str,
-    before: int,
-    after: int,
-    model: dict[str, Any],
-    data: dict[str, Any],
+    tiny_model: Path, tmp_path: Path, before: int, after: int, model: dict[str, Any], data: dict[str, Any]
 ) -> None:
-    job = {"folder": str(tiny_model), "strategy": {"engine": engine}, "model": model, "data": data, "every": 5}
-    whole = workers.run("packed_run", before, run=str(tmp_path / "whole"), steps=15, **job)[0]
-    workers.run("packed_run", before, run=str(tmp_path / "cut"), steps=5, **job)
-    other = workers.run("packed_run", after, run=str(tmp_path / "cut"), steps=15, ckpt_path="last", **job)[0]
+    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "model": model, "data": data, "steps": 15}
+    whole = on_ranks("packed_run", before, run=tmp_path / "whole", every=5, **job)[0]
+    cut = tmp_path / "whole" / "checkpoints" / "step-00000005"
+    other = on_ranks("packed_run", after, run=tmp_path / "other", ckpt_path=cut, **job)[0]
     assert other["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
     assert len(set(other["losses"])) == 10
     assert other["epoch"] == whole["epoch"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model"),
-    [
+def test_isolation_holds_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"engine": "fsdp1", "precision": "mixed", "activation_checkpointing": "full"}, {"lora": {}}),
         ({"engine": "ddp", "precision": "mixed"}, {"attn_implementation": "eager"}),
         ({"engine": "fsdp2", "precision": "low_precision", "sharding": "no_shard"}, {}),
-    ],
-    ids=["fsdp1-lora", "ddp-eager", "fsdp2-bf16"],
-)
-def test_isolation_holds_in_bf16(
-    workers: Workers, tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], model: dict[str, Any]
-) -> None:
-    job = {"folder": str(tiny_model), "strategy": strategy, "model": model, "data": STEPS, "steps": 1}
-    (proof,) = workers.run("packed_run", 2, run=str(tmp_path / "run"), **job)[0]["proofs"]
-    assert proof["bit_equal"]
-    assert proof["compute_dtype"] == "bf16"
-    assert proof["tokens"] <= 4 * 64  # of four forward passes: no more than a step's
-    assert 0 <= proof["largest_change_when_moved"] < proof["tolerance_when_moved"]
+    ]
+    for strategy, model in cases:
+        job = {"folder": tiny_model, "strategy": strategy, "model": model, "data": STEPS, "steps": 1}
+        (proof,) = on_ranks("packed_run", 2, run=tmp_path / strategy["engine"], **job)[0]["proofs"]
+        assert proof["bit_equal"]
+        assert proof["compute_dtype"] == "bf16"
+        assert proof["tokens"] <= 4 * 64  # of four forward passes: no more than a step's
+        assert 0 <= proof["largest_change_when_moved"] < proof["tolerance_when_moved"]
 
 
 @pytest.mark.parametrize(
@@ -115,20 +103,20 @@ def test_isolation_holds_in_bf16(
     ],
 )
 def test_what_leaks_is_refused_on_all_ranks(
-    workers: Workers, tiny_model: Path, tmp_path: Path, how: str, engine: str, words: str
+    tiny_model: Path, tmp_path: Path, how: str, engine: str, words: str
 ) -> None:
-    job = {"folder": str(tiny_model), "run": str(tmp_path / "run"), "strategy": {"engine": engine}, "how": how}
+    job = {"folder": tiny_model, "run": tmp_path / "run", "strategy": {"engine": engine}, "how": how}
     with pytest.raises(RankError, match=words) as refused:
-        workers.run("leaking_run", 2, **job)
+        on_ranks("leaking_run", 2, **job)
     assert str(refused.value).count("data.packing: got true, but llama with attn_implementation sdpa") >= 2
     assert "set data.packing: false" in str(refused.value)
     assert not (tmp_path / "run" / "isolation.json").exists()
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
-def test_a_proof_is_remembered_by_model_attention_and_dtype(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tmp_path: Path) -> None:
     """And its four forward passes of 64 tokens are no more than a step's."""
-    job: dict[str, Any] = {"folder": str(tiny_model), "data": STEPS, "steps": 1}
+    job: dict[str, Any] = {"folder": tiny_model, "data": STEPS, "steps": 1}
     for precision, attention, is_proved in (
         ("fp32", "sdpa", True),
         ("fp32", "sdpa", False),
@@ -137,7 +125,7 @@ def test_a_proof_is_remembered_by_model_attention_and_dtype(workers: Workers, ti
     ):
         strategy, model = {"engine": "fsdp2", "precision": precision}, {"attn_implementation": attention}
         run = tmp_path / f"{precision}-{attention}-{is_proved}"
-        found = workers.run("packed_run", 2, run=str(run), strategy=strategy, model=model, **job)[0]
+        found = on_ranks("packed_run", 2, run=run, strategy=strategy, model=model, **job)[0]
         assert len(found["proofs"]) == is_proved
         record = json.loads((run / "isolation.json").read_text())
         assert (record["bit_equal"], record["attn_implementation"]) == (True, attention)
@@ -145,13 +133,13 @@ def test_a_proof_is_remembered_by_model_attention_and_dtype(workers: Workers, ti
     assert len(list((tmp_path / "cache" / "isolation").iterdir())) == 3
 
 
-def test_uneven_validation_counts_every_row_once(workers: Workers, tiny_model: Path, tmp_path: Path) -> None:
+def test_uneven_validation_counts_every_row_once(tiny_model: Path, tmp_path: Path) -> None:
     """Seven rows in few packs, on more ranks than packs; the same validation loss as one rank finds without packs."""
     found = []
     for ranks, packing in ((1, False), (1, True), (4, True), (4, False)):
         data = {"val": "generated:7", "max_seq_length": 160, "packing": packing, "cache_dir": str(tmp_path / "cache")}
-        job = {"folder": str(tiny_model), "data": data, "strategy": {"engine": "fsdp2"}}
-        found.append(workers.run("validate_run", ranks, **job)[0])
+        job = {"folder": tiny_model, "data": data, "strategy": {"engine": "fsdp2"}}
+        found.append(on_ranks("validate_run", ranks, **job)[0])
     assert found[0]["supervised"] > 0
     for other in found[1:]:
         assert other["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-6)

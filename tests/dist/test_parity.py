@@ -1,25 +1,20 @@
-"""Both engines against a plain single-process loop: the same losses for every sharding and accumulation, in fp32.
+"""Both engines against a plain single-process loop: the table of choices, clipping, and dtypes read back.
 
-Tolerances: 1e-6 relative on the first loss, 1e-5 over ten steps; only the order of summation differs.
+Tolerances in fp32: 1e-6 relative on the first loss, 1e-5 over ten steps; only the order of summation differs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.dist import matrix
+from tests.dist.forks import on_ranks
 from tests.dist.reference import reference_losses
-from tests.dist.workers import RankError, Workers
 
 ENGINES = ("fsdp2", "fsdp1")
-
-
-def check_same(losses: list[float], wanted: list[float]) -> None:
-    """All ten losses within 1e-5 relative, the first within 1e-6."""
-    assert len(losses) == len(wanted) == 10
-    assert losses[0] == pytest.approx(wanted[0], rel=1e-6)
-    assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -29,111 +24,82 @@ def wanted(tiny_model: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks(
-    workers: Workers, tiny_model: Path, wanted: list[float], engine: str, sharding: str, accumulate: int
-) -> None:
-    strategy = {"engine": engine, "sharding": sharding, "precision": "fp32"}
-    for result in workers.run(
-        "train", 2, folder=str(tiny_model), strategy=strategy, accumulate_grad_batches=accumulate
-    ):
-        check_same(result["losses"], wanted)
-        total = result["audit"]["num_params"]
-        assert result["local_numel"] == total if sharding == "no_shard" else result["local_numel"] < total
+def check_same(losses: list[float], wanted: list[float]) -> None:
+    """All ten losses within 1e-5 relative, the first within 1e-6."""
+    assert len(losses) == len(wanted) == 10
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_hybrid_on_four_ranks(
-    workers: Workers, tiny_model: Path, wanted: list[float], engine: str, accumulate: int
-) -> None:
-    strategy = {"engine": engine, "sharding": "hybrid_shard", "replicate_degree": 2, "precision": "fp32"}
-    results = workers.run("train", 4, folder=str(tiny_model), strategy=strategy, accumulate_grad_batches=accumulate)
+@pytest.mark.parametrize("cell", matrix.CELLS, ids=lambda cell: "-".join(cell.values()))
+def test_a_cell_trains_as_the_loop_does(tiny_model: Path, wanted: list[float], cell: dict[str, str]) -> None:
+    results = matrix.run_cell(cell, tiny_model)
     for result in results:
-        check_same(result["losses"], wanted)
-    # two ranks hold one copy, so that four hold two
-    assert sum(result["local_numel"] for result in results) == 2 * results[0]["audit"]["num_params"]
+        assert len(result["losses"]) == 10
+        assert matrix.worst_difference(result["losses"], wanted) <= matrix.TOLERANCE[cell["precision"]]
+        assert result["losses"] == results[0]["losses"]
+    if cell["precision"] == "fp32":
+        check_same(results[0]["losses"], wanted)
+    units = results[0]["audit"]["units"]
+    total = results[0]["audit"]["num_params"]
+    assert sum(unit["num_params"] for unit in units) == total
+    copies = {"hybrid_shard": 2, "hybrid_shard_zero2": 2, "no_shard": len(results)}.get(cell["sharding"], 1)
+    assert sum(result["local_numel"] for result in results) == copies * total
+    if cell["activation_checkpointing"] == "full" and cell["wrap"] == "auto":
+        assert [unit["class"] for unit in units if unit["recompute"] == "full"] == ["LlamaDecoderLayer"] * 3
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+def test_the_manual_has_these_cells_with_a_difference_within_the_tolerance() -> None:
+    rows = matrix.rows_of_the_manual()
+    assert [{name: row[name] for name in matrix.COLUMNS} for row in rows] == matrix.CELLS
+    for row in rows:
+        assert 0 < float(row["difference"]) <= matrix.TOLERANCE[row["precision"]] == float(row["tolerance"])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_hybrid_with_one_copy_and_with_one_rank_per_copy(
-    workers: Workers, tiny_model: Path, wanted: list[float], engine: str, copies: int
-) -> None:
-    strategy = {"engine": engine, "sharding": "hybrid_shard", "replicate_degree": copies, "precision": "fp32"}
-    results = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, accumulate_grad_batches=3)
-    for result in results:
-        check_same(result["losses"], wanted)
-    assert sum(result["local_numel"] for result in results) == copies * results[0]["audit"]["num_params"]
+def test_hybrid_with_one_copy_and_with_one_rank_per_copy(tiny_model: Path, wanted: list[float], engine: str) -> None:
+    for copies in (1, 2):
+        strategy = {"engine": engine, "sharding": "hybrid_shard", "replicate_degree": copies, "precision": "fp32"}
+        results = on_ranks("train", 2, folder=tiny_model, strategy=strategy, accumulate_grad_batches=3)
+        for result in results:
+            check_same(result["losses"], wanted)
+        assert sum(result["local_numel"] for result in results) == copies * results[0]["audit"]["num_params"]
 
 
 @pytest.mark.parametrize("sharding", ["full_shard", "no_shard"])
-def test_gradients_accumulate_in_fp32_in_mixed_precision(workers: Workers, tiny_model: Path, sharding: str) -> None:
+def test_gradients_accumulate_in_fp32_in_mixed_precision(tiny_model: Path, sharding: str) -> None:
     """FSDP1 would add up whole micro-batches in bf16 if Lightning held its reductions back."""
-    job = {"folder": str(tiny_model), "accumulate_grad_batches": 3}
+    job = {"folder": tiny_model, "accumulate_grad_batches": 3}
     found = [
-        workers.run("train", 2, strategy={"engine": engine, "sharding": sharding}, **job)[0]["losses"]
+        on_ranks("train", 2, strategy={"engine": engine, "sharding": sharding}, **job)[0]["losses"]
         for engine in ENGINES
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)  # whole micro-batches in bf16 are 1e-3 off
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_one_rank_and_recomputed_activations(
-    workers: Workers, tiny_model: Path, wanted: list[float], engine: str
-) -> None:
-    strategy = {"engine": engine, "precision": "fp32", "activation_checkpointing": "full"}
-    (alone,) = workers.run("train", 1, folder=str(tiny_model), strategy=strategy)
-    check_same(alone["losses"], wanted)
-    kept = workers.run("train", 2, folder=str(tiny_model), strategy={**strategy, "activation_checkpointing": "none"})
-    recomputed = workers.run("train", 2, folder=str(tiny_model), strategy=strategy)
-    assert recomputed[0]["losses"] == kept[0]["losses"]  # bit-equal
-    blocks = [unit for unit in recomputed[0]["audit"]["units"] if unit["recompute"] == "full"]
-    assert [unit["class"] for unit in blocks] == ["LlamaDecoderLayer"] * 3
+def test_clipping_equals_the_unsharded_result(tiny_model: Path, wanted: list[float], engine: str) -> None:
+    cases: list[tuple[dict[str, float], dict[str, Any]]] = [
+        ({"clip_norm": 0.3}, {"gradient_clip_val": 0.3}),
+        ({"clip_value": 0.005}, {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}),
+    ]
+    for clip, options in cases:
+        clipped = reference_losses(str(tiny_model), **clip)
+        assert clipped[1:] != pytest.approx(wanted[1:], rel=1e-4)  # it does clip
+        strategy = {"engine": engine, "precision": "fp32"}
+        for result in on_ranks("train", 2, folder=tiny_model, strategy=strategy, **options):
+            check_same(result["losses"], clipped)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("clip", "options"),
-    [
-        ({"clip_norm": 0.3}, {"gradient_clip_val": 0.3}),
-        ({"clip_value": 0.005}, {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}),
-    ],
-)
-def test_clipping_equals_the_unsharded_result(
-    workers: Workers, tiny_model: Path, wanted: list[float], engine: str, clip: dict, options: dict
-) -> None:
-    clipped = reference_losses(str(tiny_model), **clip)
-    assert clipped[1:] != pytest.approx(wanted[1:], rel=1e-4)  # it does clip
-    strategy = {"engine": engine, "precision": "fp32"}
-    for result in workers.run("train", 2, folder=str(tiny_model), strategy=strategy, **options):
-        check_same(result["losses"], clipped)
-
-
-@pytest.mark.parametrize(
-    "wrap", [["LlamaDecoderLayer"], ["LlamaMLP", "LlamaAttention"], {"min_num_params": 9000, "max_root_share": 0.6}]
-)
-def test_units_do_not_change_the_losses(workers: Workers, tiny_model: Path, wanted: list[float], wrap: object) -> None:
-    for engine in ENGINES:
-        strategy = {"engine": engine, "wrap": wrap, "precision": "fp32"}
-        (result, _) = workers.run("train", 2, folder=str(tiny_model), strategy=strategy)
-        check_same(result["losses"], wanted)
-        assert result["audit"]["num_units"] > 3
-        assert sum(unit["num_params"] for unit in result["audit"]["units"]) == result["audit"]["num_params"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "param", "compute", "reduce"),
-    [("mixed", "fp32", "bf16", "fp32"), ("low_precision", "bf16", "bf16", "bf16"), ("fp32", "fp32", "fp32", "fp32")],
-)
-def test_realized_dtypes(
-    workers: Workers, tiny_model: Path, wanted: list[float], mode: str, param: str, compute: str, reduce: str
-) -> None:
-    for engine in ENGINES:
+def test_realized_dtypes(tiny_model: Path, wanted: list[float], engine: str) -> None:
+    for mode, param, compute, reduce in (
+        ("mixed", "fp32", "bf16", "fp32"),
+        ("low_precision", "bf16", "bf16", "bf16"),
+        ("fp32", "fp32", "fp32", "fp32"),
+    ):
         strategy = {"engine": engine, "precision": mode}
-        (result, _) = workers.run("train", 2, folder=str(tiny_model), strategy=strategy, steps=2)
+        (result, _) = on_ranks("train", 2, folder=tiny_model, strategy=strategy, steps=2)
         realized = {what: set(found) for what, found in result["dtypes"]["realized"].items()}
         assert realized == {
             "parameters after set-up": {param},
@@ -146,9 +112,3 @@ def test_realized_dtypes(
             "optimizer state after the first step": {param},
         }
         assert result["losses"][0] == pytest.approx(wanted[0], rel=2e-2)
-
-
-def test_a_class_that_matches_nothing_names_those_that_exist(workers: Workers, tiny_model: Path) -> None:
-    with pytest.raises(RankError, match="LlamaDecoderLayer") as caught:
-        workers.run("train", 2, folder=str(tiny_model), strategy={"wrap": ["GPT2Block"]})
-    assert "got 'GPT2Block', which matches no module" in str(caught.value)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.dist.workers import Workers
+from tests.dist.forks import on_ranks
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
 def test_the_parts_of_all_ranks_are_the_model_and_each_tells_where_it_is(
-    workers: Workers, tiny_model: Path, tmp_path: Path, engine: str
+    tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:
     strategy = {"engine": engine, "verbose": True}
-    workers.run("asked_for_stacks", 2, folder=str(tiny_model), strategy=strategy, run=str(tmp_path))
+    on_ranks("asked_for_stacks", 2, folder=tiny_model, strategy=strategy, run=tmp_path)
     ranks: list[dict[str, Any]] = [json.loads((tmp_path / "debug" / f"rank-{i}.json").read_text()) for i in range(2)]
     for number, rank in enumerate(ranks):
         assert rank["elements"] == sum(state["num_here"] for state in rank["states"])
@@ -32,9 +32,9 @@ def test_the_parts_of_all_ranks_are_the_model_and_each_tells_where_it_is(
 
 
 @pytest.mark.parametrize(("engine", "how"), [("fsdp2", "fully_shard"), ("fsdp1", "wrap")])
-def test_a_module_that_wraps_itself(workers: Workers, tmp_path: Path, engine: str, how: str) -> None:
+def test_a_module_that_wraps_itself(tmp_path: Path, engine: str, how: str) -> None:
     strategy = {"engine": engine, "wrap": "manual", "verbose": True}
-    workers.run("train_wrapped_by_hand", 2, strategy=strategy, how=how, run=str(tmp_path))
+    on_ranks("train_wrapped_by_hand", 2, strategy=strategy, how=how, run=tmp_path)
     ranks = [json.loads((tmp_path / "debug" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for first, second in zip(ranks[0]["states"], ranks[1]["states"], strict=True):
         if "layers." in first["name"]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.dist.workers import Workers
+from tests.dist.forks import ROOT, command
 
-ROOT = Path(__file__).resolve().parents[2]
-# Those that others try out already come last, so that the ones kept by default are new ground.
+LONG = pytest.mark.long("one of each family of models is tried in `make test`")
 RECIPES = sorted((ROOT / "recipes").glob("*_*.yaml"), key=lambda path: ("hybrid" not in path.stem, path.stem))
+FAMILIES = [re.split(r"[\d.-]", path.stem)[0] for path in RECIPES]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_runs_in_miniature(recipe: Path, workers: Workers, tmp_path: Path) -> None:
-    files = ["--config", str(recipe), "--config", str(ROOT / "configs/debug/smoke.yaml")]
-    words = ["fit", *files, "--trainer.default_root_dir", "run"]
-    done = workers.run("command", 2, words=words, cwd=str(tmp_path))
-    assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[LONG] * (family in FAMILIES[:number]))
+        for number, (path, family) in enumerate(zip(RECIPES, FAMILIES, strict=True))
+    ],
+)
+def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:
+    files = ["--config", recipe, "--config", ROOT / "configs/debug/smoke.yaml"]
+    done = command(2, ["fit", *files, "--trainer.default_root_dir", "run"], tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]

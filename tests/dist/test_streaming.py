@@ -11,7 +11,7 @@ import pytest
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.data.generated import generated_rows
-from tests.dist.workers import Workers
+from tests.dist.forks import on_ranks
 
 STEPS, CUT = 10, 4
 
@@ -24,22 +24,19 @@ def _job(folder: Path, model: Path, **data: Any) -> dict[str, Any]:
         path.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(count, len(name))))
         sources.append({"source": str(path), "weight": weight})
     data = {"train": sources, "streaming": True, "shuffle_window": 21, "max_seq_length": 64, **data}
-    return {"folder": str(model), "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": data}
+    return {"folder": model, "steps": STEPS, "micro": 2, "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": data}
 
 
 @pytest.mark.parametrize("data", [{"packing": True, "global_batch_size": 4}, {"num_workers": 2}], ids=["packs", "rows"])
-def test_resumed_inside_a_window(workers: Workers, tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
+def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
     job = _job(tmp_path, tiny_model, **data)
-    (whole, _) = workers.run("elastic_run", 2, run=str(tmp_path / "whole"), steps=STEPS, micro=2, **job)
+    (whole, _) = on_ranks("elastic_run", 2, run=tmp_path / "whole", save_at=[CUT], **job)
     assert len(whole["losses"]) == STEPS
-    workers.run("elastic_run", 2, run=str(tmp_path / "cut"), steps=CUT, micro=2, **job)
-    saved = checkpoints(tmp_path / "cut")[-1].path
-    position = read_manifest(saved).extra["data"]["position"]
-    assert position["item"] > 0
-    job["ckpt_path"] = str(saved)
-    (two, _) = workers.run("elastic_run", 2, run=str(tmp_path / "two"), steps=STEPS, micro=2, **job)
+    saved = checkpoints(tmp_path / "whole")[0].path
+    assert read_manifest(saved).extra["data"]["position"]["item"] > 0
+    (two, _) = on_ranks("elastic_run", 2, run=tmp_path / "two", ckpt_path=saved, **job)
     assert two["losses"] == whole["losses"][CUT:]
     assert two["rows"] == [seen for seen in whole["rows"] if seen[0] >= CUT]
-    (one,) = workers.run("elastic_run", 1, run=str(tmp_path / "one"), steps=STEPS, micro=2, **job)
+    (one,) = on_ranks("elastic_run", 1, run=tmp_path / "one", ckpt_path=saved, **job)
     assert one["losses"] == pytest.approx(whole["losses"][CUT:], rel=1e-5)
     assert one["accumulate"] == 2 * two["accumulate"]

@@ -9,29 +9,26 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForCausalLM, 
 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from tests.dist.workers import Workers
+from tests.dist.forks import on_ranks
 from tests.unit.models.test_text_part import TEXT, VISION
 
 IDS = torch.arange(24).reshape(2, 12)
 
 
-def test_gemma_3_is_trained_and_exported_as_a_text_model(workers: Workers, tmp_path: Path) -> None:
-    folder, weights, out = tmp_path / "model", tmp_path / "live.pt", tmp_path / "out"
+def test_gemma_3_is_trained_and_exported_as_a_text_model(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
     tokenizer = miniature_tokenizer()
     torch.manual_seed(0)
     config = Gemma3Config(text_config={**TEXT, "vocab_size": len(tokenizer)}, vision_config=VISION)
     whole = Gemma3ForConditionalGeneration(config).eval()
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    strategy = {"engine": "fsdp2"}
-    workers.run(
-        "train_and_keep_weights", 2, folder=str(folder), run=str(tmp_path), strategy=strategy, weights=str(weights)
-    )
+    on_ranks("train", 2, folder=folder, run=tmp_path, strategy={"engine": "fsdp2"}, steps=3, every=3)
     export(tmp_path / "checkpoints" / "step-00000003", out, dtype="fp32")
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert type(loaded) is Gemma3ForCausalLM
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    state = torch.load(weights, weights_only=True)
+    state = torch.load(tmp_path / "live.pt", weights_only=True)
     before = whole.model.language_model.state_dict()
     assert any(not torch.equal(state[f"model.{name}"], tensor) for name, tensor in before.items())
     whole.model.language_model.load_state_dict({name: state[f"model.{name}"] for name in before})

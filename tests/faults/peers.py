@@ -12,14 +12,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.dist.forks import ForkServer
-from tests.faults.peer_subjects import SUBJECTS
+from tests.dist.forks import Job, on_ranks, server
+from tests.faults.peer_jobs import SUBJECTS
 
-LONG = os.environ.get("LIT_FSDP_FAULTS", "short") == "long"
-KILLS, FLIPS = (300, 1000) if LONG else (15, 100)
+KILLS, FLIPS = (300, 1000) if os.environ.get("LIT_FSDP_FAULTS") == "long" else (15, 100)
 Attempts = list[tuple[int, dict[int, str]]]
 
 
@@ -30,95 +28,76 @@ def attempts(log: Path) -> Attempts:
         first, second = line.split()
         if first == "start":
             found.append((int(second), {}))
-        elif found:
+        else:
             found[-1][1][int(first)] = second
     return found
 
 
-def kills(server: ForkServer, subject: str, folder: Path) -> str:
-    """After how many kills of the whole job the next attempt went on with at most one step lost and the right loss."""
-    rng, survived, longest = random.Random(20), 0, 0.05
-    wanted = reference(server, subject, folder)
-    run, log = folder / "run", folder / "log"
-    job = server.start("peer_train", 2, subject=subject, run=str(run), log=str(log))
-    for _ in range(KILLS):
-        longest = max(longest, let_it_work(job, log, 2))
-        time.sleep(rng.uniform(0, min(longest, 1.0)))
-        job.kill()
-        job.wait(60)
-        before = attempts(log)
-        done = max(before[-1][1], default=before[-1][0])
-        job = server.start("peer_train", 2, subject=subject, run=str(run), log=str(log))
-        begun = wait_for_first_step(job, log, len(before))
-        if begun is not None and begun[0] >= done - 1 and begun[1].items() <= wanted.items():
-            survived += 1
-            continue
-        job.kill()  # nothing to go on from, or something wrong: a new run
-        job.wait(60)
-        shutil.rmtree(run, ignore_errors=True)
-        log.unlink(missing_ok=True)
-        job = server.start("peer_train", 2, subject=subject, run=str(run), log=str(log))
-    job.kill()
-    job.wait(60)
-    return f"{survived} / {KILLS}"
-
-
-def reference(server: ForkServer, subject: str, folder: Path) -> dict[int, str]:
-    """Losses of a run that nobody interrupts."""
-    log = folder / "whole"
-    arguments = {"subject": subject, "run": str(folder / "whole-run"), "log": str(log)}
-    server.run("peer_train", 2, timeout=300, steps=20 * KILLS, save=False, **arguments)
-    ((_, losses),) = attempts(log)
-    return losses
-
-
-def let_it_work(job: object, log: Path, steps: int) -> float:
-    """Until this attempt has taken some steps; the seconds of one."""
-    begin, deadline = None, time.monotonic() + 120
-    while time.monotonic() < deadline:
-        taken = len(attempts(log)[-1][1]) if attempts(log) else 0
-        if taken and begin is None:
-            begin = time.monotonic()
-        if taken > steps and begin is not None:
-            return (time.monotonic() - begin) / steps
-        time.sleep(0.005)
-    raise AssertionError(f"no steps: {job.output(0)}")  # type: ignore[attr-defined]
-
-
-def wait_for_first_step(job: object, log: Path, number: int) -> tuple[int, dict[int, str]] | None:
-    """Attempt ``number`` once it has taken a step; None if it ended before."""
+def wait_for_steps(job: Job, log: Path, number: int, steps: int) -> dict[int, str] | None:
+    """The losses of attempt ``number`` once it has taken some steps; None if it ended before."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and all(outcome.code is None for outcome in job.wait(0)):
         found = attempts(log)
-        if len(found) > number and found[number][1]:
-            return found[number]
-        if any(outcome.code is not None for outcome in job.wait(0.05)):  # type: ignore[attr-defined]
-            return None
+        if len(found) > number and len(found[number][1]) >= steps:
+            return found[number][1]
+        time.sleep(0.005)
     return None
 
 
-def full_disk(server: ForkServer, subject: str, folder: Path) -> str:
+def kills(subject: str, folder: Path) -> str:
+    """After how many kills of the whole job the next attempt went on with at most one step lost and the right loss."""
+    rng, log, survived, trials = random.Random(20), folder / "log", 0, 0
+    job = {"subject": subject, "run": str(folder / "run"), "log": str(log)}
+    whole = {"run": str(folder / "whole-run"), "log": str(folder / "whole"), "steps": 20 * KILLS, "saves": False}
+    on_ranks("peer_train", 2, **{**job, **whole})
+    ((_, wanted),) = attempts(folder / "whole")
+    before: Attempts = []
+    while trials < KILLS:
+        live = server().start("peer_train", 2, **job)
+        losses = wait_for_steps(live, log, len(before), 1)
+        assert before or losses is not None, live.output(0)
+        if before:
+            trials += 1
+            done = max(before[-1][1], default=before[-1][0])
+            is_right = losses is not None and losses.items() <= wanted.items()
+            if is_right and attempts(log)[len(before)][0] >= done - 1:
+                survived += 1
+            else:  # nothing to go on from, or something wrong: a new run
+                live.kill()
+                live.wait(60)
+                shutil.rmtree(folder / "run", ignore_errors=True)
+                log.unlink(missing_ok=True)
+                before = []
+                continue
+        begin = time.monotonic()
+        wait_for_steps(live, log, len(before), 3)
+        time.sleep(rng.uniform(0, min((time.monotonic() - begin) / 2, 1.0)))
+        live.kill()
+        live.wait(60)
+        before = attempts(log)
+    return f"{survived} / {KILLS}"
+
+
+def full_disk(subject: str, folder: Path) -> str:
     """Error, the newest that is found is whole, nothing left behind."""
-    folder.mkdir(exist_ok=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={16 << 20}", "lit_fsdp_peers", str(folder)]
     if subprocess.run(words, capture_output=True, check=False).returncode != 0:
         return "NOT CHECKED (no right to mount)"
     try:
-        entries = server.run("peer_full_disk", 2, timeout=300, subject=subject, disk=str(folder))[0]
+        entries = on_ranks("peer_full_disk", 2, subject=subject, run=str(folder))[0]
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-    whole = sum(entry["error"] and entry["whole"] for entry in entries)
-    clean = sum(entry["error"] and entry["whole"] and not entry["left"] for entry in entries)
-    return f"{whole} / {len(entries)}, {clean} without leftovers"
+    whole = [entry for entry in entries if entry["error"] and entry["whole"]]
+    return f"{len(whole)} / {len(entries)}, {sum(not entry['left'] for entry in whole)} without leftovers"
 
 
-def flips(server: ForkServer, subject: str, folder: Path) -> str:
+def flips(subject: str, folder: Path) -> str:
     """One flipped bit: noticed when it is loaded."""
-    noticed = server.run("peer_damage", 2, timeout=600, subject=subject, run=str(folder), trials=FLIPS)[0]
+    noticed = on_ranks("peer_damage", 2, timeout=600, subject=subject, run=str(folder), trials=FLIPS)[0]
     return f"{sum(noticed)} / {len(noticed)}"
 
 
-ROWS: dict[str, Callable[[ForkServer, str, Path], str]] = {
+ROWS = {
     "one flipped bit: noticed by the load": flips,
     "full disk at 0, 5 … 95 % of a save: an error, and the newest found is whole": full_disk,
     "kill -9 of the whole job, saving every step: goes on, at most one step lost, same losses": kills,
@@ -131,19 +110,16 @@ def main() -> None:
     print("2 gloo ranks on this CPU,", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
     print("| survived / tried |", " | ".join(SUBJECTS), "|")
     print("|---" * (len(SUBJECTS) + 1) + "|", flush=True)
-    server = ForkServer("tests.faults.peer_jobs")
-    with tempfile.TemporaryDirectory(prefix="lit_fsdp_peers_") as scratch:
-        for number, (row, measure) in enumerate(ROWS.items()):
-            cells = []
-            for subject in SUBJECTS:
-                place = Path(scratch) / f"{number}-{SUBJECTS.index(subject)}"
-                place.mkdir()
+    for row, measure in ROWS.items():
+        cells = []
+        for subject in SUBJECTS:
+            with tempfile.TemporaryDirectory(prefix="lit_fsdp_peers_") as folder:
                 try:
-                    cells.append(measure(server, subject, place))
+                    cells.append(measure(subject, Path(folder)))
                 except Exception as error:
                     cells.append(f"did not run: {str(error).strip().splitlines()[-1][:160]}")
-            print(f"| {row} |", " | ".join(cells), "|", flush=True)
-    server.close()
+                server().end_jobs()
+        print(f"| {row} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -14,17 +15,13 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache, readers
+from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
-from tests.faults.conftest import Counts
-from tests.faults.ledger import Ledger
-from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
-from tests.unit.data.conversations import LETTERS as TEMPLATE
-from tests.unit.data.test_packing import _row
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.faults.tracked import CHAOS, SURVIVED
+from tests.unit.data.conftest import encoder_of
 
-KILLED = "kill -9 while rows are tokenized and packed"
-TOGETHER = "two jobs that tokenize the same rows, one killed"
-FULL = "full disk while rows are tokenized"
 Prepare = Callable[..., None]
 
 
@@ -34,14 +31,14 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 8000)
     monkeypatch.setattr(cache, "_ALONE", 4)
     source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join(_row(n) for n in range(2000)))
+    source.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(2000, 1)))
     os.utime(source, (1e9, 1e9))  # so that its digest is remembered
-    tokenizer = byte_level_tokenizer()
+    tokenizer = miniature_tokenizer()
 
     def run(location: Path) -> None:
         names: dict[str, Any] = {"train": str(source), "cache_dir": str(location), "num_tokenizers": 2}
         config = DataConfig(packing=True, max_seq_length=64, val_split=100, **names)
-        prepare_samples(config, ("train", "val"), encoder_of(tokenizer, config, TEMPLATE))
+        prepare_samples(config, ("train", "val"), encoder_of(tokenizer, config, tokenizer.chat_template))
 
     return run
 
@@ -61,61 +58,55 @@ def _job(prepare: Prepare, cache: Path) -> None:
     prepare(cache)
 
 
-def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare, counts: Counts, ledger: Ledger) -> None:
+def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare) -> None:
     """The next run ends with the same bytes, and leaves nothing of the one before it."""
     start = time.monotonic()
     prepare(tmp_path / "whole")
     takes, whole, draw = time.monotonic() - start, _content(tmp_path / "whole"), random.Random(7)
     early = 0
-    for number in range(counts.kills_of_ranks):
-        with ledger.trial(KILLED):
-            cache = tmp_path / str(number)
-            job = _start(prepare, cache)
-            time.sleep(draw.random() * takes * 1.1)
-            job.kill()
-            job.join(20)
-            early += job.exitcode == -9
-            assert not list(cache.glob("data/*/meta.json")) or len(list(cache.glob("data/*/*.bin"))) == 7
-            start = time.monotonic()
-            prepare(cache)
-            takes = min(takes, time.monotonic() - start)
-            assert _content(cache) == whole
+    for number in range(60 if CHAOS else 4):
+        cache = tmp_path / str(number)
+        job = _start(prepare, cache)
+        time.sleep(draw.random() * takes * 1.1)
+        job.kill()
+        job.join(20)
+        early += job.exitcode == -9
+        assert not list(cache.glob("data/*/meta.json")) or len(list(cache.glob("data/*/*.bin"))) == 7
+        start = time.monotonic()
+        prepare(cache)
+        takes = min(takes, time.monotonic() - start)
+        assert _content(cache) == whole
+        SURVIVED["kill -9 while rows are tokenized and packed"] += 1
     assert early >= 1
-    ledger.note(KILLED, f"{early} before the end")
 
 
-def test_jobs_that_start_together(tmp_path: Path, prepare: Prepare, ledger: Ledger) -> None:
+def test_jobs_that_start_together(tmp_path: Path, prepare: Prepare) -> None:
     prepare(tmp_path / "whole")
     for number in range(2):
-        with ledger.trial(TOGETHER):
-            cache = tmp_path / str(number)
-            jobs = [_start(prepare, cache) for _ in range(3)]
-            time.sleep(0.05 + 0.1 * number)
-            jobs[0].kill()
-            for job in jobs:
-                job.join(200)
-            assert [job.exitcode for job in jobs[1:]] == [0, 0]
-            assert _content(cache) == _content(tmp_path / "whole")
+        cache = tmp_path / str(number)
+        jobs = [_start(prepare, cache) for _ in range(3)]
+        time.sleep(0.05 + 0.1 * number)
+        jobs[0].kill()
+        for job in jobs:
+            job.join(200)
+        assert [job.exitcode for job in jobs[1:]] == [0, 0]
+        assert _content(cache) == _content(tmp_path / "whole")
 
 
-def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str, int], Path], ledger: Ledger) -> None:
+def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str, int], Path]) -> None:
     """It says so and what to do, half of nothing is left, and with room the same call succeeds."""
     prepare(tmp_path / "whole")
     whole = _content(tmp_path / "whole")
     needed = sum(-(-len(content) // 4096) * 4096 for content in whole.values())
-    failed = 0
     for share in (10, 50, 95):
         disk = small_disk(f"disk{share}", needed * share // 100)
-        with ledger.trial(FULL):
-            with pytest.raises(DataError) as told:
-                prepare(disk)
-            assert "No space left on device" in str(told.value)
-            assert "set data.cache_dir or LIT_FSDP_CACHE to another folder" in str(told.value)
-            left = _content(disk)
-            assert not [name for name in left if ".partial" in name]
-            assert all(content == whole[name] for name, content in left.items())
-            failed += 1
+        with pytest.raises(DataError) as told:
+            prepare(disk)
+        assert "No space left on device" in str(told.value)
+        assert "set data.cache_dir or LIT_FSDP_CACHE to another folder" in str(told.value)
+        left = _content(disk)
+        assert not [name for name in left if ".partial" in name]
+        assert all(content == whole[name] for name, content in left.items())
     roomy = small_disk("roomy", needed * 3)
     prepare(roomy)
     assert _content(roomy) == whole
-    assert failed == 3

@@ -12,19 +12,15 @@ import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
-from tests.dist.forks import ForkServer
-from tests.faults.ledger import Ledger
-from tests.faults.tracked import TrackedRun
+from tests.dist.forks import on_ranks
+from tests.faults.tracked import SURVIVED, TrackedRun
 
-FAILING = "writer failing at every change × rank"
-FULL = "full disk in steps of 5 %, TMPDIR elsewhere"
-READ_ONLY = "read-only folder"
 OLD = ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
-def test_every_change_fails_once_on_every_rank(forks: ForkServer, tmp_path: Path, ledger: Ledger, layout: str) -> None:
-    (entries, _) = forks.run("fail_at_every_change", 2, timeout=200, folder=str(tmp_path), layout=layout)
+def test_every_change_fails_once_on_every_rank(tmp_path: Path, layout: str) -> None:
+    (entries, _) = on_ranks("fail_at_every_change", 2, timeout=200, folder=str(tmp_path), layout=layout)
     stages = {entry["event"]["stage"] for entry in entries}
     assert stages == {"preparing", "tensors", "states", "manifest", "rename"}
     assert {entry["rank"] for entry in entries} == ({0, 1} if layout == "sharded" else {0})
@@ -33,92 +29,85 @@ def test_every_change_fails_once_on_every_rank(forks: ForkServer, tmp_path: Path
         entry["hit"] &= entry["event"]["kind"] != "mkdir" or any(entry["errors"])
     assert {entry["event"]["kind"] for entry in entries if not entry["hit"]} <= {"mkdir"}
     for entry in [entry for entry in entries if entry["hit"]]:
-        with ledger.trial(FAILING):
-            event, errors = entry["event"], entry["errors"]
-            for text in errors:
-                assert "made to fail" in text or "Input/output error" in text, entry
-                assert f"\n  rank {entry['rank']}: " in text, entry
-                assert f"\n  rank {1 - entry['rank']}: " not in text, entry
-                assert os.path.basename(event["path"]).removeprefix(".").removesuffix(".tmp") in text, entry
-            assert entry["intact"], entry
-            # the last sync comes after the rename: the new one stands then, whole
-            is_renamed = event == entries[-1]["event"] or entry["left"] == [*OLD, "step-00000003"]
-            assert entry["left"] == OLD or (is_renamed and event["stage"] == "rename"), entry
+        event, errors = entry["event"], entry["errors"]
+        for text in errors:
+            assert "made to fail" in text or "Input/output error" in text, entry
+            assert f"\n  rank {entry['rank']}: " in text, entry
+            assert f"\n  rank {1 - entry['rank']}: " not in text, entry
+            assert os.path.basename(event["path"]).removeprefix(".").removesuffix(".tmp") in text, entry
+        assert entry["intact"], entry
+        # the last sync comes after the rename: the new one stands then, whole
+        is_renamed = event == entries[-1]["event"] or entry["left"] == [*OLD, "step-00000003"]
+        assert entry["left"] == OLD or (is_renamed and event["stage"] == "rename"), entry
+        SURVIVED["a failing change of the file system"] += 1
     assert sum(len(entry["left"]) == 3 for entry in entries if entry["hit"]) <= 1
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
-def test_a_full_disk(
-    forks: ForkServer, small_disk: Callable[[str, int], Path], ledger: Ledger, tmp_path: Path, layout: str
-) -> None:
+def test_a_full_disk(small_disk: Callable[[str, int], Path], tmp_path: Path, layout: str) -> None:
     disk, temporary = small_disk("disk", 8 << 20), small_disk("temporary", 1 << 16)
     arguments = {"disk": str(disk), "temporary": str(temporary), "layout": layout}
-    (entries, _) = forks.run("fill_the_disk", 2, timeout=200, **arguments)
+    (entries, _) = on_ranks("fill_the_disk", 2, timeout=200, **arguments)
     for entry in entries:
-        with ledger.trial(FULL):
-            saved = entry["left"] == OLD
-            assert saved or entry["left"] == OLD[:1], entry
-            assert all(saved == (text == "") for text in entry["errors"]), entry
-            for text in entry["errors"] if not saved else ():
-                assert "No space left on device" in text, entry
-                assert "step-00000002" in text, entry
-            assert entry["intact"], entry
-            assert entry["temporary"] == [], entry
-            assert saved or entry["percent"] <= 115, entry
-            assert not saved or entry["percent"] >= 90, entry
+        saved = entry["left"] == OLD
+        assert saved or entry["left"] == OLD[:1], entry
+        assert all(saved == (text == "") for text in entry["errors"]), entry
+        for text in entry["errors"] if not saved else ():
+            assert "No space left on device" in text, entry
+            assert "step-00000002" in text, entry
+        assert entry["intact"], entry
+        assert entry["temporary"] == [], entry
+        assert saved or entry["percent"] <= 115, entry
+        assert not saved or entry["percent"] >= 90, entry
+        SURVIVED["a full disk, in steps of 5 %"] += 1
 
 
 def test_a_training_on_a_full_disk_goes_on_when_there_is_room(
-    forks: ForkServer, model: Path, small_disk: Callable[[str, int], Path], ledger: Ledger
+    tiny_model: Path, small_disk: Callable[[str, int], Path]
 ) -> None:
     disk = small_disk("disk", 32 << 20)
-    run = TrackedRun(forks, model, disk, checkpoint={"every_steps": 1, "keep_last": 2})
-    with ledger.trial(FULL):
-        job = run.start()
-        run.wait_for_step(1, job)
-        filler = disk / "filler"
-        deadline = time.monotonic() + 100
-        with filler.open("wb", buffering=0) as file:  # somebody else's files
-            while any(o.code is None for o in job.wait(0)) and time.monotonic() < deadline:
-                try:
-                    file.write(bytes(1 << 16))
-                except OSError:
-                    time.sleep(0.01)  # what a removal frees is taken as well
-        outcomes = job.wait(120)
-        assert all(o.code not in (0, None) for o in outcomes)
-        assert any(word in outcomes[0].output for word in ("No space left on device", "free")), outcomes[0].output
-        assert not [path for path in (run.run / "checkpoints").iterdir() if path.name.startswith(".")]
-        run.check()
-        assert run.newest() >= 1
-        filler.unlink()
-        run.finish()
+    run = TrackedRun(tiny_model, disk, checkpoint={"every_steps": 1, "keep_last": 2})
+    job = run.start()
+    run.wait_for_step(1, job)
+    filler = disk / "filler"
+    deadline = time.monotonic() + 100
+    with filler.open("wb", buffering=0) as file:  # somebody else's files
+        while any(o.code is None for o in job.wait(0)) and time.monotonic() < deadline:
+            try:
+                file.write(bytes(1 << 16))
+            except OSError:
+                time.sleep(0.01)  # what a removal frees is taken as well
+    outcomes = job.wait(120)
+    assert all(o.code not in (0, None) for o in outcomes)
+    assert any(word in outcomes[0].output for word in ("No space left on device", "free")), outcomes[0].output
+    assert not [path for path in (run.run / "checkpoints").iterdir() if path.name.startswith(".")]
+    run.check()
+    assert run.newest() >= 1
+    filler.unlink()
+    run.finish()
 
 
 def test_a_run_that_cannot_fit_is_refused_before_its_first_step(
-    forks: ForkServer, model: Path, small_disk: Callable[[str, int], Path], ledger: Ledger
+    tiny_model: Path, small_disk: Callable[[str, int], Path]
 ) -> None:
-    run = TrackedRun(forks, model, small_disk("disk", 3 << 20), checkpoint={"every_steps": 1, "keep_last": -1})
-    with ledger.trial(FULL):
-        outcomes = run.start(1000).wait(120)
-        assert all(o.code not in (0, None) for o in outcomes)
-        assert "free" in outcomes[0].output
-        assert run.steps() == []
+    run = TrackedRun(tiny_model, small_disk("disk", 3 << 20), checkpoint={"every_steps": 1, "keep_last": -1})
+    outcomes = run.start(1000).wait(120)
+    assert all(o.code not in (0, None) for o in outcomes)
+    assert "free" in outcomes[0].output
+    assert run.steps() == []
 
 
-def test_a_read_only_folder(
-    forks: ForkServer, small_disk: Callable[[str, int], Path], ledger: Ledger, tmp_path: Path
-) -> None:
+def test_a_read_only_folder(small_disk: Callable[[str, int], Path], tmp_path: Path) -> None:
     """Modes mean nothing to root, so the file system itself is read-only."""
     disk = small_disk("disk", 8 << 20)
-    with ledger.trial(READ_ONLY):
-        assert forks.run("save_once", 2, folder=str(disk), step=1, layout="sharded") == ["", ""]
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        for text in forks.run("save_once", 2, folder=str(disk), step=2, layout="sharded"):
-            assert "\n  rank 0: " in text
-            assert f"{disk}/checkpoints/" in text
-            assert "Read-only file system" in text
-        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-        assert damaged(disk) == []
-        assert [path.name for path in (disk / "checkpoints").iterdir()] == OLD[:1]
-        verify_files(checkpoints(disk)[0].path)
-        assert forks.run("save_once", 2, folder=str(disk), step=2, layout="sharded") == ["", ""]
+    assert on_ranks("save_once", 2, folder=str(disk), step=1, layout="sharded") == ["", ""]
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for text in on_ranks("save_once", 2, folder=str(disk), step=2, layout="sharded"):
+        assert "\n  rank 0: " in text
+        assert f"{disk}/checkpoints/" in text
+        assert "Read-only file system" in text
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    assert damaged(disk) == []
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == OLD[:1]
+    verify_files(checkpoints(disk)[0].path)
+    assert on_ranks("save_once", 2, folder=str(disk), step=2, layout="sharded") == ["", ""]

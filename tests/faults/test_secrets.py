@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.forks import ForkServer
-from tests.faults.crashes import CRASHES
-from tests.faults.ledger import Ledger
+from tests.dist.forks import server
 
-ROW = "canary values in HF_TOKEN and WANDB_API_KEY, crashes everywhere"
 CANARIES = {"HF_TOKEN": "hf_Canary1Canary2Canary3Canary4ab", "WANDB_API_KEY": "c0ffee00c0ffee11c0ffee22c0ffee33"}
+CRASHES = {
+    "nowhere": "",
+    "data": "lit_fsdp.datamodule.CausalLMDataModule.setup",
+    "model": "lit_fsdp.module.CausalLMModule.configure_model",
+    "step": "lit_fsdp.module.CausalLMModule.training_step",
+    "save": "lit_fsdp.callbacks.checkpoint.Checkpoint.save",
+    "disk": "lit_fsdp.checkpoint.files.write_bytes",
+    "collective": "lit_fsdp.checkpoint.ranks.Ranks.run",
+}
 RECIPE = """
 seed_everything: 5
 trainer:
@@ -27,22 +33,21 @@ checkpoint: {every_steps: 1}
 
 
 @pytest.mark.parametrize("where", CRASHES)
-def test_no_canary_in_any_output(forks: ForkServer, model: Path, tmp_path: Path, ledger: Ledger, where: str) -> None:
-    with ledger.trial(ROW):
-        (tmp_path / "recipe.yaml").write_text(RECIPE)
-        words = ["fit", "--config", "recipe.yaml", "--model.name", str(model)]
-        job = forks.start("crash", 2, env=CANARIES, words=words, cwd=str(tmp_path), where=where)
-        outcomes = job.wait(120)
-        job.kill()
-        assert not job.is_alive()
-        assert all(o.code is not None for o in outcomes)
-        said = "".join(o.output for o in outcomes)
-        assert all((o.code == 0) == (where == "nowhere") for o in outcomes), said
-        assert where == "nowhere" or "made to fail" in said
-        texts = {"output": said.encode()}
-        for folder in (tmp_path, job.place):
-            texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        assert len(texts) > 3
-        for name, text in texts.items():
-            for canary in CANARIES.values():
-                assert canary.encode() not in text, f"{name} holds a secret: {text[-2000:]!r}"
+def test_no_canary_in_any_output(tiny_model: Path, tmp_path: Path, where: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = ["fit", "--config", "recipe.yaml", "--model.name", tiny_model]
+    job = server().start("crash", 2, env=CANARIES, words=words, cwd=tmp_path, where=CRASHES[where])
+    outcomes = job.wait(120)
+    job.kill()
+    assert not job.is_alive()
+    assert all(o.code is not None for o in outcomes)
+    said = "".join(o.output for o in outcomes)
+    assert all((o.code == 0) == (where == "nowhere") for o in outcomes), said
+    assert where == "nowhere" or "made to fail" in said
+    texts = {"output": said.encode()}
+    for folder in (tmp_path, job.place):
+        texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(texts) > 3
+    for name, text in texts.items():
+        for canary in CANARIES.values():
+            assert canary.encode() not in text, f"{name} holds a secret: {text[-2000:]!r}"

@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.serialization.config
-import transformers.generation.utils
-import transformers.models.llama.modeling_llama
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import lit_fsdp.cli  # noqa: F401  what every rank would import by itself is imported once here
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.dist.jobs import TinyData, digest, module_for, trainer_for
-from tests.faults.crashes import CRASHES
+from tests.dist.jobs import fit, module_for, program
 from tests.faults.tracing import Event, StageFile, Tracer, hurt
 
 
@@ -107,7 +102,7 @@ def watch(run: str, stage: StageFile, fault: dict[str, Any] | None) -> None:
     Tracer(Path(run), react)
 
 
-def train(
+def train_tracked(
     model: str,
     run: str,
     steps: int,
@@ -122,30 +117,16 @@ def train(
     stage = StageFile(Path(log).with_suffix(f".stage-{os.environ['RANK']}"))
     stage.put("training")
     watch(run, stage, in_save)
-    torch.manual_seed(7)
     callbacks: list[Callback] = [StepLog(Path(log), stage)]
     callbacks += [AtStep(**in_step)] if in_step else []
     callbacks += [Checkpoint(**{"every_steps": 1, "keep_last": 2, **(checkpoint or {})})]
-    trainer = trainer_for(strategy or {}, callbacks, max_steps=steps, default_root_dir=run, **options)
-    module = module_for(model)
-    trainer.fit(module, datamodule=TinyData(), ckpt_path="last" if checkpoints(run) else None)
-    optimizer: Any = trainer.optimizers[0]
-    return {"step": trainer.global_step, "digest": digest(module, getattr(optimizer, "optimizer", optimizer))}
-
-
-def make_model(folder: str) -> None:
-    """A tiny Llama with random weights as a model folder."""
-    from lit_fsdp.models.tokenizers import miniature_tokenizer
-    from tests.dist.reference import TINY
-
-    torch.manual_seed(0)
-    transformers.models.llama.modeling_llama.LlamaForCausalLM(TINY).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
+    resumes = {"ckpt_path": "last" if checkpoints(run) else None, "default_root_dir": run, "seed": 7}
+    trainer, found = fit(module_for(model), strategy or {}, callbacks, None, steps=steps, **resumes, **options)
+    return {"step": trainer.global_step, "digest": found["digest"]}
 
 
 def crash(words: list[str], cwd: str, where: str) -> None:
     """``lit-fsdp`` as torchrun would start it, raising at ``where`` with the environment's secrets in its words."""
-    from lit_fsdp.__main__ import main
 
     def fail(*args: Any, **kwargs: Any) -> None:
         token, key = os.environ["HF_TOKEN"], os.environ["WANDB_API_KEY"]
@@ -155,8 +136,7 @@ def crash(words: list[str], cwd: str, where: str) -> None:
         warnings.warn(text, stacklevel=1)
         raise RuntimeError(text) from KeyError(key)
 
-    if CRASHES[where]:
-        place, name = CRASHES[where].rsplit(".", 1)
+    if where:
+        place, name = where.rsplit(".", 1)
         setattr(pkgutil.resolve_name(place), name, fail)
-    os.chdir(cwd)
-    raise SystemExit(main(words))
+    program(words, cwd)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.dist.forks import ROOT, command
+
 FACTORY = "--trainer.strategy.init_args"
 RECIPE = (
     "--config", f"{ROOT}/recipes/quickstart.yaml",
@@ -20,34 +18,32 @@ RECIPE = (
 """Two processes, fp32, six steps of four generated conversations, a checkpoint and a validation after every second."""
 
 
-def start(*words: str | Path, script: Path | None = None) -> subprocess.Popen[str]:
-    """``lit-fsdp WORDS`` in the current folder, or a script, as a process group of its own."""
-    program = [str(script)] if script else ["-m", "lit_fsdp"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, *program, *map(str, words)]
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
+def run(*words: str | Path, code: int = 0, ranks: int | None = None, job: str = "program") -> tuple[str, str]:
+    """Standard output and standard error of ``lit-fsdp WORDS`` in the current folder, which ends with ``code``.
+
+    Ranks, two of a run, are started as torchrun does it, in processes that have their imports already.
+    """
+    outcomes = command(ranks or (2 if words[0] in ("fit", "validate") else 1), words, Path.cwd(), job)
+    assert outcomes[0].code == code, f"ended with {outcomes[0].code}:\n{outcomes[0].output[-4000:]}"
+    return outcomes[0].out, outcomes[0].err
 
 
-def run(*words: str | Path, code: int = 0, script: Path | None = None) -> tuple[str, str]:
-    """Standard output and standard error of a command that ends with ``code``."""
-    process = start(*words, script=script)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, f"ended with {process.returncode}:\n{err[-4000:]}"
-    return out, err
-
-
-def fit(run_folder: Path, *flags: str | Path, code: int = 0) -> str:
+def fit(run_folder: Path, *flags: str | Path, code: int = 0, ranks: int = 2) -> str:
     """Standard error of a training of :data:`RECIPE` into this run folder."""
-    return run("fit", *RECIPE, "--trainer.default_root_dir", run_folder, *flags, code=code)[1]
+    return run("fit", *RECIPE, "--trainer.default_root_dir", run_folder, *flags, code=code, ranks=ranks)[1]
 
 
-def logged(run_folder: Path, name: str = "train_loss") -> dict[int, str]:
+def logged(run_folder: Path, name: str = "train_loss", file: str = "metrics.csv") -> dict[int, str]:
     """A column of ``metrics.csv`` by step, as it is written there: equal text is an equal number, bit for bit."""
-    with (run_folder / "metrics.csv").open() as file:
-        assert name in file.readline().rstrip().split(",")
-        file.seek(0)
-        return {int(row["step"]): row[name] for row in csv.DictReader(file) if row.get(name)}
+    with (run_folder / file).open() as rows:
+        return {int(row["step"]): row[name] for row in csv.DictReader(rows) if row[name]}
+
+
+def validated(run_folder: Path, *flags: str | Path) -> str:
+    """The loss of a validation with this recipe, as it is written down."""
+    run("validate", *RECIPE, "--trainer.default_root_dir", run_folder, "--trainer.limit_val_batches", "1.0", *flags)
+    (loss,) = logged(run_folder, "val_loss", "validate-metrics.csv").values()
+    return loss
 
 
 def checkpoint(run_folder: Path, step: int) -> Path:

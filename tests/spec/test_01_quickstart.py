@@ -33,17 +33,10 @@ def test_the_resolved_recipe_repeats_the_run(reference: Path, tmp_path: Path) ->
 
 
 def test_a_wrong_word_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    recipe = {"trainer": {"devices": 2, "max_steps": 1}, "model": {"name": "x"}, "data": {"train": "y"}}
+    Path("recipe.yaml").write_text(json.dumps(recipe))
     words = ("--trainer.default_root_dir", tmp_path / "run", "--data.max_seq_lenght", "64")
-    said = run("fit", "--config", recipe_of(tmp_path), *words, code=2)[1]
+    said = run("fit", "--config", "recipe.yaml", *words, code=2)[1]
     assert said.startswith("error: data.max_seq_lenght: got a key that does not exist")
     assert said.endswith("fix:     write data.max_seq_length\n")
     assert not (tmp_path / "run").exists()
-
-
-def recipe_of(folder: Path) -> Path:
-    """The smallest recipe there is."""
-    path = folder / "recipe.yaml"
-    path.write_text(
-        json.dumps({"trainer": {"devices": 2, "max_steps": 1}, "model": {"name": "x"}, "data": {"train": "y"}})
-    )
-    return path

@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.spec.running import RECIPE, checkpoint, fit, run
+from tests.spec.running import checkpoint, fit, logged, validated
 
 
 def test_packed_equals_padded(reference: Path, tmp_path: Path) -> None:
-    found = {}
-    for packing in ("true", "false"):
-        words = (
-            "--ckpt_path",
-            checkpoint(reference, 6),
-            "--data.packing",
-            packing,
-            "--trainer.limit_val_batches",
-            "1.0",
-        )
-        run("validate", *RECIPE, "--trainer.default_root_dir", tmp_path / packing, *words)
-        text = (tmp_path / packing / "validate-metrics.csv").read_text().splitlines()
-        found[packing] = dict(zip(text[0].split(","), text[1].split(","), strict=True))
-    assert float(found["true"]["val_loss"]) == pytest.approx(float(found["false"]["val_loss"]), rel=1e-6)
-    assert found["true"]["val_token_accuracy"] == found["false"]["val_token_accuracy"]
+    last = ("--ckpt_path", checkpoint(reference, 6))
+    packed, padded = (validated(tmp_path / word, *last, "--data.packing", word) for word in ("true", "false"))
+    assert float(packed) == pytest.approx(float(padded), rel=1e-6)
+    accuracies = [logged(tmp_path / word, "val_token_accuracy", "validate-metrics.csv") for word in ("true", "false")]
+    assert accuracies[0] == accuracies[1]
 
 
 def test_isolation_is_proved_before_the_first_step(tmp_path: Path) -> None:

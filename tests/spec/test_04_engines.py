@@ -18,16 +18,17 @@ def by(engine: str, *flags: str) -> tuple[str, ...]:
     return (f"{FACTORY}.engine", engine, *flags)
 
 
-WAYS = {
-    "fsdp1": by("fsdp1"),
-    "replicas": by("fsdp2", f"{FACTORY}.sharding", "no_shard"),
-    "one process": by("single", "--trainer.devices", "1"),
+WAYS = {  # ranks, flags
+    "fsdp1": (2, by("fsdp1")),
+    "replicas": (2, by("fsdp2", f"{FACTORY}.sharding", "no_shard")),
+    "one process": (1, by("single", "--trainer.devices", "1")),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_losses(way: str, reference: Path, tmp_path: Path) -> None:
-    fit(tmp_path / "run", *WAYS[way])
+    ranks, flags = WAYS[way]
+    fit(tmp_path / "run", *flags, ranks=ranks)
     ours, wanted = ([float(loss) for loss in logged(run).values()] for run in (tmp_path / "run", reference))
     assert ours == pytest.approx(wanted, rel=1e-5)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.spec.running import ROOT, run
 
 MINE = '''
 import json, pathlib
@@ -90,7 +89,7 @@ class CLI(RecipeCLI):
 if __name__ == "__main__":
     CLI(mine.Net, mine.Rows)
 """
-CONFIG = Path(__file__).parents[2] / "configs" / "model" / "SmolLM2-135M-Instruct.json"
+CONFIG = ROOT / "configs" / "model" / "SmolLM2-135M-Instruct.json"
 
 
 @pytest.fixture
@@ -101,15 +100,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str, script: str | None = None, code: int = 0) -> str:
-    """Standard error of a command that ends with ``code``."""
-    start = [script] if script else ["-m", "lit_fsdp"]
-    environment = os.environ | {"PYTHONPATH": str(CONFIG.parents[2])}
-    done = subprocess.run(
-        [sys.executable, *start, *words], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stderr
+def said_by(*words: str, code: int = 0, job: str = "program") -> str:
+    """Standard error of two ranks of ``lit-fsdp``, or of a script."""
+    return run(*words, code=code, ranks=2, job=job)[1]
 
 
 def told() -> dict[str, object]:
@@ -118,21 +111,21 @@ def told() -> dict[str, object]:
 
 
 def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
-    said = run("fit", "--config", "own.yaml", code=2)
+    said = said_by("fit", "--config", "own.yaml", code=2)
     assert "model: got mine.Net" in said
     assert "add --allow-imports mine, or set LIT_FSDP_ALLOW_IMPORTS=mine" in said
     assert not Path("imported").exists()
 
-    run("fit", "--config", "own.yaml", "--allow-imports", "mine")
+    said_by("fit", "--config", "own.yaml", "--allow-imports", "mine")
     assert (told()["word"], told()["step"], told()["strategy"]) == ("hello", 4, "FSDP2Strategy")
     assert told()["batches"] == 6  # 12 of rank 0 and of rank 1 each: Lightning's own sampler deals the rows
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
     assert recipe["model"] == {"class_path": "mine.Net", "init_args": {"hidden": 6, "lr": 0.1}}
 
-    assert "holds 2 checkpoint(s)" in run("fit", "--config", "own.yaml", "--allow-imports", "mine", code=2)
+    assert "holds 2 checkpoint(s)" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", code=2)
     flags = ("--ckpt_path", "last", "--trainer.max_steps", "6", "--trainer.log_every_n_steps", "1")
-    assert "resumed from step 4" in run("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
+    assert "resumed from step 4" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
     assert told()["step"] == 6
     rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
     assert {"4", "5"} <= {row["step"] for row in rows}
@@ -140,12 +133,12 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
 
 def test_a_script_of_ones_own(here: Path) -> None:
     words = ("--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--size", "7")
-    run("fit", *words, "--trainer.callbacks=mine.Tell", script="train.py")
+    said_by("train.py", "fit", *words, "--trainer.callbacks=mine.Tell", job="script")
     assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
     assert yaml.safe_load(Path("runs/run/recipe.yaml").read_text())["size"] == 7
-    assert "holds 1 checkpoint(s)" in run("fit", *words, script="train.py", code=2)
-    run("validate", *words, "--ckpt_path", "last", script="train.py")
-    assert "write model.hidden" in run("fit", "--model.hiden=3", script="train.py", code=2)
+    assert "holds 1 checkpoint(s)" in said_by("train.py", "fit", *words, job="script", code=2)
+    said_by("train.py", "validate", *words, "--ckpt_path", "last", job="script")
+    assert "write model.hidden" in said_by("train.py", "fit", "--model.hiden=3", job="script", code=2)
 
 
 def test_words_of_lightning(here: Path) -> None:
@@ -155,7 +148,7 @@ def test_words_of_lightning(here: Path) -> None:
         "model: {class_path: mine.Longer, init_args: {extra: 5,\n"
         "  optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.5}}}}"
     )
-    run("fit", "--config", "ours.yaml", "--config", "more.yaml", "--allow-imports", "mine")
+    said_by("fit", "--config", "ours.yaml", "--config", "more.yaml", "--allow-imports", "mine")
     assert (told()["accumulate"], told()["dtypes"], told()["extra"]) == (3, ["torch.bfloat16"], 5)
     assert (told()["optimizer"], dict(told()["options"])["momentum"]) == ("SGD", 0.5)  # type: ignore[call-overload]
     assert json.loads(Path("run/dtypes.json").read_text())["mode"] == "low_precision"
@@ -166,32 +159,25 @@ def test_words_of_lightning(here: Path) -> None:
 
 def test_a_strategy_of_lightning(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--trainer.strategy", "ddp")
-    run(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
+    said_by(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
     assert (told()["strategy"], told()["step"], told()["dtypes"]) == ("DDPStrategy", 2, ["torch.float32"])
     assert Path("run/checkpoints/last.ckpt").is_file()
-    run(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    said_by(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert told()["step"] == 3
 
 
 def test_muon_for_the_matrices(here: Path) -> None:
-    words = (
-        "fit",
-        "--config",
-        "ours.yaml",
-        "--allow-imports",
-        "mine",
-        "--model.optim.class_path",
-        "lit_fsdp.MuonWithAdamW",
-    )
-    run(*words, "--checkpoint.every_steps", "1")
+    optimizer = ("--model.optim.class_path", "lit_fsdp.MuonWithAdamW")
+    words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", *optimizer)
+    said_by(*words, "--checkpoint.every_steps", "1")
     assert told()["optimizer"] == "MuonWithAdamW"
-    assert "resumed from step 2" in run(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert "resumed from step 2" in said_by(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
 
 
 def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--data.val", "generated:16")
-    said = run(*words, "--trainer.val_check_interval", "1000", code=2)
+    said = said_by(*words, "--trainer.val_check_interval", "1000", code=2)
     assert "Traceback" not in said
     assert said.count("`val_check_interval` (1000) must be less than or equal to the number of the training") == 1
-    debug = run(*words, "--trainer.val_check_interval", "1000", "--debug", code=2)
+    debug = said_by(*words, "--trainer.val_check_interval", "1000", "--debug", code=2)
     assert "Traceback" in debug

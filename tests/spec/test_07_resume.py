@@ -9,8 +9,8 @@ import pytest
 from tests.spec.running import FACTORY, fit, logged
 
 ELSEWHERE = {
-    "one process": (f"{FACTORY}.engine", "single", "--trainer.devices", "1"),
-    "four processes, the other engine": ("--trainer.devices", "4", f"{FACTORY}.engine", "fsdp1"),
+    "one process": (1, "single"),
+    "four processes, the other engine": (4, "fsdp1"),
 }
 
 
@@ -23,7 +23,9 @@ def test_bit_for_bit(reference: Path, stopped: Path) -> None:
 
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_elsewhere(where: str, reference: Path, stopped: Path) -> None:
-    fit(stopped, "--ckpt_path", "last", *ELSEWHERE[where])
+    ranks, engine = ELSEWHERE[where]
+    flags = ("--trainer.devices", str(ranks), f"{FACTORY}.engine", engine)
+    fit(stopped, "--ckpt_path", "last", *flags, ranks=ranks)
     ours, wanted = ({step: float(loss) for step, loss in logged(run).items()} for run in (stopped, reference))
     assert ours == pytest.approx(wanted, rel=1e-5)
 

@@ -15,18 +15,8 @@ ODD = 'it\'s a $(touch pwned) `touch pwned` "run" ; 5%j & ü [x]*?'
 
 
 def test_render(tmp_path: Path) -> None:
-    words = (
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "0",
-        "--time",
-        "1:00:00",
-        "--trainer.devices",
-        "4",
-        "--data.global_batch_size",
-        "8",
-    )
+    words = ("--nodes", "2", "--gpus-per-node", "0", "--time", "1:00:00", "--trainer.devices", "4")
+    words += ("--data.global_batch_size", "8")
     script, _ = run("slurm", "render", *RECIPE, *words, "--slurm.extra", '["--comment=it\'s $(hostname)"]')
     lines = script.splitlines()
     assert lines[0] == "#!/bin/bash"

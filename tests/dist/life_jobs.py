@@ -10,12 +10,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
-from torch.utils.data import DataLoader
 from transformers import Adafactor
 
-from lit_fsdp import fsdp_strategy
-from tests.dist.foreign import foreign_rows
-from tests.dist.foreign_options import ForeignNetWithValidation, own_part
+from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader
+from tests.dist.jobs import trainer_for, whole
 
 
 class Sgd(ForeignNetWithValidation):
@@ -46,7 +44,6 @@ class Unused(ForeignNetWithValidation):
         return mse_loss(out, y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """A strong decay."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
 
 
@@ -100,7 +97,6 @@ class Conv(ForeignNetWithValidation):
         self.body = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(40, 12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return self.head(self.body(x.unsqueeze(1)))
 
 
@@ -112,7 +108,6 @@ class Lstm(Conv):
         self.body = nn.LSTM(1, 12, num_layers=2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return self.head(self.body(x.unsqueeze(2))[0][:, -1])
 
 
@@ -125,7 +120,6 @@ class Bare(Conv):
         self.temperature = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return self.head(x) * self.temperature
 
     def on_after_backward(self) -> None:
@@ -141,7 +135,6 @@ class Looks(ForeignNetWithValidation):
         self.matrix = nn.Parameter(torch.eye(12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return super().forward(x @ self.matrix)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -159,7 +152,6 @@ class Thawed(Conv):
         self.body = nn.ModuleList([first, second, first])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         for layer in self.body:
             x = layer(x).tanh()
         return self.head(x)
@@ -178,7 +170,6 @@ class Norm(ForeignNetWithValidation):
         self.norm = nn.BatchNorm1d(12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return super().forward(self.norm(x + self.global_rank))
 
 
@@ -186,7 +177,6 @@ class Predicts(ForeignNetWithValidation):
     """Adds what ``predict`` needs."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """A prediction per row."""
         return self(batch[0])
 
 
@@ -207,7 +197,6 @@ class CallsItself(Callback):
         self.outputs: list[Any] = []
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Outside of every step."""
         with torch.no_grad():
             self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
 
@@ -230,7 +219,6 @@ class OwnPrecision(ForeignNetWithValidation):
     """Computes its head without autocast, and has an optimizer with fp32 state for bf16 weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         for layer in self.layers:
             x = layer(x)
         with torch.autocast("cpu", enabled=False):
@@ -251,130 +239,6 @@ class PartlyMeta(ForeignNetWithValidation):
         self.layers.to("meta")
 
 
-_ALL = (
-    OwnPrecision,
-    OwnReduction,
-    PartlyMeta,
-    ForeignNetWithValidation,
-    Sgd,
-    Unused,
-    Own,
-    Gan,
-    Conv,
-    Lstm,
-    Bare,
-    Looks,
-    Thawed,
-    Norm,
-    Predicts,
-    Exact,
-)
-MODULES = {one.__name__: one for one in _ALL}
-
-
-def live(
-    module: str,
-    strategy: dict[str, Any] | None,
-    calls: tuple[str, ...] = ("fit",),
-    validates: bool = False,
-    second: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """Make these calls of a Trainer, one epoch of four batches per ``fit``, and give all weights.
-
-    Without a strategy this is plain Lightning in one process; with ``second`` every call has a Trainer of its own.
-    """
-    torch.manual_seed(3)
-    net, outside = MODULES[module](), CallsItself()
-    loaders = [DataLoader([own_part(step) for step in steps], batch_size=None) for steps in (range(4), range(100, 102))]
-    defaults = {
-        "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 0,
-    }
-
-    def trainer() -> Trainer:
-        chosen = "auto" if strategy is None else fsdp_strategy(**strategy)
-        callbacks = [] if module == "Gan" else [outside]
-        return Trainer(strategy=chosen, callbacks=callbacks, **{**defaults, **options})
-
-    one = trainer()
-    for number, call in enumerate(calls):
-        if second and number:
-            one = trainer()
-        if call == "fit":
-            one.fit_loop.max_epochs = one.current_epoch + 1
-            one.fit(net, loaders[0], loaders[1] if validates else None)
-        else:
-            getattr(one, call)(net, loaders[1], verbose=False) if call != "predict" else one.predict(net, loaders[1])
-    if module != "Gan":
-        outside.on_train_epoch_end(one, net)
-    state = net.state_dict() if strategy is None else one.strategy.lightning_module_state_dict()
-    return {
-        "weights": _whole(state),
-        "outputs": outside.outputs,
-        "targets": getattr(net, "targets", None),
-        "val_loss": float(one.callback_metrics.get("val_loss", torch.nan)),
-        "lr": [group["lr"] for optimizer in one.optimizers for group in optimizer.param_groups],
-    }
-
-
-def _whole(state: dict[str, Any]) -> dict[str, list[float]]:
-    """All elements of all tensors."""
-    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
-    return {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
-
-
-def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
-    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch."""
-    rates: list[float] = []
-
-    class Rates(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    path, batches = Path(folder) / "saved.ckpt", [own_part(step) for step in range(4)]
-    for epochs, start in ((2, None), (4, str(path))):
-        torch.manual_seed(3)
-        chosen = "auto" if strategy is None else fsdp_strategy(**strategy)
-        trainer = Trainer(
-            strategy=chosen, callbacks=[Rates()], max_epochs=epochs, use_distributed_sampler=False, **options
-        )
-        net = MODULES[module]()
-        trainer.fit(net, DataLoader(batches, batch_size=None), ckpt_path=start)
-        if start is None:
-            trainer.save_checkpoint(path)
-    state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
-    return {"rates": rates, "weights": _whole(state)}
-
-
-def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
-    """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
-    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False, "max_epochs": 1}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    batches = [own_part(step) for step in range(4)]
-    found, path = [], str(Path(folder) / "saved.ckpt")
-    for start in (None, path):
-        torch.manual_seed(3)
-        loader = DataLoader(batches, batch_size=None)
-        trainer = Trainer(strategy=fsdp_strategy(**strategy), use_distributed_sampler=False, **options)
-        if start is None:
-            trainer.fit(Norm(), loader, loader)
-            trainer.save_checkpoint(path)
-        else:
-            trainer.validate(Norm(), loader, ckpt_path=path, verbose=False)
-        found.append(float(trainer.callback_metrics["val_loss"]))
-    return found
-
-
 class Detached(ForeignNetWithValidation):
     """Makes its optimizer before anything is sharded."""
 
@@ -387,21 +251,90 @@ class Detached(ForeignNetWithValidation):
         return self.early
 
 
-MODULES["Detached"] = Detached
+def _trainer(strategy: dict[str, Any] | None, *callbacks: Callback, **options: Any) -> Trainer:
+    """Without a strategy plain Lightning in one process."""
+    return trainer_for("auto" if strategy is None else strategy, callbacks, enable_checkpointing=False, **options)
+
+
+def live(
+    module: str,
+    strategy: dict[str, Any] | None,
+    calls: tuple[str, ...] = ("fit",),
+    validates: bool = False,
+    second: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Make these calls of a Trainer, one epoch of four batches per ``fit``, and give all weights.
+
+    With ``second`` every call has a Trainer of its own.
+    """
+    torch.manual_seed(3)
+    net, outside = globals()[module](), CallsItself()
+    rows, more = loader(range(4)), loader((100, 101))
+
+    def trainer() -> Trainer:
+        return _trainer(strategy, *([] if module == "Gan" else [outside]), max_epochs=0, **options)
+
+    one = trainer()
+    for number, call in enumerate(calls):
+        if second and number:
+            one = trainer()
+        if call == "fit":
+            one.fit_loop.max_epochs = one.current_epoch + 1
+            one.fit(net, rows, more if validates else None)
+        else:
+            getattr(one, call)(net, more, **({} if call == "predict" else {"verbose": False}))
+    if module != "Gan":
+        outside.on_train_epoch_end(one, net)
+    state = net.state_dict() if strategy is None else one.strategy.lightning_module_state_dict()
+    return {"weights": _whole(state), "outputs": outside.outputs, "targets": getattr(net, "targets", None)}
+
+
+def _whole(state: dict[str, Any]) -> dict[str, list[float]]:
+    """All elements of all tensors."""
+    return {name: whole(tensor).float().flatten().tolist() for name, tensor in state.items()}
+
+
+def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch."""
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    path = str(Path(folder) / "saved.ckpt")
+    for epochs, start in ((2, None), (4, path)):
+        torch.manual_seed(3)
+        trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), globals()[module]()
+        trainer.fit(net, loader(range(4)), ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(path)
+    state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
+    return {"rates": rates, "weights": _whole(state)}
+
+
+def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
+    """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
+    found, path = [], str(Path(folder) / "saved.ckpt")
+    for start in (None, path):
+        torch.manual_seed(3)
+        trainer = _trainer(strategy, max_epochs=1)
+        if start is None:
+            trainer.fit(Norm(), loader(range(4)), loader(range(4)))
+            trainer.save_checkpoint(path)
+        else:
+            trainer.validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
+        found.append(float(trainer.callback_metrics["val_loss"]))
+    return found
 
 
 def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None) -> str:
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
+    net = globals()[module]()
     try:
-        if again is None:
-            live(module, strategy)
-        else:
-            net = MODULES[module]()
-            options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False}
-            options |= {"fast_dev_run": True, "enable_progress_bar": False, "enable_model_summary": False}
-            for chosen in (strategy, again):
-                loader = DataLoader([foreign_rows(0)], batch_size=None)
-                Trainer(strategy=fsdp_strategy(**chosen), **options).fit(net, loader)
+        for chosen in [strategy] + ([again] if again else []):
+            _trainer(chosen, fast_dev_run=True).fit(net, loader([0]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

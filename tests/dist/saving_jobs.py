@@ -6,22 +6,20 @@ import errno
 import functools
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.base import EngineStrategy
-from tests.dist.foreign import ForeignNet, StepLosses
-from tests.dist.foreign_options import own_part
-from tests.dist.jobs import lightnings_trainer, trainer_for
+from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
+from tests.dist.jobs import trainer_for, whole
 
 
 class OwnMetric(ForeignNet):
@@ -32,7 +30,6 @@ class OwnMetric(ForeignNet):
         self.told = told
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """The next value."""
         value = self.told[self.trainer.global_step - 1]
         if value is not None:
             self.log("val_loss", value)
@@ -49,7 +46,7 @@ def train_with_own_metrics(
         {"timeout_seconds": 20, "precision": "fp32", **strategy}, [saving], enable_checkpointing=True,
         max_steps=steps, val_check_interval=1, num_sanity_val_steps=0, default_root_dir=run,
     )  # fmt: skip
-    trainer.fit(OwnMetric(told[rank]), _loader(range(steps)), _loader([0]))
+    trainer.fit(OwnMetric(told[rank]), loader(range(steps)), loader([0]))
     place = Path(run) if lightnings else Path(run) / "checkpoints"
     return {
         "there": sorted(path.name for path in place.iterdir() if path.name.startswith("step")),
@@ -64,7 +61,7 @@ def train_and_save_again(
     losses, saving = StepLosses(), ModelCheckpoint(run, every_n_train_steps=2, **lightnings)
     options = {"enable_checkpointing": True, "max_steps": steps, "default_root_dir": run}
     trainer = trainer_for({"precision": "fp32", **strategy}, [losses, saving], **options)
-    trainer.fit(ForeignNet(), _loader(range(steps)), ckpt_path=ckpt_path)
+    trainer.fit(ForeignNet(), loader(range(steps)), ckpt_path=ckpt_path)
     for _ in range(2):
         trainer.save_checkpoint(Path(run) / "by-hand.ckpt")
     there = {path.name: read_manifest(path).global_step for path in Path(run).glob("*.ckpt")}
@@ -78,7 +75,6 @@ class Seen(Callback):
         self.values: list[tuple[int, int, int]] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Once per micro-batch."""
         self.values.append((trainer.global_step, trainer.current_epoch, batch_idx))
 
 
@@ -90,7 +86,7 @@ def train_with_schedule(
     accumulation = GradientAccumulationScheduler({int(epoch): count for epoch, count in schedule.items()})
     options = {"max_epochs": 3, "default_root_dir": run}
     trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
-    trainer.fit(ForeignNet(), _loader(range(5)), ckpt_path=ckpt_path)
+    trainer.fit(ForeignNet(), loader(range(5)), ckpt_path=ckpt_path)
     return {"seen": seen.values, "steps": trainer.global_step}
 
 
@@ -108,7 +104,7 @@ def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> 
     options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
     trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
     try:
-        trainer.fit(module, _loader([0]))
+        trainer.fit(module, loader([0]))
     except ConfigError as error:
         return str(error), trainer.global_step
     return "", trainer.global_step
@@ -118,11 +114,9 @@ def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, light
     """Old checkpoints that the file system does not let go; what is logged and what is there at the end."""
     saving: Any = Checkpoint(every_steps=1, keep_last=1)
     if lightnings:
-        saving = ModelCheckpoint(f"{run}/checkpoints", filename="step-0000000{step}", every_n_train_steps=1,
-                                 auto_insert_metric_name=False)  # fmt: skip
-    trainer = trainer_for(
-        {"precision": "fp32", **strategy}, [saving], enable_checkpointing=True, max_steps=3, default_root_dir=run
-    )
+        names = {"filename": "step-0000000{step}", "auto_insert_metric_name": False}
+        saving = ModelCheckpoint(f"{run}/checkpoints", every_n_train_steps=1, **names)
+    trainer = trainer_for({"precision": "fp32", **strategy}, [saving], max_steps=3, default_root_dir=run)
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -132,11 +126,8 @@ def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, light
         if not ignore_errors:
             raise OSError(errno.EBUSY, "Device or resource busy", "nfs0001")
 
-    try:
-        with mock.patch("shutil.rmtree", busy):
-            trainer.fit(ForeignNet(), _loader(range(3)))
-    finally:
-        logging.getLogger("lit_fsdp").removeHandler(handler)
+    shutil.rmtree = busy  # type: ignore[assignment]
+    trainer.fit(ForeignNet(), loader(range(3)))
     there = sorted(path.name for path in Path(run, "checkpoints").iterdir() if path.name.startswith("step"))
     return {"messages": messages, "there": there}
 
@@ -152,7 +143,6 @@ class Changed(ForeignNet):
         self.scale = torch.ones(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A prediction per row."""
         return super().forward(x) * self.gate.sum() / 2
 
 
@@ -164,9 +154,8 @@ class Start(Callback):
         self.steps: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After the load."""
         strategy: Any = trainer.strategy
-        self.sums = {name: float(_whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
+        self.sums = {name: float(whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
         if trainer.global_step == 0 or not isinstance(strategy, EngineStrategy):  # to ask would make a state
             return
         state = strategy.optimizer_state(trainer.optimizers[0])["state"]
@@ -182,25 +171,14 @@ def train_changed(
     """
     start, saving, losses = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2), StepLosses()
     options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
-    callbacks = [start, saving, losses]
-    if strategy is None:
-        trainer = lightnings_trainer(callbacks, **options)
-    else:
-        trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, **options)
+    ours = None if strategy is None else {"precision": "fp32", **strategy}
+    trainer = trainer_for(ours, [start, saving, losses], **options)
     torch.manual_seed(13)
     module = Changed(strict) if ckpt_path and changed else ForeignNet()
     try:
-        trainer.fit(module, _loader(range(4)), ckpt_path=ckpt_path)
+        trainer.fit(module, loader(range(4)), ckpt_path=ckpt_path)
     except CheckpointError as error:
         return str(error)
     live: Any = trainer.strategy
-    end = {name: float(_whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
+    end = {name: float(whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
     return {"start": start.sums, "steps": start.steps, "end": end, "losses": losses.values}
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _loader(steps: Any) -> DataLoader[Any]:
-    return DataLoader([own_part(step) for step in steps], batch_size=None)

@@ -1,0 +1,191 @@
+"""Somebody else's modules under the factory, with the Trainer's own options and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from lit_fsdp.errors import ConfigError
+from tests.dist.jobs import here, trainer_for
+
+
+def foreign_rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight rows of a regression."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 12, generator=generator)
+    return x, x.sum(dim=1, keepdim=True).sin()
+
+
+def own_part(step: int, parts: int = 1, part: int = 0) -> tuple[torch.Tensor, ...]:
+    """This rank's share of eight rows, or of one of the parts they are cut into."""
+    rank, ranks = here()
+    size = 8 // ranks // parts
+    start = (part * ranks + rank) * size
+    return tuple(rows[start : start + size] for rows in foreign_rows(step))
+
+
+def loader(steps: Iterable[int]) -> DataLoader[Any]:
+    """This rank's share of these steps."""
+    return DataLoader([own_part(step) for step in steps], batch_size=None)  # type: ignore[arg-type]
+
+
+class ForeignNet(LightningModule):
+    """Somebody's module: knows nothing of ours, holds a parameter itself and calls itself in its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Tanh()) for _ in range(3))
+        self.layers = torch.nn.ModuleList(blocks)
+        self.head = torch.nn.Linear(12, 1)
+        self.scale = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale.mean()
+
+    def reset_parameters(self) -> None:
+        """For those who build it on meta."""
+        torch.nn.init.ones_(self.scale)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss.detach(), sync_dist=True)
+        return loss
+
+    def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        """After fit, in the same Trainer."""
+        self.log("test_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class MetaForeignNet(LightningModule):
+    """The same, built on meta in configure_model."""
+
+    def configure_model(self) -> None:
+        """On meta; the strategy fills it."""
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = ForeignNet()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    training_step, test_step = ForeignNet.training_step, ForeignNet.test_step
+    configure_optimizers = ForeignNet.configure_optimizers
+
+
+class ForeignNetWithValidation(ForeignNet):
+    """Adds what people add: a validation step and a schedule."""
+
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        """The mean over ranks of the mean over rows."""
+        self.log("val_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """The learning rate halves after every step."""
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class StepLosses(Callback):
+    """The mean of the micro-batch losses of each optimizer step, and the number of validation batches."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.validation_batches = 0
+        self._window: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._window.append(float(trainer.callback_metrics["loss"]))
+        if len(self._window) == trainer.accumulate_grad_batches:
+            self.values.append(sum(self._window) / len(self._window))
+            self._window = []
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self.validation_batches += 1
+
+
+def plain_losses(
+    net: Any, steps: Iterable[int], clip: float | None = None, clip_value: float | None = None
+) -> list[float]:
+    """Losses of these steps in a plain loop over whole batches, in one process."""
+    made, losses = net.configure_optimizers(), []
+    optimizer, schedule = (
+        (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
+    )
+    for step in steps:
+        x, y = foreign_rows(step)
+        loss = mse_loss(net(x), y)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(net.parameters(), clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_foreign(
+    strategy: dict[str, Any], steps: int, accumulate_grad_batches: int = 1, meta: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train somebody's module; on rank 1 it starts from other weights, which must not matter."""
+    torch.manual_seed(11 if meta else 11 + here()[0])
+    losses, parts = StepLosses(), accumulate_grad_batches
+    trainer = trainer_for(strategy, [losses], max_steps=steps, accumulate_grad_batches=parts, **options)
+    batches = [own_part(step, parts, part) for step in range(steps) for part in range(parts)]
+    module = MetaForeignNet() if meta else ForeignNet()
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    live: Any = trainer.strategy
+    tested = trainer.test(module, loader([0]), verbose=False)
+    units = [unit["name"] for unit in live.audit["units"]]
+    return {"losses": losses.values, "units": units, "test_loss": tested[0]["test_loss"]}
+
+
+def train_with_options(
+    strategy: dict[str, Any],
+    callbacks: dict[str, dict[str, Any]] | None = None,
+    folder: str | None = None,
+    validates: bool = False,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Four batches per epoch under Lightning's own callbacks and options; what a plain loop can be compared with."""
+    torch.manual_seed(11)
+    losses = StepLosses()
+    named = [getattr(lightnings, name)(**arguments) for name, arguments in (callbacks or {}).items()]
+    if folder is not None:
+        options |= {"logger": CSVLogger(folder, name="", version=""), "log_every_n_steps": 1}
+    trainer = trainer_for(strategy, [losses, *named], **options)
+    module = ForeignNetWithValidation() if validates else ForeignNet()
+    try:
+        trainer.fit(module, loader(range(4)), loader(range(100, 105)) if validates else None, ckpt_path=ckpt_path)
+    except ConfigError as error:
+        return {"error": str(error)}
+    saver: Any = next((one for one in named if isinstance(one, lightnings.ModelCheckpoint)), None)
+    return {
+        "losses": losses.values,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "val_loss": float(trainer.callback_metrics["val_loss"]) if validates else None,
+        "validation_batches": losses.validation_batches,
+        "best": Path(saver.best_model_path).name if saver else None,
+        "kept": sorted(Path(path).name for path in saver.best_k_models) if saver else None,
+    }
