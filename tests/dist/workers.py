@@ -39,8 +39,10 @@ _JOBS = (
     "import_jobs",
     "lora_jobs",
     "loss_jobs",
+    "optimizer_jobs",
     "packing_jobs",
     "retention_jobs",
+    "samples_jobs",
 )
 _MARK = "\x1eRESULT "
 _AFTER_AN_ERROR = 30.0  # seconds in which the other ranks must answer too; who knows what they wait for
