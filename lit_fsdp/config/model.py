@@ -196,8 +196,8 @@ class ModelConfig:
         for field in ("freeze", "train_only"):
             require(getattr(self, field) != [], field, "[]", "at least one pattern, or null", f"drop {field}")
         alpha = self.neftune_alpha
-        fits = alpha is None or 0 < alpha < float("inf")
-        require(fits, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
+        is_bound = alpha is None or 0 < alpha < float("inf")
+        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
         tokens = self.add_tokens
         fits = tokens is None or (all(tokens) and tokens and len(set(tokens)) == len(tokens))
         require(fits, "add_tokens", tokens, "different tokens, none of them empty")
