@@ -350,7 +350,7 @@ class RecipeCLI(LightningCLI):
             longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, longest)
             self.datamodule.prepare(_STAGES[verb])
-            if self.samples is not None and verb in ("fit", "validate"):
+            if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)
         if trainer.is_global_zero and verb == "fit":
             folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
 from rich.table import Table
 from rich.text import Text
 from torchmetrics import MeanMetric
@@ -22,8 +21,6 @@ from lit_fsdp.callbacks.records import gathered
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
 from lit_fsdp.data.prompts import Prompt
-from lit_fsdp.errors import require
-from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.report.samples import visible
 from lit_fsdp.report.tables import wide_console
 
@@ -39,7 +36,8 @@ class Samples(Callback):
     ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
     taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
     letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place; either can be monitored.
-    Training is not changed: the answers are the most likely ones, and random generators are left as they were.
+    Training is not changed: the answers are the most likely ones, and random generators are left as they were. Module,
+    data module and strategy are those of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
@@ -51,36 +49,20 @@ class Samples(Callback):
     def __init__(self, **options: Any) -> None:
         self.config = build(SamplesConfig, options, "samples")
         self._prompts: list[Prompt] = []
-        self._loaded_step = 0
 
     def read(self, datamodule: Any) -> None:
         """Read the prompts, once.
 
         Raises:
             DataError: A source or row is bad.
-            ConfigError: The data module is not ours.
         """
-        given = f"rows of {type(datamodule).__name__}"
-        require(hasattr(datamodule, "prompts"), "samples.prompts", given, "a lit_fsdp.CausalLMDataModule")
         if self.config.prompts is not None and not self._prompts:
             self._prompts = datamodule.prompts(self.config.prompts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the prompts, unless the command line has.
-
-        Raises:
-            DataError: A source or row is bad.
-            ConfigError: Module, data module or strategy is not ours.
-        """
-        if stage in ("fit", "validate"):
-            given = f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}"
-            fits = isinstance(trainer.strategy, EngineStrategy) and hasattr(pl_module, "answers")
-            require(fits, "samples.prompts", given, "a lit_fsdp.CausalLMModule under lit_fsdp.fsdp_strategy")
+        """Read the prompts, unless the command line has."""
+        if stage == "fit":
             self.read(trainer.datamodule)  # type: ignore[attr-defined]
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note whose answers ``validate`` shows."""
-        self._loaded_step = checkpoint["global_step"]
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask, show and log."""
@@ -110,13 +92,10 @@ class Samples(Callback):
                 found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
         by_rank = gathered(trainer, found)
         answers = [by_rank[i % ranks][i // ranks] for i in range(len(self._prompts))]
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        step = trainer.global_step if is_fit else self._loaded_step
         asked = [(prompt.input_ids, prompt.wanted, ids) for prompt, ids in zip(self._prompts, answers, strict=True)]
-        rows = [[step, *(_text(module.tokenizer, ids) for ids in three)] for three in asked]
+        rows = [[trainer.global_step, *(_text(module.tokenizer, ids) for ids in three)] for three in asked]
         if trainer.is_global_zero:
-            name = "samples.csv" if is_fit else "validate-samples.csv"
-            _write(Path(trainer.default_root_dir) / name, rows)
+            _write(Path(trainer.default_root_dir) / "samples.csv", rows)
             wide_console(sys.stderr).print(_table(rows))
             _log_table(trainer, rows)
         return self._metrics(rows, answers)

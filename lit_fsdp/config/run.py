@@ -299,13 +299,10 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
 
 def _samples_have_prompts(run: RunConfig) -> None:
     prompts = run.samples.prompts
-    if prompts is None or run.verb not in ("fit", "validate") or "data" in run.foreign:
-        return
-    needs = "a number of validation rows" if isinstance(prompts, int) else "every_validation"
-    given, fix = f"{prompts} without data.val", "set data.val or data.val_split"
-    fix += "" if isinstance(prompts, int) else ", or samples.every_validation: false"
-    fits = run.data.has("val") or not (isinstance(prompts, int) or run.samples.every_validation)
-    require(fits, "samples.prompts", given, f"data.val, which {needs} needs", fix)
+    needs_rows = isinstance(prompts, int) or (prompts is not None and run.samples.every_validation)
+    if run.verb == "fit" and needs_rows and "data" not in run.foreign:
+        fix = "set data.val or data.val_split, or name a file of prompts and set samples.every_validation: false"
+        require(run.data.has("val"), "samples.prompts", f"{prompts} without data.val", "validation rows", fix)
 
 
 RULES: list[Callable[[RunConfig], None]] = [

@@ -463,7 +463,7 @@ class EngineStrategy(Checkpoints):
             ContractError: One is none of them, so that training would change nothing.
         """
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
-            check_packed_state(optimizer, self.config, self._names)
+            check_packed_state(optimizer, self.config.offloads, self._names)
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(param) not in self._names:
                     raise ContractError(

@@ -322,24 +322,21 @@ def _sharded_as(other: DTensor, local: torch.Tensor, shape: torch.Size) -> torch
     return DTensor.from_local(local, other.device_mesh, other.placements, run_check=False, shape=shape, stride=stride)
 
 
-def check_packed_state(optimizer: torch.optim.Optimizer, config: StrategyConfig, names: Mapping[int, str]) -> None:
-    """Refuse an optimizer of torchao whose state could not be saved, before the first step.
+def check_packed_state(optimizer: torch.optim.Optimizer, offloads: bool, names: Mapping[int, str]) -> None:
+    """Refuse 8-bit state of torchao that ranks would keep in different ways, which no checkpoint could hold.
 
     Args:
         optimizer: Any.
-        config: Of the strategy.
+        offloads: Whether shards live in host memory, where codes could not be loaded into.
         names: Of parameters by ``id``.
 
     Raises:
-        ConfigError: FSDP1 or offload, or a parameter that some ranks would keep moments of 8 bits of and others not.
+        ConfigError: Offload, or shards of which some are whole blocks and some are not.
     """
     if not type(optimizer).__module__.startswith("torchao."):
         return
     field, kind, block = "model.optim.class_path", type(optimizer).__name__, int(optimizer.block_size)  # type: ignore[attr-defined]
-    given = f"{kind} with engine {config.engine}{' and cpu_offload' * config.offloads}"
-    fits = config.engine != "fsdp1" and not config.offloads and kind in ("AdamW8bit", "Adam8bit")
-    allowed = "AdamW8bit or Adam8bit with engine fsdp2, ddp or single and without cpu_offload: a checkpoint can hold it"
-    require(fits, field, given, allowed, "set engine: fsdp2")
+    require(not offloads, field, f"{kind} with cpu_offload", "shards on the device", "drop cpu_offload")
     for param in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
         ranks, rows = param.device_mesh.size(param.device_mesh.ndim - 1), param.shape[0]
         per_row, chunk = param.numel() // rows, -(-rows // ranks)

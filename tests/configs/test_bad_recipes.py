@@ -109,7 +109,7 @@ CASES = (
     ("--model.optim.class_path=torchao.optim.AdamW4bit", "model.optim.class_path", "write torchao.optim.AdamW8bit"),
     ("--samples.prompts=0", "samples.prompts", "write prompts: 8"),
     ("--samples.prompts=4", "samples.prompts", "set data.val or data.val_split"),
-    ("--samples.prompts=asked.jsonl", "samples.prompts", "set data.val or data.val_split, or samples.every_validation"),
+    ("--samples.prompts=asked.jsonl", "samples.prompts", "set data.val or data.val_split"),
     ("--samples.max_new_tokens=0", "samples.max_new_tokens", "write max_new_tokens: 64"),
     ("--trainer.precision=32-true --:.precision=mixed", "trainer.precision", ""),
     ("--trainer.accumulate_grad_batches=3", "trainer.accumulate_grad_batches", ""),
