@@ -131,7 +131,7 @@ def _write(path: Path, rows: list[list[Any]]) -> None:
 
 
 def _table(rows: list[list[Any]]) -> Table:
-    table = Table(title=f"step {rows[0][0]}: what the model answers", title_justify="left")
+    table = Table(title=f"step {rows[0][0]}: what the model answers", title_justify="left", show_lines=True)
     for name in _COLUMNS[1:]:
         table.add_column(name, overflow="fold")
     for _, prompt, wanted, got in rows:
