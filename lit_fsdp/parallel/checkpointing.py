@@ -304,7 +304,8 @@ def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
     Not as the numbers that these stand for: packed again they would give other scales.
     """
     local = value.to_local() if isinstance(value, DTensor) else value
-    if not is_traceable_wrapper_subclass(local):
+    is_packed_here: bool = is_traceable_wrapper_subclass(local)
+    if not is_packed_here:
         return {name: value}
     codes, scale = local.codes, local.scale
     by_rows = scale.numel() % codes.shape[0] == 0
