@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_fsdp.callbacks.checkpoint import Checkpoint
     from lit_fsdp.callbacks.isolation import IsolationProof
     from lit_fsdp.callbacks.records import DataRecord
+    from lit_fsdp.callbacks.samples import Samples
     from lit_fsdp.checkpoint.store import load_weights
     from lit_fsdp.cli import RecipeCLI
     from lit_fsdp.datamodule import CausalLMDataModule
@@ -34,6 +35,7 @@ _HOMES = {
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.muon",
     "RecipeCLI": "cli",
+    "Samples": "callbacks.samples",
     "fsdp_strategy": "strategy",
     "load_weights": "checkpoint.store",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "IsolationProof",
     "MuonWithAdamW",
     "RecipeCLI",
+    "Samples",
     "fsdp_strategy",
     "load_weights",
 ]

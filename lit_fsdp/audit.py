@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
 from torch import nn
 
-from lit_fsdp.config.model import FLASH_ATTENTION
+from lit_fsdp.config.model import FLASH_ATTENTION, OptimConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, has_bf16
@@ -42,7 +43,8 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     Returns:
         The audit of a run, without what only a run can measure, and beside it ``replicate_degree``, ``ranks``,
         ``precision`` (mode and declared dtypes), ``state_per_rank`` (see
-        :func:`state_per_rank`) and ``replaced``.
+        :func:`state_per_rank`), ``optimizer``, ``optimizer_bytes_of`` (AdamW where the class is not known) and
+        ``replaced``.
 
     Raises:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
@@ -66,7 +68,8 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     cast_parameters(module, TORCH_DTYPES[config.row.param])
     plan = plan_for(module, strategy, STRATEGY)
     prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
-    state = state_per_rank(module, plan, strategy, shards)
+    kept, known_as = state_bytes(run.model.optim, model, TORCH_DTYPES[config.row.param].itemsize)
+    state = state_per_rank(module, plan, strategy, shards, kept)
     return {
         **audit(plan, shards, recompute_by_unit(plan)),
         "num_params_on_this_rank": state[0]["num_params"],
@@ -76,6 +79,8 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "replicate_degree": copies,
         "precision": {"mode": config.mode, "declared": dataclasses.asdict(config.row)},
         "state_per_rank": state,
+        "optimizer": run.model.optim.optimizer,
+        "optimizer_bytes_of": known_as,
         "replaced": strategy.replaced,
     }
 
@@ -99,6 +104,7 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         f"{'copy' if record['replicate_degree'] == 1 else 'copies'} of the model, each over "
         f"{record['shard_degree']} {'rank' if record['shard_degree'] == 1 else 'ranks'}",
         f"precision {record['precision']['mode']} declares {dtypes}",
+        *_guessed(record),
         *(f"not split, for weights tied to others: {name}" for name in record["kept_together_by_tied_weights"]),
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
@@ -106,10 +112,16 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         console.print(line, highlight=False, markup=False)
 
 
+def _guessed(record: dict[str, Any]) -> list[str]:
+    named, shown = record["optimizer"], record["optimizer_bytes_of"]
+    return [] if named == shown else [f"optimizer {named}: what it keeps is not known here; shown is {shown}'s"]
+
+
 # What each rank keeps between steps, as the two engines split it: FSDP2 cuts every parameter along dim 0 into chunks of
 # ceil(rows / ranks) rows and pads the last ones in storage. FSDP1 lays the parameters of a unit end to end, each at a
 # multiple of 16 bytes, pads the whole to a multiple of the ranks and cuts it into equal parts, wherever that falls.
 
+_Kept = Callable[[nn.Parameter, int], int]
 _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 
 
@@ -118,52 +130,56 @@ class _Held:
     """Elements that one rank holds."""
 
     params: int = 0
-    trainable: int = 0
+    optimizer_bytes: int = 0
     stored: int = 0
     """Elements of ``params`` with padding."""
     stored_gradients: int = 0
 
 
-def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int) -> list[dict[str, int]]:
+def state_per_rank(
+    model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept | None = None
+) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps; every copy repeats it.
 
-    Counts parameters and gradients at rest with the engine's padding, and AdamW's two moments, all in the precision
-    mode's storage dtype; not what is gathered for a moment, nor activations. Nothing is allocated.
+    Counts parameters and gradients at rest with the engine's padding, in the precision mode's storage dtype, and what
+    the optimizer keeps; not what is gathered for a moment, nor activations. Nothing is allocated.
 
     Args:
         model: On meta or not, before it is sharded; the one that ``plan`` was made for.
         plan: Its FSDP units.
         config: Engine and precision.
         ranks: Ranks that share one copy; 1 where nothing is split.
+        kept: Bytes that the optimizer keeps of a parameter and so many of its elements; ``None`` for AdamW.
 
     Returns:
         ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;
-        frozen parameters have no moments.
+        frozen parameters have no optimizer state.
     """
     held = [_Held() for _ in range(ranks)]
     row = config.precision_config.row
+    size = TORCH_DTYPES[row.param].itemsize
+    kept = kept or state_bytes(OptimConfig(), model, size)[0]
     seen: set[int] = set()
     for unit in plan.units:
         module = plan.modules[unit.name] if unit.name else model
         own = [param for param in module.parameters() if id(param) not in seen]
         seen.update(id(param) for param in own)
         if config.engine == "fsdp1":
-            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
+            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
         else:
-            _add_by_rows(held, own)
-    size = TORCH_DTYPES[row.param].itemsize
+            _add_by_rows(held, own, kept)
     return [
         {
             "num_params": one.params,
             "parameter_bytes": one.stored * size,
             "gradient_bytes": one.stored_gradients * size,
-            "optimizer_bytes": 2 * one.trainable * size,
+            "optimizer_bytes": one.optimizer_bytes,
         }
         for one in held
     ]
 
 
-def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
+def _add_by_rows(held: list[_Held], params: Iterable[nn.Parameter], kept: _Kept) -> None:
     for param in params:
         rows = param.shape[0] if param.dim() else 1
         per_row = param.numel() // max(1, rows)
@@ -172,11 +188,11 @@ def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
             one.params += local
             one.stored += chunk * per_row
-            one.trainable += local * param.requires_grad
+            one.optimizer_bytes += kept(param, local) if param.requires_grad and local else 0
             one.stored_gradients += chunk * per_row * param.requires_grad
 
 
-def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) -> None:
+def _add_flat(held: list[_Held], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
     align = _ALIGNMENT_BYTES // itemsize
     starts, end = [], 0
     for param in params:
@@ -191,4 +207,4 @@ def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) 
         for start, param in zip(starts, params, strict=True):
             first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
             one.params += max(0, last - first)
-            one.trainable += max(0, last - first) * param.requires_grad
+            one.optimizer_bytes += kept(param, last - first) if param.requires_grad and last > first else 0

@@ -25,6 +25,7 @@ from lit_fsdp.callbacks.isolation import IsolationProof
 from lit_fsdp.callbacks.loggers import LoggerRuns, RunCSVLogger, go_on_logging
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, DataRecord, PredictionWriter, RunRecord
+from lit_fsdp.callbacks.samples import Samples
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
@@ -47,11 +48,12 @@ from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunC
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.ending import ended
-from lit_fsdp.errors import ConfigError, RefusedByLightning
+from lit_fsdp.errors import ConfigError, RefusedByLightning, require
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.build import check_attention
+from lit_fsdp.models.optimizers import optimizer_class
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device
@@ -244,6 +246,9 @@ class RecipeCLI(LightningCLI):
         self.data_record = DataRecord()
         callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), self.data_record, IsolationProof(), LoggerRuns()]
         callbacks += [Throughput(), PredictionWriter()]
+        samples = self._get(self.config_init, "samples")
+        self.samples = None if samples.prompts is None else Samples(**vars(samples))
+        callbacks += [] if self.samples is None else [self.samples]
         if given.get("enable_progress_bar") is not False:
             callbacks.append(RunProgress())
         if given.get("enable_checkpointing") is not False:
@@ -324,6 +329,10 @@ class RecipeCLI(LightningCLI):
         )
         for rule in RULES:
             rule(run)
+        if self.samples is not None:
+            others = " and ".join(name for name, is_ours in ours.items() if not is_ours)
+            given = f"{self.samples.config.prompts} with somebody else's {others}"
+            require(not others, "samples.prompts", given, "our own model, data and strategy", "drop samples")
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(ranks, parsed.trainer.accumulate_grad_batches)
         if ours["trainer.strategy"]:
@@ -331,6 +340,7 @@ class RecipeCLI(LightningCLI):
             check_device(run.strategy, strategy.root_device.type, STRATEGY)
         if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
+            optimizer_class(run.model.optim)
             self.resume.check(run)
             if ours["trainer.strategy"]:
                 plan_for(self.model.build(), run.strategy, STRATEGY)
@@ -344,6 +354,8 @@ class RecipeCLI(LightningCLI):
             longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, longest)
             self.datamodule.prepare(_STAGES[verb])
+            if self.samples is not None and verb == "fit":
+                self.samples.read(self.datamodule)
         if trainer.is_global_zero and verb == "fit":
             folder.mkdir(parents=True, exist_ok=True)
             RunLock(folder)  # until this process ends

@@ -19,6 +19,7 @@ from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, prepare_samples
+from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
 from lit_fsdp.data.stats import describe_data, first_rows
 from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
@@ -103,6 +104,23 @@ class CausalLMDataModule(LightningDataModule):
         encoder = self._encoder()
         stream = first_rows(self.config, encoder) if self._streams_train else None
         return describe_data(self._samples, self.config, encoder, stream)
+
+    def prompts(self, of: int | str) -> list[Prompt]:
+        """Prompts of so many of the first validation rows that are kept, or of all rows of a source like ``data.val``.
+
+        Raises:
+            DataError: A source or row is bad.
+            ConfigError: There are no validation rows.
+        """
+        tokenizer, config = self._tokenizer_or_the_models(), self.config
+        if isinstance(of, str):
+            return read_prompts(of, config, tokenizer)
+        self.prepare(("val",))
+        samples = self._split("val")
+        numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of]
+        sources = config.train if config.val_split is not None else config.val
+        assert sources is not None
+        return read_prompts(sources, config, tokenizer, set(numbers.tolist()))
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process per node: the same as :meth:`prepare`; an error is :meth:`setup`'s to raise.

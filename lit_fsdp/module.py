@@ -7,10 +7,10 @@ token counts together and the gradients are scaled once.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -28,9 +28,12 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, EvalMetrics, batch_counts, step_metrics
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
 from lit_fsdp.models.export_files import model_entry, model_files
+from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
 from lit_fsdp.models.muon import MuonWithAdamW
+from lit_fsdp.models.neftune import EmbeddingNoise
+from lit_fsdp.models.optimizers import hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
@@ -78,6 +81,7 @@ class CausalLMModule(LightningModule):
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
+        self._noise: EmbeddingNoise | None = None
         self._val_metrics, self._test_metrics = EvalMetrics(), EvalMetrics()
 
     @property
@@ -100,10 +104,7 @@ class CausalLMModule(LightningModule):
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
-            ends = (model.get_input_embeddings(), model.get_output_embeddings())
-            outer = {id(param) for module in ends if module is not None for param in module.parameters()}
-            matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer]
-            self._hidden = {f"model.{name}" for name in matrices}
+            self._hidden = {f"model.{name}" for name in hidden_matrices(model)}
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
             if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
@@ -111,6 +112,8 @@ class CausalLMModule(LightningModule):
                     "model.attn_implementation: %s, as %s does not work with sdpa",
                     *(self.attn_implementation, self.source.hf_config.model_type),
                 )
+            if self.config.neftune_alpha is not None:
+                self._noise = EmbeddingNoise(model, self.config.neftune_alpha)
             self.model = model
         return self
 
@@ -151,7 +154,8 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
-        loss = self._forward(batch)
+        with self._noise.on(batch, self.global_rank) if self._noise else nullcontext():
+            loss = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
         sums_6 = torch.stack([value.detach().double() for value in sums])
         counts = torch.cat([sums_6[:2], batch_counts(batch).to(sums_6.device), sums_6[2:]])  # as STEP_COUNTS
@@ -191,7 +195,7 @@ class CausalLMModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
         optim = self.config.optim
-        cls = _optimizer_class(optim.optimizer)
+        cls = optimizer_class(optim)
         splits = issubclass(cls, MuonWithAdamW)
         groups: dict[tuple[bool, bool], list[torch.Tensor]] = {(True, True): [], (False, True): [], (False, False): []}
         for name, param in self.named_parameters():
@@ -290,6 +294,12 @@ class CausalLMModule(LightningModule):
         assert self.model is not None
         return last_hidden_states(self.model, batch, self.attn_implementation)
 
+    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Token ids of the most likely answer to each prompt; every rank calls the model as often as the others."""
+        assert self.model is not None
+        in_step = self.trainer.world_size > 1
+        return generate_ids(self.model, self.tokenizer, prompts, max_new_tokens, self.device, in_step)
+
     # -- checkpoints
 
     @classmethod
@@ -311,14 +321,3 @@ class CausalLMModule(LightningModule):
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
         return model_files(self.source, self.tokenizer, self.model)
-
-
-def _optimizer_class(path: str) -> type[torch.optim.Optimizer]:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("model.optim.optimizer", path, f"a class that can be imported ({error})") from error
-    is_optimizer = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    require(is_optimizer, "model.optim.optimizer", path, "a subclass of torch.optim.Optimizer")
-    return found

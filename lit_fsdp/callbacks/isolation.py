@@ -99,9 +99,9 @@ def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any
     started, ids = time.perf_counter(), batch["input_ids"]
 
     def states(batch: Mapping[str, Any]) -> torch.Tensor:
-        return _states(strategy, module, batch)
+        return run_aside(strategy, module, "last_hidden_states", batch)
 
-    with _untouched(strategy, module):
+    with untouched(strategy, module):
         own = measure_isolation(states, ids)
         found = [own] * trainer.world_size
         dist.all_gather_object(found, own)
@@ -179,17 +179,17 @@ def _read(path: Path | None) -> dict[str, Any] | None:
         return None
 
 
-def _states(strategy: Any, module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Last hidden states (B, T, D), through the engine's own hooks and autocast, as a step would run."""
+def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
+    """A method of the module outside of every step, through the engine's own hooks and autocast; all ranks together."""
     stance = "force_eager" if strategy.config.compile else "default"
     with torch.compiler.set_stance(stance), strategy.precision_plugin.train_step_context(), torch.no_grad():
         if strategy.model is module:
-            return module.last_hidden_states(batch)
-        return strategy._forward_redirection(strategy.model, module, "last_hidden_states", batch)
+            return getattr(module, method)(*args)
+        return strategy._forward_redirection(strategy.model, module, method, *args)
 
 
 @contextmanager
-def _untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
+def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
     generators, modes = rng_state(strategy.root_device), {child: child.training for child in module.modules()}

@@ -97,13 +97,13 @@ class RunRecord(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, EngineStrategy):
             return
-        ranks = _gathered(trainer, {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()})
+        ranks = gathered(trainer, {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()})
         if trainer.is_global_zero:
             record = {**strategy.audit, "peak_host_memory_per_rank": ranks}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
             print_audit(record)
         if strategy.rank_summary is not None:
-            ranks = _gathered(trainer, strategy.rank_summary)
+            ranks = gathered(trainer, strategy.rank_summary)
             if trainer.is_global_zero:
                 wide_console(sys.stderr).print(places_table(ranks))
 
@@ -135,7 +135,7 @@ class PredictionWriter(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all rows, in their order, on rank 0."""
-        parts, self._rows = _gathered(trainer, self._rows), []
+        parts, self._rows = gathered(trainer, self._rows), []
         if trainer.is_global_zero:
             rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
             path = Path(trainer.default_root_dir) / "predictions.jsonl"
@@ -143,8 +143,8 @@ class PredictionWriter(Callback):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _gathered(trainer: Trainer, own: Any) -> list[Any]:
-    """What every rank has; collective."""
+def gathered(trainer: Trainer, own: Any) -> list[Any]:
+    """What every rank has, in the order of ranks; collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [own]
     found: list[Any] = [None] * trainer.world_size

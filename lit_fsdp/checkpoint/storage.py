@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lit_fsdp.checkpoint import files, staging
 from lit_fsdp.checkpoint.files import FileEntry
@@ -94,7 +93,7 @@ class Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """This rank's part of a tensor."""
-        return as_numbers(self._snapshot.tensors[index.fqn])
+        return self._snapshot.tensors[index.fqn]
 
 
 class Writer(StorageWriter):
@@ -217,7 +216,7 @@ class Writer(StorageWriter):
             nonlocal file
             file = file or TensorFile(draft / FULL_FILE, specs)
             with file.abandoned_on_failure():
-                file.append(name, as_numbers(tensor))
+                file.append(name, tensor)
 
         gather_whole(snapshot.tensors, specs, take if self._is_first else None)
         if file is not None:
@@ -323,16 +322,6 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
             (chunks[name],) = tensor.__create_chunk_list__()
             parts[name] = local
     return parts, chunks
-
-
-def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of codes, as 8-bit optimizers keep, as the numbers it stands for, on the CPU; others as they are.
-
-    Quantized again block by block, as a load does it, the numbers give the same codes: the largest of a block is its
-    scale.
-    """
-    holds_codes: bool = is_traceable_wrapper_subclass(tensor)
-    return tensor.cpu().dequantize() if holds_codes else tensor
 
 
 def _item(name: str, spec: TensorSpec, chunk: ChunkStorageMetadata) -> WriteItem:

@@ -40,7 +40,6 @@ from lit_fsdp.checkpoint.storage import (
     Reader,
     Snapshot,
     Writer,
-    as_numbers,
     gather_whole,
     make_room,
     parts_of,
@@ -144,9 +143,9 @@ class BackgroundSaver:
             if layout == "sharded":
                 local, of_whole = parts_of(tensors)
                 chunks.update(of_whole)
-                return self._stager.stage({name: as_numbers(t) for name, t in local.items()})  # type: ignore[return-value]
+                return self._stager.stage(local)  # type: ignore[return-value]
             whole: dict[str, torch.Tensor] = {}
-            keep = lambda name, tensor: whole.update({name: as_numbers(tensor).detach().to("cpu", copy=True)})  # noqa: E731
+            keep = lambda name, tensor: whole.update({name: tensor.detach().to("cpu", copy=True)})  # noqa: E731
             gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
             return whole
 

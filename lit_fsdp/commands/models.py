@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.errors import require
 
 
 def run_export(argv: Sequence[str]) -> int:
@@ -23,9 +24,17 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora = parser.add_mutually_exclusive_group()
     of_lora.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapter only (default)")
     of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
+    text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
+    parser.add_argument("--push-to-hub", metavar="NAME", help=text)
+    parser.add_argument("--private", action="store_true", help="make that repository a private one")
     options = parse(parser, argv)
+    hub_name = options.push_to_hub
+    require(hub_name or not options.private, "--private", "no --push-to-hub", "both", "add --push-to-hub you/model")
     from lit_fsdp.checkpoint.export import export
+    from lit_fsdp.models.hub import check_push, push
 
+    if hub_name:
+        check_push(hub_name)
     report = export(
         options.ckpt,
         options.out,
@@ -35,6 +44,8 @@ def run_export(argv: Sequence[str]) -> int:
         check=_export_check() if options.verify else None,
     )
     print(report)
+    if hub_name:
+        print(push(options.out, hub_name, options.private))
     return 0
 
 

@@ -59,6 +59,9 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         replace(model.loss, "model.loss", "backend", "chunked", f"{model.loss.backend} needs a GPU")
     if 0 < trainer.max_steps < model.optim.warmup_steps:
         replace(model.optim, "model.optim", "warmup_steps", 1, f"{trainer.max_steps} steps")
+    decay = model.optim.decay_steps
+    if decay is not None and 0 < trainer.max_steps < decay + model.optim.warmup_steps:
+        replace(model.optim, "model.optim", "decay_steps", None, f"{trainer.max_steps} steps")
     return said
 
 

@@ -17,7 +17,7 @@ ADAMW = "torch.optim.AdamW"
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Optimizer with decoupled weight decay, a linear warm-up and one of three schedules."""
+    """Optimizer with decoupled weight decay, a linear warm-up and one of four schedules."""
 
     lr: float = 1e-5
     """Peak learning rate."""
@@ -29,8 +29,10 @@ class OptimConfig:
     """AdamW's decay of the second moment per step."""
     eps: float = 1e-8
     """Added by AdamW to the root of the second moment."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls from its peak to min_lr_ratio of it over the run."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls from its peak to min_lr_ratio of it over the run; wsd: linearly, at its end only."""
+    decay_steps: int | float | None = None
+    """Of wsd (warm-up, stable, decay): optimizer steps of the fall, or below 1 their share of the run; default: 0.1."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.0
@@ -53,19 +55,32 @@ class OptimConfig:
         for field in ("beta1", "beta2"):
             require(0 <= getattr(self, field) < 1, field, getattr(self, field), f"0 <= {field} < 1")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
+        decay = self.decay_steps
+        fits = decay is None or 0 < decay < 1 or (decay >= 1 and float(decay).is_integer())
+        require(fits, "decay_steps", decay, "a number of steps >= 1, or a share between 0 and 1")
+        given = f"{decay} with schedule: {self.schedule}"
+        require(decay is None or self.schedule == "wsd", "decay_steps", given, "schedule: wsd", "set schedule: wsd")
+
+    def decay_from(self, total_steps: int) -> int:
+        """The optimizer step of a run from which wsd falls."""
+        decay = 0.1 if self.decay_steps is None else self.decay_steps
+        return max(0, total_steps - max(1, round(decay * total_steps if decay < 1 else decay)))
 
 
 def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step`` (from 0) as a share of its peak.
 
-    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls and would reach
-    ``min_lr_ratio`` at step ``total_steps``, where training has ended.
+    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls (``wsd`` only over
+    the last ``decay_steps``) and would reach ``min_lr_ratio`` at step ``total_steps``, where training has ended.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return 1.0
-    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":  # MiniCPM, arXiv:2404.06395; the linear fall of arXiv:2405.18392
+        start = max(start, optim.decay_from(total_steps))
+    done = min(1.0, max(0, step - start) / max(1, total_steps - start))
     fall = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * fall
 
@@ -166,6 +181,8 @@ class ModelConfig:
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     pad_token: str | None = None
     """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
+    neftune_alpha: float | None = None
+    """Largest norm of the noise on the embeddings of each training sample (NEFTune: 5 to 15); null: none."""
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
         None
     )
@@ -178,6 +195,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in ("freeze", "train_only"):
             require(getattr(self, field) != [], field, "[]", "at least one pattern, or null", f"drop {field}")
+        alpha = self.neftune_alpha
+        is_bound = alpha is None or 0 < alpha < float("inf")
+        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
         tokens = self.add_tokens
         fits = tokens is None or (all(tokens) and tokens and len(set(tokens)) == len(tokens))
         require(fits, "add_tokens", tokens, "different tokens, none of them empty")

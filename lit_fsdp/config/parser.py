@@ -37,6 +37,7 @@ from lit_fsdp.config.run import (
     CheckpointConfig,
     ResumeConfig,
     RunConfig,
+    SamplesConfig,
     TrainerConfig,
     merged_precision,
 )
@@ -48,15 +49,16 @@ from lit_fsdp.redaction import HIDDEN, hidden_keys, remember
 
 T = TypeVar("T")
 OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
-TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchao", "torchmetrics")
 """Packages whose classes a recipe may name without being asked."""
-SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "slurm": SlurmConfig}
+SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "samples": SamplesConfig, "slurm": SlurmConfig}
 _OWN = {"model": ModelConfig, "data": DataConfig}
 _ANYTHING = list | dict | bool | int | float | str | None
 """What is not looked at here; Any would import the classes that it names."""
 PATHS = {
     "model": ("name", "tokenizer"),
     "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
+    "samples": ("prompts",),
     "slurm": ("container", "container_mounts", "env_file"),
 }
 """By section, the keys whose text names files; under ``trainer`` any may."""
@@ -473,7 +475,7 @@ def complete(
     for key in (key for key in hidden_keys(_plain(parsed)) if key not in flags):
         given = f"{HIDDEN}, which stands for a secret that was not written down"
         raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
-    ours = {"model": model, "data": data, "slurm": parsed.slurm}
+    ours = {"model": model, "data": data, "samples": parsed.samples, "slurm": parsed.slurm}
     for name, section in ((name, section) for name, section in ours.items() if section is not None):
         for key in PATHS[name]:
             section[key] = _expanded(section[key], f"{name}.{key}")

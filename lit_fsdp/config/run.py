@@ -67,6 +67,27 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """The ``samples`` section: arguments of :class:`lit_fsdp.Samples`."""
+
+    prompts: str | int | None = None
+    """What the model answers while it trains: so many of the first validation rows, or a source of rows like data.val,
+    with or without answers; null: nothing."""
+    every_validation: bool = True
+    """After every validation; false: once, when training has ended."""
+    max_new_tokens: int = 64
+    """Longest answer in tokens."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str) and self.prompts.isdecimal():  # as a flag arrives
+            object.__setattr__(self, "prompts", int(self.prompts))
+        prompts, most = self.prompts, self.max_new_tokens
+        fits = prompts is None or (prompts.strip() if isinstance(prompts, str) else prompts >= 1)
+        require(fits, "prompts", repr(prompts), "a number >= 1, a source of rows, or null", "write prompts: 8")
+        require(most >= 1, "max_new_tokens", most, ">= 1", "write max_new_tokens: 64")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """Those of the Trainer's arguments that rules of ours look at; the others are judged by Lightning alone."""
 
@@ -121,6 +142,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     resume: ResumeConfig
     slurm: SlurmConfig
+    samples: SamplesConfig
     trainer: dict[str, Any]
     verb: str
     foreign: frozenset[str] = frozenset()
@@ -186,6 +208,10 @@ def _training_ends(run: RunConfig) -> None:
     warmup = run.model.optim.warmup_steps
     given, fix = f"{warmup} with trainer.max_steps {steps}", f"set warmup_steps: {max(0, steps // 10)}"
     require(not 0 < steps < warmup, "model.optim.warmup_steps", given, f"at most max_steps ({steps})", fix)
+    optim, stable = run.model.optim, run.model.optim.decay_from(steps) - warmup
+    given = f"{optim.decay_steps} beside warmup_steps {warmup} with trainer.max_steps {steps}"
+    fits = steps <= 0 or optim.decay_steps is None or stable >= 0
+    require(fits, "model.optim.decay_steps", given, f"at most {steps - warmup}, what warm-up leaves of the run")
 
 
 def _a_stream_ends(run: RunConfig) -> None:
@@ -254,6 +280,31 @@ def _fused_loss_has_a_gpu(run: RunConfig) -> None:
     require(problem is None, "model.loss.backend", given, "a GPU and a plain linear head", fix)
 
 
+def _optimizer_has_its_engine(run: RunConfig) -> None:
+    path, engine = run.model.optim.optimizer, run.strategy.engine
+    if run.foreign & {"model", "trainer.strategy"}:
+        return
+    if path.startswith("torchao.optim."):
+        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
+        fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
+        require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
+    why = (
+        "its state is of 8-bit blocks, which FSDP1 cannot gather for a checkpoint" if path.startswith("torchao.")
+        else "it needs whole matrices, and FSDP1 gives optimizers flat parts of them" if "Muon" in path
+        else ""
+    )  # fmt: skip
+    given, fix = f"{path} with engine fsdp1: {why}", f"set {STRATEGY}.engine: fsdp2"
+    require(engine != "fsdp1" or not why, "model.optim.class_path", given, "engine fsdp2 | ddp | single", fix)
+
+
+def _samples_have_prompts(run: RunConfig) -> None:
+    prompts = run.samples.prompts
+    needs_rows = isinstance(prompts, int) or (prompts is not None and run.samples.every_validation)
+    if run.verb == "fit" and needs_rows and "data" not in run.foreign:
+        fix = "set data.val or data.val_split, or name a file of prompts and set samples.every_validation: false"
+        require(run.data.has("val"), "samples.prompts", f"{prompts} without data.val", "validation rows", fix)
+
+
 RULES: list[Callable[[RunConfig], None]] = [
     _has_a_model,
     _has_data,
@@ -264,6 +315,8 @@ RULES: list[Callable[[RunConfig], None]] = [
     _counts_whole_batches,
     _attention_has_its_device,
     _fused_loss_has_a_gpu,
+    _optimizer_has_its_engine,
+    _samples_have_prompts,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
 

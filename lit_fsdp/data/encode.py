@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.chat_template import TODAY, find_template, no_template
-from lit_fsdp.data.formats import Conversation, is_plain, read_prompt, read_text, read_tokens, to_conversation
+from lit_fsdp.data.formats import Conversation, is_plain, read_prompt, read_text, read_tokens, text_of, to_conversation
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError
@@ -114,6 +114,28 @@ class RowEncoder:
         found = self._conversations(conversations, row_format, locations)
         reasons = [_nothing_in(conversation) for conversation in conversations]
         return [self._cut(*each) for each in zip(found, locations, reasons, strict=True)]
+
+    def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
+        """Token ids of a conversation up to where the assistant takes over.
+
+        Raises:
+            DataError: The template refuses it.
+            ConfigError: There is no template.
+        """
+        if self._template is None:
+            raise no_template(f"conversations ({location})", self._tokenizer)
+        clean = [{key: value for key, value in m.items() if key != "train"} for m in conversation.messages]
+        text, _ = self._template.render(replace(conversation, messages=clean), location, generation_prompt=True)
+        return self._spans.encode([text], [[]], [location])[0][0]
+
+    def open_text(self, text: Any, location: str) -> list[int]:
+        """Token ids of a text that goes on: with BOS as the tokenizer puts it, and without EOS.
+
+        Raises:
+            DataError: It is no text.
+        """
+        ids = self._spans.encode([text_of(text, location)], [[]], [location])[0][0]
+        return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
     def _conversations(
         self, conversations: Sequence[Conversation], row_format: RowFormat, locations: Sequence[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
-from lit_fsdp.models.tokenizers import pad_id, read_tokenizer
+from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 
 
 def chat(folder: str, prompt: str, system: str | None = None, max_new_tokens: int = 256) -> str:
@@ -33,7 +34,6 @@ def chat(folder: str, prompt: str, system: str | None = None, max_new_tokens: in
     return answer_batch(model, tokenizer, [conversation], max_new_tokens)[0]
 
 
-@torch.no_grad()
 def answer_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -53,24 +53,53 @@ def answer_batch(
     """
     texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    longest, pad = max(map(len, encoded)), pad_id(tokenizer)
-    ids = torch.tensor([[pad] * (longest - len(e)) + e for e in encoded], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(e)) + [1] * len(e) for e in encoded], device=model.device)
-    generating: Any = model  # the mixin with generate() is added to each model class, unseen by type checkers
-    training, own = model.training, generating.generation_config
-    stops = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    found = generate_ids(model, tokenizer, encoded, max_new_tokens, model.device)
+    return [str(tokenizer.decode(row, skip_special_tokens=True)).strip() for row in found]
+
+
+@torch.no_grad()
+def generate_ids(
+    model: Any,  # the mixin with generate() is added to each model class, unseen by type checkers
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    device: torch.device,
+    in_step: bool = False,
+) -> list[list[int]]:
+    """The answer to each prompt as token ids, its end mark included; as :func:`answer_batch` for what is tokenized.
+
+    Args:
+        model: Sharded or not.
+        tokenizer: Its pad token fills, its end of text and its template's end of a turn stop.
+        prompts: Token ids, at least one prompt.
+        max_new_tokens: Longest answer.
+        device: Where the model computes.
+        in_step: Whether all ranks of the process group call it and go on until the last answer has ended, so that
+            sharded weights are gathered by all of them together.
+    """
+    longest, pad = max(map(len, prompts)), pad_id(tokenizer)
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    training, own = model.training, model.generation_config
+    given = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    stops = {stop for stop in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *given) if stop is not None}
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=sorted({stop for stop in (tokenizer.eos_token_id, *stops) if stop is not None}),
+        eos_token_id=sorted(stops),
         pad_token_id=pad,
         use_cache=True,
     )
     model.eval()
-    generating.generation_config = GenerationConfig()  # which fills whatever is None in the settings
+    model.generation_config = GenerationConfig()  # which fills whatever is None in the settings
     try:
-        out = generating.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+        out = model.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=in_step)
     finally:
-        generating.generation_config = own
+        model.generation_config = own
         model.train(training)
-    return [str(tokenizer.decode(row, skip_special_tokens=True)).strip() for row in out[:, longest:]]
+    return [_until(stops, row) for row in out[:, longest:].tolist()]
+
+
+def _until(stops: Collection[int], ids: list[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+    return ids[:end]

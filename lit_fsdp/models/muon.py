@@ -20,7 +20,10 @@ class MuonWithAdamW(Optimizer):
         weight_decay: Of groups that do not say.
         adamw_lr: Of AdamW's groups.
         betas: AdamW's.
-        **muon: Further arguments of :class:`torch.optim.Muon`.
+        momentum: Muon's.
+        nesterov: Whether Muon looks ahead along its momentum.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: ``match_rms_adamw`` scales Muon's steps to the size of AdamW's.
 
     Source: https://kellerjordan.github.io/posts/muon/ and torch.optim.Muon.
     """
@@ -32,8 +35,12 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float = 0.0,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
-        **muon: Any,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
     ) -> None:
+        muon: Any = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = list(params)
         matrices = [dict(group) for group in groups if group["use_muon"]]
         others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]

@@ -31,7 +31,7 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import free_port
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
-from lit_fsdp.parallel.checkpointing import Checkpoints
+from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
@@ -463,6 +463,7 @@ class EngineStrategy(Checkpoints):
             ContractError: One is none of them, so that training would change nothing.
         """
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
+            check_packed_state(optimizer, self.config.offloads, self._names)
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(param) not in self._names:
                     raise ContractError(

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing.sources import read_lightning_file
@@ -25,7 +27,8 @@ from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError, ConfigError, require
+from lit_fsdp.models.optimizers import is_packed
 from lit_fsdp.parallel.precision import DtypeContract, moments
 
 _log = logging.getLogger(__name__)
@@ -286,11 +289,66 @@ def _optim_prefix(index: int) -> str:
 
 def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
     """``optim/<parameter>/<key>`` → tensor; numbers among the state become 0-dim tensors."""
-    return {
-        f"{_optim_prefix(index)}{name}/{key}": value if torch.is_tensor(value) else torch.tensor(value)
-        for name, entry in state["state"].items()
-        for key, value in entry.items()
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in state["state"].items():
+        for key, value in entry.items():
+            plain = value if torch.is_tensor(value) else torch.tensor(value)
+            found.update(_unpacked(f"{_optim_prefix(index)}{name}/{key}", plain))
+    return found
+
+
+@torch.no_grad()
+def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
+    """A moment as it is saved: as it is, or of torchao's 8-bit ones codes and scales, in the memory that they have.
+
+    Not as the numbers that these stand for: packed again they would give other scales.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    is_packed_here: bool = is_traceable_wrapper_subclass(local)
+    if not is_packed_here:
+        return {name: value}
+    codes, scale = local.codes, local.scale
+    by_rows = scale.numel() % codes.shape[0] == 0
+    scale = scale.view(codes.shape[0], -1) if by_rows else scale
+    if isinstance(value, DTensor):
+        blocks = value.numel() // local.block_size
+        rows = value.shape[0]
+        shape = torch.Size((rows, blocks // rows) if by_rows else (blocks,))
+        codes, scale = _sharded_as(value, codes, value.shape), _sharded_as(value, scale, shape)
+    return {f"{name}.codes": codes, f"{name}.scale": scale}
+
+
+def _sharded_as(other: DTensor, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, other.device_mesh, other.placements, run_check=False, shape=shape, stride=stride)
+
+
+def check_packed_state(optimizer: torch.optim.Optimizer, offloads: bool, names: Mapping[int, str]) -> None:
+    """Refuse 8-bit state of torchao that ranks would keep in different ways, which no checkpoint could hold.
+
+    Args:
+        optimizer: Any.
+        offloads: Whether shards live in host memory, where codes could not be loaded into.
+        names: Of parameters by ``id``.
+
+    Raises:
+        ConfigError: Offload, or shards of which some are whole blocks and some are not.
+    """
+    if not type(optimizer).__module__.startswith("torchao."):
+        return
+    field, kind, block = "model.optim.class_path", type(optimizer).__name__, int(optimizer.block_size)  # type: ignore[attr-defined]
+    require(not offloads, field, f"{kind} with cpu_offload", "shards on the device", "drop cpu_offload")
+    for param in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
+        ranks, rows = param.device_mesh.size(param.device_mesh.ndim - 1), param.shape[0]
+        per_row, chunk = param.numel() // rows, -(-rows // ranks)
+        sizes = {max(0, min(chunk, rows - rank * chunk)) * per_row for rank in range(ranks)}
+        packed = {is_packed(size, block) for size in sizes}
+        alike = packed == {False} or (packed == {True} and (len(sizes) == 1 or per_row % block == 0))
+        given = f"{kind}, with {sorted(sizes)} elements of {names.get(id(param), 'a parameter')} on the ranks"
+        allowed = (
+            f"at least 4096 and a multiple of {block} on every rank, or on none: that decides what is kept in 8 bits"
+        )
+        require(alike, field, given, allowed, "take another number of ranks, or torch.optim.AdamW")
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

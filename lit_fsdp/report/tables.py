@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lit_fsdp.host import GIB
 
-_NUMBERS = ("parameters", "GiB", "share", "weights", "gradients", "AdamW", "all")
+_NUMBERS = ("parameters", "GiB", "share", "weights", "gradients", "optimizer", "all")
 
 
 def wide_console(file: TextIO) -> Console:
@@ -45,7 +45,7 @@ def parameter_counts(record: dict[str, Any]) -> str:
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
     """What each rank of one copy of the model keeps between steps, in GiB; equal neighbors share a line."""
     title = "kept on each rank between steps, in GiB"
-    table = _table(title, ("rank of a copy", "parameters", "weights", "gradients", "AdamW", "all"))
+    table = _table(title, ("rank of a copy", "parameters", "weights", "gradients", "optimizer", "all"))
     start = 0
     while start < len(ranks):
         end = start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
@@ -79,3 +80,62 @@ def test_a_cached_copy_without_its_weights(hub_cache):
     (hub_cache / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"no weights(.|\n)*lit-fsdp model prepare --name"):
         run(["model", "prepare", "--name", "some/model"])
+
+
+class FakeApi:
+    """Keeps what is uploaded; a repository that is there already is public."""
+
+    def __init__(self):
+        self.repos, self.uploads = {}, []
+
+    def __call__(self):
+        return self
+
+    def create_repo(self, name, private=None, exist_ok=False):
+        full = name if "/" in name else f"me/{name}"
+        assert exist_ok or full not in self.repos
+        self.repos.setdefault(full, bool(private))
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{full}")
+
+    def repo_info(self, name):
+        return types.SimpleNamespace(private=self.repos[name])
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.uploads.append((repo_id, {path.name for path in folder_path.iterdir()}))
+
+
+def test_push_to_the_hub(monkeypatch, tmp_path):
+    api = FakeApi()
+    monkeypatch.setattr(hub, "HfApi", api)
+    (tmp_path / "README.md").write_text("the card")
+    assert hub.push(tmp_path, "model", True) == "https://huggingface.co/me/model"
+    assert (api.repos, api.uploads) == ({"me/model": True}, [("me/model", {"README.md"})])
+    hub.push(tmp_path, "me/open", False)
+    assert api.repos["me/open"] is False
+    with pytest.raises(ConfigError, match="me/open with --private, and it is public"):
+        hub.push(tmp_path, "me/open", True)
+    assert len(api.uploads) == 2
+
+    monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: SECRET)
+    for error in (_http(errors.HfHubHTTPError, 403), hub._NETWORK_ERROR("proxy")):
+        monkeypatch.setattr(api, "create_repo", lambda *args, error=error, **kwargs: (_ for _ in ()).throw(error))
+        with pytest.raises(ConfigError) as raised:
+            hub.push(tmp_path, "me/model", False)
+        assert f"run hf upload me/model {tmp_path}" in raised.value.fix
+        assert SECRET not in str(raised.value)
+
+
+def test_what_cannot_be_pushed_is_refused_before_the_export(monkeypatch, tmp_path):
+    words = ["export", "--ckpt", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, token, offline, said in (
+        ("me/model", SECRET, True, "me/model with HF_HUB_OFFLINE=1"),
+        ("me/model", None, False, "me/model without a token"),
+        ("a/b/c", SECRET, False, "got a/b/c"),
+    ):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda token=token: token)
+        with pytest.raises(ConfigError, match=said):
+            run([*words, "--push-to-hub", name])
+    with pytest.raises(ConfigError, match="--private: got no --push-to-hub"):
+        run([*words, "--private"])

@@ -1,0 +1,156 @@
+"""What the model says while it trains: greedy answers to a few prompts, from the live and sharded model."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.table import Table
+from rich.text import Text
+from torchmetrics import MeanMetric
+
+from lit_fsdp.callbacks.isolation import run_aside, untouched
+from lit_fsdp.callbacks.records import gathered
+from lit_fsdp.config.parser import build
+from lit_fsdp.config.run import SamplesConfig
+from lit_fsdp.data.prompts import Prompt
+from lit_fsdp.report.samples import visible
+from lit_fsdp.report.tables import wide_console
+
+_COLUMNS = ["step", "prompt", "wanted", "got"]
+_AT_ONCE = 8
+"""Prompts of one batch on each rank."""
+_SHOWN_CHARACTERS = 300
+
+
+class Samples(Callback):
+    """Asks the model after each validation, on all ranks in step, and shows prompt, wanted answer and what it said.
+
+    ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
+    taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
+    letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place; either can be monitored.
+    Training is not changed: the answers are the most likely ones, and random generators are left as they were. Module,
+    data module and strategy are those of this package.
+
+    Args:
+        **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
+
+    Raises:
+        ConfigError: An unknown option or a wrong value.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.config = build(SamplesConfig, options, "samples")
+        self._prompts: list[Prompt] = []
+
+    def read(self, datamodule: Any) -> None:
+        """Read the prompts, once.
+
+        Raises:
+            DataError: A source or row is bad.
+        """
+        if self.config.prompts is not None and not self._prompts:
+            self._prompts = datamodule.prompts(self.config.prompts)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the prompts, unless the command line has."""
+        if stage == "fit":
+            self.read(trainer.datamodule)  # type: ignore[attr-defined]
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask, show and log."""
+        if self.config.every_validation and not trainer.sanity_checking:
+            for name, value in self._ask(trainer, pl_module).items():
+                pl_module.log(name, value, sync_dist=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same once, where that is asked for; Lightning logs nothing here."""
+        if not self.config.every_validation:
+            metrics = self._ask(trainer, pl_module)
+            for logger in trainer.loggers if metrics else ():
+                logger.log_metrics(metrics, trainer.global_step)
+
+    def _ask(self, trainer: Trainer, module: Any) -> dict[str, float]:
+        """Have the prompts answered, write the table, and return the metrics; collective."""
+        if not self._prompts:
+            return {}
+        ranks, rank = trainer.world_size, trainer.global_rank
+        each = -(-len(self._prompts) // ranks)
+        own = [prompt.input_ids for prompt in self._prompts[rank::ranks]]
+        own += [self._prompts[0].input_ids] * (each - len(own))  # all ranks call the model as often
+        found: list[list[int]] = []
+        with untouched(trainer.strategy, module):
+            for start in range(0, each, _AT_ONCE):
+                batch = own[start : start + _AT_ONCE]
+                found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
+        by_rank = gathered(trainer, found)
+        answers = [by_rank[i % ranks][i // ranks] for i in range(len(self._prompts))]
+        asked = [(prompt.input_ids, prompt.wanted, ids) for prompt, ids in zip(self._prompts, answers, strict=True)]
+        rows = [[trainer.global_step, *(_text(module.tokenizer, ids) for ids in three)] for three in asked]
+        if trainer.is_global_zero:
+            _write(Path(trainer.default_root_dir) / "samples.csv", rows)
+            wide_console(sys.stderr).print(_table(rows))
+            _log_table(trainer, rows)
+        return self._metrics(rows, answers)
+
+    def _metrics(self, rows: list[list[Any]], answers: list[list[int]]) -> dict[str, float]:
+        # all ranks have all answers, so that nothing is left to reduce
+        exact, tokens = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+        for (_, _, wanted, got), prompt, answer in zip(rows, self._prompts, answers, strict=True):
+            if prompt.wanted is not None:
+                exact.update(float(got == wanted))
+                pairs = zip_longest(prompt.wanted, answer[: len(prompt.wanted)])
+                tokens.update(torch.tensor([float(a == b) for a, b in pairs]))
+        if all(prompt.wanted is None for prompt in self._prompts):
+            return {}
+        return {"val_exact_match": float(exact.compute()), "val_answer_token_accuracy": float(tokens.compute())}
+
+
+def _text(tokenizer: Any, ids: list[int] | None) -> str | None:
+    return None if ids is None else str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def _write(path: Path, rows: list[list[Any]]) -> None:
+    """Add the rows of one step, in place of what an earlier start has written of this step and later ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: list[list[str]] = []
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) < rows[0][0]]
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([_COLUMNS, *kept, *rows])
+    os.replace(temporary, path)
+
+
+def _table(rows: list[list[Any]]) -> Table:
+    table = Table(title=f"step {rows[0][0]}: what the model answers", title_justify="left", show_lines=True)
+    for name in _COLUMNS[1:]:
+        table.add_column(name, overflow="fold")
+    for _, prompt, wanted, got in rows:
+        start = "…" if len(prompt) > _SHOWN_CHARACTERS else ""
+        shown = (start + prompt[-_SHOWN_CHARACTERS:], wanted or "", got)
+        table.add_row(*(Text(visible(text)) for text in shown))
+    return table
+
+
+def _log_table(trainer: Trainer, rows: list[list[Any]]) -> None:
+    """Give it to the loggers that show tables or text."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_table"):  # W&B
+            logger.log_table("samples", columns=_COLUMNS, data=rows, step=rows[0][0])
+        elif isinstance(logger, TensorBoardLogger):
+            cells = [
+                _COLUMNS,
+                ["---"] * len(_COLUMNS),
+                *(["" if cell is None else str(cell) for cell in row] for row in rows),
+            ]
+            lines = [" | ".join(cell.replace("|", r"\|").replace("\n", "<br>") for cell in row) for row in cells]
+            logger.experiment.add_text("samples", "\n".join(f"| {line} |" for line in lines), rows[0][0])

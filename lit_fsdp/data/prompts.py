@@ -1,0 +1,83 @@
+"""Rows as prompts: what the model is asked, and what it should answer where the row says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lit_fsdp.config.data import DataConfig, RowFormat, Sources
+from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.formats import find_format, is_plain, to_conversation
+from lit_fsdp.data.sources import find_sources
+from lit_fsdp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question to the model."""
+
+    input_ids: list[int]
+    """Up to where the model takes over."""
+    wanted: list[int] | None = None
+    """The answer, with the token that ends it; ``None`` if the row has none."""
+
+
+def read_prompts(
+    sources: Sources, config: DataConfig, tokenizer: Any, numbers: Collection[int] | None = None
+) -> list[Prompt]:
+    """Prompts of rows, through the template and the masks of training.
+
+    The answer is the last turn of the assistant, or a completion. A conversation without one gets the generation
+    prompt; a plain text, or a plain prompt alone, stands as it is.
+
+    Args:
+        sources: As ``data.val``.
+        config: The ``data`` section: template, columns and length.
+        tokenizer: The model's.
+        numbers: Of the rows over all sources, from 0; ``None`` for all of them, of whichever format.
+
+    Raises:
+        DataError: A source or row is bad, or a prompt leaves no room for its answer.
+        ConfigError: Conversations, and no chat template.
+    """
+    encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False))
+    if numbers is None:
+        config = replace(config, format="auto")
+    found = find_sources(sources, config)
+    rows = ((row, one) for one in found for chunk in one.chunks() for row in chunk.rows())
+    prompts = []
+    for number, ((location, row), source) in enumerate(islice(rows, None if numbers is None else max(numbers) + 1)):
+        if numbers is None or number in numbers:
+            if isinstance(row, DataError):
+                raise row
+            # an answer that is not there is no other row format
+            form = source.format if source.format != "auto" else find_format({*row, "completion", "output"}, location)
+            prompts.append(_prompt(row, form, location, encoder))
+    if not prompts:
+        raise DataError(f"{sources}: no rows\n  fix:     a source of prompts needs at least one")
+    return prompts
+
+
+def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: RowEncoder) -> Prompt:
+    if form == "text" or (form == "prompt_completion" and is_plain(row) and not row.get("completion")):
+        return Prompt(encoder.open_text(row["text" if form == "text" else "prompt"], location))
+    if form not in ("tokens", "prompt_completion") or not is_plain(row):
+        nothing = {"role": "assistant", "content": ""}
+        empty = {"output": ""} if form == "instruction" else {"completion": [nothing]}
+        whole = {**row, **{name: row.get(name) or value for name, value in empty.items()}}
+        conversation = to_conversation(whole, form, location)
+        *before, last = conversation.messages
+        if last["role"] != "assistant":
+            return Prompt(encoder.open_conversation(conversation, location))
+        if not last["content"] and not last.get("tool_calls"):
+            return Prompt(encoder.open_conversation(replace(conversation, messages=before), location))
+    (encoded,) = encoder.encode([row], form, [location])
+    if not encoded.samples:
+        raise DataError(f"{location}: nothing to ask ({encoded.dropped})\n  fix:     leave this row out of the prompts")
+    ids, mask = encoded.samples[0].input_ids.tolist(), encoded.samples[0].supervised
+    start = int(np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])[-1]) + 1
+    return Prompt(ids[:start], ids[start:])

@@ -1,0 +1,96 @@
+"""Optimizers besides AdamW, and noise on embeddings: a resume is bit-equal, and the audit knows what they keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.parser import check_recipe
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.forks import RankError, on_ranks
+from tests.dist.reference import TINY
+
+MUON = {"optimizer": "lit_fsdp.MuonWithAdamW", "lr": 0.02, "schedule": "wsd"}
+EIGHT_BITS = {"optimizer": "torchao.optim.AdamW8bit", "lr": 1e-3, "schedule": "wsd"}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of its matrices have rows of whole blocks of 256, half have not; with dropout."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "attention_dropout": 0.1}
+    torch.manual_seed(2)
+    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), **sizes, "head_dim": 64})).save_pretrained(folder)
+    miniature_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def audited(folder: Path, optim: dict[str, Any]) -> dict[str, Any]:
+    trainer = {"devices": 2, "max_steps": 2, "strategy": {"init_args": {"precision": "fp32"}}}
+    data = {"train": "rows.jsonl", "global_batch_size": 12}
+    return audit_recipe(
+        check_recipe({"trainer": trainer, "model": {"name": str(folder), "optim": optim}, "data": data}, "fit")
+    )
+
+
+@pytest.mark.parametrize(
+    ("optim", "layout"),
+    [(EIGHT_BITS, "sharded"), (EIGHT_BITS, "full"), (MUON, "sharded")],
+    ids=["8bit", "full", "muon"],
+)
+def test_a_resume_is_bit_equal(wide_model: Path, tmp_path: Path, optim: dict[str, Any], layout: str) -> None:
+    if optim is EIGHT_BITS:
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    strategy, model = {"engine": "fsdp2", "state_dict": layout}, {"optim": optim, "neftune_alpha": 5.0}
+    job: dict[str, Any] = {"folder": str(wide_model), "strategy": strategy, "model": model}
+    whole = on_ranks("optimized_run", 2, run=str(tmp_path / "whole"), steps=6, **job)
+    path = str(tmp_path / "whole/checkpoints/step-00000003")
+    resumed = on_ranks("optimized_run", 2, run=str(tmp_path / "again"), steps=6, ckpt_path=path, **job)
+    said = audited(wide_model, optim)
+    for rank, (before, after) in enumerate(zip(whole, resumed, strict=True)):
+        assert (after["losses"], after["digest"]) == (before["losses"][3:], before["digest"])
+        assert len(after["losses"]) == 3
+        assert before["state_bytes"] == said["state_per_rank"][rank]["optimizer_bytes"]
+        assert before["in_codes"] == (16 if optim is EIGHT_BITS else 0)  # two moments of the matrices
+    if optim is EIGHT_BITS:
+        names = json.loads(Path(path, "manifest.json").read_text())["tensors"]
+        kept = {name.rpartition(".")[2] for name in names if "q_proj.weight/exp_avg" in name}
+        assert kept == {"codes", "scale"}
+        job["model"] = {"optim": optim}
+        sums = []
+        for ranks, engine in ((2, "fsdp2"), (4, "fsdp2"), (1, "single")):  # which cut every matrix at whole blocks
+            job["strategy"] = {"engine": engine}
+            found = on_ranks("optimized_run", ranks, run=str(tmp_path / f"{ranks}"), steps=3, ckpt_path=path, **job)
+            sums.append(sum(one["sum_of_state"] for one in found))
+        assert sums == pytest.approx([sums[0]] * 3, rel=1e-12)
+
+
+def test_noise_on_an_embedding_that_is_a_unit(tmp_path: Path) -> None:
+    folder = tmp_path / "untied"
+    torch.manual_seed(4)
+    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False})).save_pretrained(folder)
+    miniature_tokenizer().save_pretrained(folder)
+    found = {}
+    for engine, alpha in (("fsdp2", None), ("fsdp2", 5.0), ("fsdp1", 5.0), ("ddp", 5.0)):
+        model = {"neftune_alpha": alpha, "optim": {"lr": 1e-3}}
+        job = {"folder": str(folder), "run": str(tmp_path / f"{engine}{alpha}"), "strategy": {"engine": engine}}
+        found[engine, alpha] = on_ranks("optimized_run", 2, steps=4, model=model, **job)[0]["losses"]
+    plain, *noisy = found.values()
+    for losses in noisy:
+        assert losses == pytest.approx(noisy[0], rel=1e-5)
+        assert all(abs(a - b) > 1e-4 for a, b in zip(losses, plain, strict=True))
+
+
+def test_what_no_checkpoint_could_hold_is_refused(wide_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    job: dict[str, Any] = {"folder": str(wide_model), "run": str(tmp_path), "steps": 2}
+    # 84 rows of 96 on the last of 3 ranks are whole blocks, 86 are not
+    optim = {"optimizer": "torchao.optim.AdamW8bit", "optimizer_args": {"block_size": 128}}
+    with pytest.raises(RankError, match=r"AdamW8bit, with \[8064, 8256\] elements of .*down_proj\.weight"):
+        on_ranks("optimized_run", 3, strategy={"engine": "fsdp2"}, model={"optim": optim}, **job)
