@@ -40,6 +40,7 @@ _JOBS = (
     "lora_jobs",
     "loss_jobs",
     "packing_jobs",
+    "preference_jobs",
     "retention_jobs",
 )
 _MARK = "\x1eRESULT "
