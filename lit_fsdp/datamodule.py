@@ -265,14 +265,8 @@ class CausalLMDataModule(LightningDataModule):
     def in_order(self, split: str) -> tuple[BatchLoader, int, str] | None:
         """Every item of a split once in file order, their number, and what tells them from others.
 
-        None for a split that the recipe does not have.
-
-        Raises:
-            ConfigError: The split is streamed, so that its rows have no numbers.
+        None for a split that the recipe does not have, or streams.
         """
-        streamed = split == "train" and self._streams_train
-        fix = "train adapters (model.lora) beside whose base nothing is computed before, or set data.streaming: false"
-        require(not streamed, "data.streaming", "true where every row is looked at before training", "false", fix)
         if split not in self._samples:
             return None
         samples = self._samples[split]

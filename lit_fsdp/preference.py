@@ -147,7 +147,8 @@ class PreferenceModule(CausalLMModule):
             return
         field, loss = "model.preference.loss", self.config.preference.loss
         data: Any = getattr(self.trainer, "datamodule", None)
-        require(hasattr(data, "in_order"), field, loss, "rows of a CausalLMDataModule, which are numbered", _FIX)
+        is_numbered = hasattr(data, "in_order") and not (split == "train" and data.config.streaming)
+        require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", _FIX)
         rows = data.in_order(split)
         if rows is None:
             return

@@ -317,6 +317,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         fix = f"write {near}" if near else "remove it"
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"
+        if full.startswith("model.preference") and "model.preference" not in every:
+            fix = f"set model.class_path: {PREFERENCE}, and the section as its init_args"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
