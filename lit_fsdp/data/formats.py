@@ -130,7 +130,8 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             raise DataError(f"{location}: chosen and rejected are alike\n  fix:     leave the row out")
         both = enumerate(zip(chosen, rejected, strict=False))
         shared = next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))
-        shared = _word_start(chosen, rejected, shared) if is_text else shared
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            shared = _word_start(chosen, rejected, shared)
         if prompt is not None and not any(
             isinstance(t, Mapping) and t.get("content") == prompt for t in chosen[:shared]
         ):
