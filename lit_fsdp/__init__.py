@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
     from lit_fsdp.models.muon import MuonWithAdamW
     from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.preference import PreferenceModule
     from lit_fsdp.strategy import fsdp_strategy
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "DataRecord": "callbacks.records",
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.muon",
+    "PreferenceModule": "preference",
     "RecipeCLI": "cli",
     "Samples": "callbacks.samples",
     "fsdp_strategy": "strategy",
@@ -51,6 +53,7 @@ __all__ = [
     "DataRecord",
     "IsolationProof",
     "MuonWithAdamW",
+    "PreferenceModule",
     "RecipeCLI",
     "Samples",
     "fsdp_strategy",

@@ -23,7 +23,7 @@ from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
 from lit_fsdp.data.stats import describe_data, first_rows
 from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process
 from lit_fsdp.models.tokenizers import pad_id
 
@@ -52,6 +52,7 @@ class CausalLMDataModule(LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
         self._max_positions: int | None = None
+        self._takes_pairs: bool | None = None
         self._samples: dict[str, Samples] = {}
         self._commits: dict[str, list[str | None]] = {}
         self._refused: Exception | None = None
@@ -59,15 +60,23 @@ class CausalLMDataModule(LightningDataModule):
         self._streams_train = False
         self._position: dict[str, Any] | None = None
 
-    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, max_positions: int | None = None) -> None:
+    def attach(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        max_positions: int | None = None,
+        takes_pairs: bool | None = None,
+    ) -> None:
         """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open.
 
         Args:
             tokenizer: The model's.
             seed: Of the run.
             max_positions: Longest row that the model is made for; a longer one is warned of.
+            takes_pairs: Whether the module trains on pairs of completions; other rows are refused. None: any are good.
         """
         self._tokenizer, self._seed, self._max_positions = tokenizer, seed, max_positions
+        self._takes_pairs = takes_pairs
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
         """Tokenize and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
@@ -79,6 +88,11 @@ class CausalLMDataModule(LightningDataModule):
             DataError: A source or row is bad, or a split has no supervised token.
             ConfigError: The chat template is missing.
         """
+        if self._takes_pairs is None:
+            module = getattr(self.trainer, "lightning_module", None)
+            self._takes_pairs = getattr(module, "takes_pairs", None)
+        if self._takes_pairs and self.config.format == "auto":
+            self.config = dataclasses.replace(self.config, format="preference")
         self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
         held_out = self.config.val_split is not None
         for split in dict.fromkeys("train" if split == "val" and held_out else split for split in splits):
@@ -91,9 +105,20 @@ class CausalLMDataModule(LightningDataModule):
         if wanted:
             found = prepare_samples(self.config, wanted, self._encoder())
             for split, samples in found.items():
+                self._check_pairs(split, samples.pairs)
                 self._warn_of_long_rows(split, samples)
             self._samples.update(found)
+        if self._streams_train and self._stream is None:
+            self._check_pairs("train", SampleStream(self.config, self._encoder(), 0).pairs)
         return self._samples
+
+    def _check_pairs(self, split: str, pairs: bool) -> None:
+        """Raise ConfigError for rows of another kind than the module takes."""
+        kinds = ("rows with one completion, for CausalLMModule", "pairs of chosen and rejected, for PreferenceModule")
+        fix = "leave data.format out: preference is found by itself"
+        if pairs:
+            fix = "set model.class_path: lit_fsdp.PreferenceModule, or train on data.columns: {completion: chosen}"
+        require(self._takes_pairs in (None, pairs), f"data.{split}", kinds[pairs], kinds[not pairs], fix)
 
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`.
@@ -254,6 +279,17 @@ class CausalLMDataModule(LightningDataModule):
     def predict_dataloader(self) -> BatchLoader:
         """Every row to be scored once, in file order."""
         return self._evaluation("predict")
+
+    def in_order(self, split: str) -> tuple[BatchLoader, int, str] | None:
+        """Every item of a split once in file order, their number, and what tells them from others.
+
+        None for a split that the recipe does not have, or streams.
+        """
+        if split not in self._samples:
+            return None
+        samples = self._samples[split]
+        identity = f"{samples.rows.meta['fingerprint']}/{samples.order_fingerprint}"
+        return self._evaluation(split), len(samples), identity
 
     def _streamed(self) -> StreamLoader:
         if self._stream is None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import read_manifest
@@ -61,6 +62,9 @@ class CausalLMModule(LightningModule):
     """The transformers model; ``None`` until ``configure_model``."""
     attn_implementation: str
     """The attention backend that it runs with, once it is built."""
+    takes_pairs = False
+    """Whether its rows are pairs of a chosen and a rejected completion."""
+    _divided_by = 0  # which of a step's sums the loss is a mean over
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -82,7 +86,8 @@ class CausalLMModule(LightningModule):
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
         self._noise: EmbeddingNoise | None = None
-        self._val_metrics, self._test_metrics = EvalMetrics(), EvalMetrics()
+        self._val_metrics: Metric = EvalMetrics()
+        self._test_metrics: Metric = EvalMetrics()
 
     @property
     def source(self) -> ModelSource:
@@ -155,15 +160,15 @@ class CausalLMModule(LightningModule):
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
         with self._noise.on(batch, self.global_rank) if self._noise else nullcontext():
-            loss = self._forward(batch)
+            loss, more = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
         sums_6 = torch.stack([value.detach().double() for value in sums])
-        counts = torch.cat([sums_6[:2], batch_counts(batch).to(sums_6.device), sums_6[2:]])  # as STEP_COUNTS
+        counts = torch.cat([sums_6[:2], batch_counts(batch).to(sums_6.device), sums_6[2:], *more])  # as STEP_COUNTS
         self._window = counts if self._window is None else self._window + counts
         return loss.loss_sum / self._loss_divisor
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Scale the gradients of the global batch from sums to the mean over its supervised tokens.
+        """Scale the gradients of the global batch from sums to the mean over its supervised tokens, or pairs.
 
         Undoes what others divided by: the engine averages over ranks, Lightning divides by
         ``accumulate_grad_batches`` (also in a short last window). A global batch without supervised tokens gives zero.
@@ -175,17 +180,21 @@ class CausalLMModule(LightningModule):
             dist.all_reduce(totals)
         self.step_totals, self._window = totals, None
         undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
-        scale = (undo / totals[0].clamp(min=1)).to(torch.float32)
+        scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
         if local:
             torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
+        for name, value in self._step_metrics(totals).items():
+            self.log(name, value, prog_bar=name == "train_loss")
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is logged of a step, from its sums over all ranks."""
         extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
         has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
         tells_scores = self._loss_plan is None or self._loss_plan.tells_scores
-        for name, value in step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores).items():
-            self.log(name, value, prog_bar=name == "train_loss")
-        self.log("lr", optimizer.param_groups[0]["lr"])
+        return step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores)
 
     @property
     def _loss_divisor(self) -> float:
@@ -276,18 +285,19 @@ class CausalLMModule(LightningModule):
             if row >= 0
         ]
 
-    def _evaluate(self, metrics: EvalMetrics, batch: Mapping[str, torch.Tensor]) -> None:
-        loss = self._forward(batch)
+    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
+        loss, _ = self._forward(batch)
         metrics.update(loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
 
-    def _log_means(self, metrics: EvalMetrics, stage: str) -> None:
+    def _log_means(self, metrics: Metric, stage: str) -> None:
         means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}
         metrics.reset()
         self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
 
-    def _forward(self, batch: Mapping[str, torch.Tensor]) -> TokenLoss:
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
+        """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""
         assert self.model is not None
-        return causal_lm_forward(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        return causal_lm_forward(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan), []
 
     def last_hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated."""

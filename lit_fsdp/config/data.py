@@ -14,7 +14,7 @@ _MOST_GENERATED = 1_000_000
 _ROWS = r"[\w.\-]+(\[-?\d*%?:-?\d*%?\](\([a-z0-9_]+\))?)?"
 HUB_SLICE = re.compile(rf"[\w.\-/]+(:[\w.\-]+)*:{_ROWS}(\+{_ROWS})*")
 """A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
-RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens"]
+RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SourceConfig:
 
 COLUMNS = (
     *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
-    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask"),
+    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask", "chosen", "rejected"),
 )
 """Our columns, of all row formats: what ``columns`` may map."""
 

@@ -206,6 +206,51 @@ class ModelConfig:
         require(fits, "train_only", self.train_only, "nothing beside lora, which freezes the base", fix)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """The ``model.preference`` section: how a chosen completion is held against a rejected one."""
+
+    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+    """dpo and ipo compare with the model before training, orpo and simpo need no reference."""
+    beta: float = 0.1
+    """Weight of the preference: larger stays nearer to the reference (dpo, ipo), or weights the odds ratio (orpo) or
+    the mean log-probabilities per token (simpo; 2.0 there)."""
+    label_smoothing: float = 0.0
+    """Share of the pairs taken to be the wrong way round, 0 to 0.5; dpo and simpo."""
+    gamma: float = 0.5
+    """Margin by which the chosen reward has to be larger; simpo only."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.beta < float("inf"), "beta", self.beta, "a finite number > 0", "write beta: 0.1")
+        smooth = self.label_smoothing
+        require(0 <= smooth < 0.5, "label_smoothing", smooth, "0 <= label_smoothing < 0.5", "write 0.1")
+        given = f"{smooth} with loss {self.loss}"
+        fits = not smooth or self.loss in ("dpo", "simpo")
+        require(fits, "label_smoothing", given, "0, or loss: dpo | simpo", "drop label_smoothing")
+        require(0 <= self.gamma < float("inf"), "gamma", self.gamma, "a finite number >= 0", "write gamma: 0.5")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the model before training."""
+        return self.loss in ("dpo", "ipo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceModelConfig(ModelConfig):
+    """The ``model`` section of ``class_path: lit_fsdp.PreferenceModule``: its arguments."""
+
+    preference: PreferenceConfig = PreferenceConfig()
+    """Loss over pairs of a chosen and a rejected completion."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        loss, allowed = self.loss, "the loss of single tokens, which pairs are not trained on: leave it out"
+        require(loss.backend != "liger", "loss.backend", "liger", "chunked | plain: it tells the loss of no token")
+        require(not loss.z_loss, "loss.z_loss", loss.z_loss, f"0; {allowed}")
+        fix = "write preference: {label_smoothing: 0.1}"
+        require(not loss.label_smoothing, "loss.label_smoothing", loss.label_smoothing, f"0; {allowed}", fix)
+
+
 def gpu_attention_on_cpu(name: str) -> ConfigError:
     """What is said of an attention backend that only trains on GPUs, on a CPU."""
     fix = "leave attn_implementation out"

@@ -29,7 +29,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.locations import expanded, shipped_name
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import (
     FACTORY,
     RULES,
@@ -49,6 +49,8 @@ from lit_fsdp.redaction import HIDDEN, hidden_keys, remember
 
 T = TypeVar("T")
 OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
+PREFERENCE = "lit_fsdp.PreferenceModule"
+"""Our other class for ``model``; its arguments are read as the section itself."""
 TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchao", "torchmetrics")
 """Packages whose classes a recipe may name without being asked."""
 SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "samples": SamplesConfig, "slurm": SlurmConfig}
@@ -111,9 +113,18 @@ def load_yaml(text: str, own_model: bool = True) -> Any:
     return values
 
 
-def use_loader(own_model: bool = True) -> None:
-    """Make jsonargparse read YAML with :func:`load_yaml`."""
-    jsonargparse.set_loader("yaml", lambda text: load_yaml(text, own_model), exceptions=(yaml.YAMLError, ValueError))
+def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda values: values) -> None:
+    """Make jsonargparse read YAML with :func:`load_yaml`, and ``change`` what it has read."""
+    exceptions = (yaml.YAMLError, ValueError)
+    jsonargparse.set_loader("yaml", lambda text: change(load_yaml(text, own_model)), exceptions=exceptions)
+
+
+def _flat(values: Any) -> Any:
+    """A recipe in which the arguments of :data:`PREFERENCE` stand beside its ``class_path``."""
+    model = values.get("model") if isinstance(values, dict) else None
+    if isinstance(model, dict) and "init_args" in model:
+        return {**values, "model": {"class_path": PREFERENCE, **(model["init_args"] or {})}}
+    return values
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -173,6 +184,13 @@ class CommandLine:
         paths = ((name, given.get("class_path") if isinstance(given, dict) else given) for name, given in named)
         return {name: str(path) for name, path in paths if path and path != FACTORY}
 
+    @property
+    def kinds(self) -> tuple[frozenset[str], bool]:
+        """Sections that are somebody else's, and whether the model is :data:`PREFERENCE`."""
+        foreign = self.foreign
+        takes_pairs = foreign.get("model") == PREFERENCE
+        return frozenset(foreign.keys() - ({"model"} if takes_pairs else ())), takes_pairs
+
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last.
@@ -197,6 +215,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         elif word in ("--verbose", "--debug", "--print_config"):
             setattr(line, word.removeprefix("--"), True)
         else:
+            if word == "--model" and words[:1] == [PREFERENCE]:
+                word = "--model.class_path"
+            word = word.replace(f"--model={PREFERENCE}", f"--model.class_path={PREFERENCE}")
             word = word.replace("--model.optim.class_path", "--model.optim.optimizer", 1)
             flags.append(word.replace("--model.optim.init_args", "--model.optim.optimizer_args", 1))
             if word.startswith("--"):
@@ -219,14 +240,14 @@ def lightning_keys() -> list[str]:
     return re.findall(r"^ +(\w+):", signature, re.MULTILINE)
 
 
-def recipe_parser(foreign: Iterable[str] = ()) -> ArgumentParser:
-    """Build the parser of a recipe; sections in ``foreign`` may hold anything."""
-    use_loader("model" not in foreign)
-    return _recipe_parser(frozenset(foreign))
+def recipe_parser(foreign: Iterable[str] = (), takes_pairs: bool = False) -> ArgumentParser:
+    """Build the parser of a recipe; sections in ``foreign`` may hold anything, ``model`` those of preferences."""
+    use_loader("model" not in foreign, _flat if takes_pairs else lambda values: values)
+    return _recipe_parser(frozenset(foreign), takes_pairs)
 
 
 @functools.cache  # building takes as long as parsing, and some verbs read a recipe twice
-def _recipe_parser(foreign: frozenset[str]) -> ArgumentParser:
+def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser:
     parser = ArgumentParser(prog="lit-fsdp", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed_everything", type=int | bool | None, default=0)
@@ -243,7 +264,10 @@ def _recipe_parser(foreign: frozenset[str]) -> ArgumentParser:
     else:
         parser.add_argument("--trainer.strategy.class_path", type=str, default=FACTORY)
         parser.add_class_arguments(StrategyConfig, STRATEGY)
-    for name, cls in (_OWN | SECTIONS).items():
+    model = {"model": PreferenceModelConfig} if takes_pairs else {}
+    if takes_pairs:
+        parser.add_argument("--model.class_path", type=str, default=PREFERENCE)
+    for name, cls in (_OWN | model | SECTIONS).items():
         if name in foreign:
             parser.add_argument(f"--{name}", type=_ANYTHING)
         else:
@@ -295,6 +319,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         fix = f"write {near}" if near else "remove it"
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"
+        if full.startswith("model.preference") and "model.preference" not in every:
+            fix = f"set model.class_path: {PREFERENCE}, and the section as its init_args"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
@@ -421,20 +447,23 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     """
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
-    foreign = line.foreign
-    return _loaded(parse(recipe_parser(foreign), line.words, also), line, foreign, verb)
+    return _loaded(parse(recipe_parser(*line.kinds), line.words, also), line, verb)
 
 
 def check_recipe(values: Mapping[str, Any], verb: str) -> RunConfig:
     """Check a recipe that is a mapping already, as :func:`load_recipe` does."""
     line = CommandLine(contents=[dict(values)])
-    parser = recipe_parser(line.foreign)
-    plain = _plain(values)
-    return _loaded(_translated(parser, lambda: parser.parse_object(plain)), line, line.foreign, verb).run
+    foreign, takes_pairs = line.kinds
+    parser = recipe_parser(foreign, takes_pairs)
+    plain = _flat(_plain(values)) if takes_pairs else _plain(values)
+    return _loaded(_translated(parser, lambda: parser.parse_object(plain)), line, verb).run
 
 
-def _loaded(parsed: Namespace, line: CommandLine, foreign: Iterable[str], verb: str) -> LoadedRecipe:
+def _loaded(parsed: Namespace, line: CommandLine, verb: str) -> LoadedRecipe:
+    foreign, takes_pairs = line.kinds
     parsed.pop("config", None)
+    if takes_pairs:
+        parsed.model.pop("class_path")
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
     complete(parsed, line, model, data, strategy)
@@ -442,16 +471,18 @@ def _loaded(parsed: Namespace, line: CommandLine, foreign: Iterable[str], verb: 
     own = {f.name: given[f.name] for f in dataclasses.fields(TrainerConfig)}
     run = RunConfig(
         strategy=typed(StrategyConfig, strategy or {}, STRATEGY),
-        model=typed(ModelConfig, model or {}, "model"),
+        model=typed(PreferenceModelConfig if takes_pairs else ModelConfig, model or {}, "model"),
         data=typed(DataConfig, data or {}, "data"),
         **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},
         trainer=_plain(given) | _plain(vars(typed(TrainerConfig, own, "trainer"))),
         verb=verb,
-        foreign=frozenset(foreign),
+        foreign=foreign,
     )
     for rule in RULES:
         rule(run)
     values = _plain(parsed)
+    if takes_pairs:
+        values["model"] = {"class_path": PREFERENCE, "init_args": values["model"]}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
     return LoadedRecipe(run, values, line.files)
 
@@ -487,6 +518,8 @@ def complete(
         trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
     if data is not None:
         _keep_later(data, line, "val", "val_split")
+        if model is not None and "preference" in model and data.format == "auto":
+            data.format = "preference"
     if strategy is not None:
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
-from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
+from lit_fsdp.config.model import (
+    FLASH_ATTENTION,
+    GPU_ATTENTION,
+    ModelConfig,
+    PreferenceModelConfig,
+    gpu_attention_on_cpu,
+)
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionMode, PrecisionWord, StrategyConfig, mesh_shape
 from lit_fsdp.errors import require
@@ -305,6 +311,14 @@ def _samples_have_prompts(run: RunConfig) -> None:
         require(run.data.has("val"), "samples.prompts", f"{prompts} without data.val", "validation rows", fix)
 
 
+def _reference_sees_every_row(run: RunConfig) -> None:
+    preference = run.model.preference if isinstance(run.model, PreferenceModelConfig) else None
+    computed = preference is not None and preference.has_reference and run.model.lora is None
+    allowed = "false: every pair is compared with the model before training, which reads them all first"
+    fix = "train adapters (model.lora), whose base is still there, or set streaming: false"
+    require(not (computed and run.data.streaming), "data.streaming", "true", allowed, fix)
+
+
 RULES: list[Callable[[RunConfig], None]] = [
     _has_a_model,
     _has_data,
@@ -317,6 +331,7 @@ RULES: list[Callable[[RunConfig], None]] = [
     _fused_loss_has_a_gpu,
     _optimizer_has_its_engine,
     _samples_have_prompts,
+    _reference_sees_every_row,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
 

@@ -104,13 +104,20 @@ def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
     return torch.tensor([sum(lengths), len(lengths), slots, squared])
 
 
-def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int) -> Batch:
+def collate_items(
+    items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool = False
+) -> Batch:
     """Items of a split or stream as a batch: packs of ``pack_length`` tokens, or with ``None`` one sample each.
 
+    Pairs are two samples each: all that are chosen, then all that are rejected in the same order; they count as one.
     An item without samples is a filler.
     """
     if pack_length is not None:
         return collate_packs(items, pack_length, pad_id)
+    if pairs:
+        batch = collate([item[side] if item else None for side in (0, 1) for item in items], pad_id)
+        batch["counts"][1] //= 2
+        return batch
     return collate([item[0] if item else None for item in items], pad_id)
 
 
@@ -130,7 +137,7 @@ class SampleBatches(Dataset[Batch]):
         assert all(FILLER <= item < len(samples) for item in items)
         members = [samples.members(item) if item != FILLER else () for item in items]
         found = [[samples.rows.row(int(row)) for row in rows] for rows in members]
-        return {**collate_items(found, samples.capacity, self._pad_id), "row": torch.tensor(items)}
+        return {**collate_items(found, samples.capacity, self._pad_id, samples.pairs), "row": torch.tensor(items)}
 
 
 class BatchLoader:

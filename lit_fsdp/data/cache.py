@@ -56,6 +56,7 @@ _CONTENT: dict[RowFormat, tuple[str, ...]] = {
     "prompt_completion": ("system", "prompt", "completion", "tools"),
     "text": ("text",),
     "tokens": ("input_ids", "labels"),
+    "preference": ("system", "prompt", "chosen", "rejected", "tools"),
 }
 """Columns that make a row what it is: another id or date in a further one makes no other row of it."""
 
@@ -263,7 +264,7 @@ def _block(encoder: RowEncoder, drops: bool, task: _Task) -> _Block:
         "rows_read": len(rows),
         "rows": len(samples),
         "truncated": sum(row.truncated and bool(row.samples) for row in found),
-        "split": int((pieces > 1).sum()),
+        "split": int((pieces > 1).sum()) if form == "text" else 0,
         "tokens": len(arrays["input_ids"]),
         "supervised_tokens": int(arrays["num_supervised"].sum(dtype=np.int64)),
     }

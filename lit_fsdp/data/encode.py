@@ -13,7 +13,16 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.chat_template import TODAY, find_template, no_template
-from lit_fsdp.data.formats import Conversation, is_plain, read_prompt, read_text, read_tokens, text_of, to_conversation
+from lit_fsdp.data.formats import (
+    Conversation,
+    is_plain,
+    preference_sides,
+    read_prompt,
+    read_text,
+    read_tokens,
+    text_of,
+    to_conversation,
+)
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError
@@ -103,6 +112,8 @@ class RowEncoder:
             return [self._split(row, text) for row, text in zip(found, texts, strict=True)]
         if row_format == "tokens":
             return [self._cut(self._tokens(row, location), location, NOTHING_LEFT) for row, location in pairs]
+        if row_format == "preference":
+            return self._preferences(pairs)
         if row_format == "prompt_completion":
             plain = [is_plain(row) for row in rows]
             if all(plain):
@@ -196,6 +207,19 @@ class RowEncoder:
         found = self._documents([prompt + completion for prompt, completion in sides], heads, locations)
         return [self._cut(row, location, NOTHING_LEFT) for row, location in zip(found, locations, strict=True)]
 
+    def _preferences(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
+        """Two samples per row, chosen and rejected, each the prompt and a completion; none where one has nothing left.
+
+        What the two have in common is supervised in both or in neither.
+        """
+        if self._config.train_on_prompt:
+            allowed = "false for rows of chosen and rejected, which are compared by their completions"
+            raise ConfigError("data.train_on_prompt", "true", allowed, "drop it")
+        sides = [side for row, location in pairs for side in preference_sides(row, location)]
+        locations = [f"{location}: {name}" for _, location in pairs for name in ("chosen", "rejected")]
+        found = iter(self.encode(sides, "prompt_completion", locations))
+        return [_pair(chosen, rejected) for chosen, rejected in zip(found, found, strict=True)]
+
     def _documents(self, texts: Sequence[str], heads: Sequence[int], locations: Sequence[str]) -> list[Encoded]:
         """Texts with BOS and EOS, of which the first ``heads`` characters are not supervised."""
         if self._eos is None:
@@ -281,6 +305,11 @@ class RowEncoder:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning(text, *values)
+
+
+def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+    is_cut, dropped = chosen.truncated or rejected.truncated, chosen.dropped or rejected.dropped
+    return EncodedRow([] if dropped else chosen.samples + rejected.samples, is_cut, dropped)
 
 
 def _nothing_in(conversation: Conversation) -> str:

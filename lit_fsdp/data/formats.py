@@ -23,6 +23,7 @@ _COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row f
     "prompt_completion": ("prompt", "completion"),
     "tokens": ("input_ids",),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -106,6 +107,48 @@ def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str]:
                 "  fix:     write them as lists of messages, which the chat template renders"
             )
     return text_of(row["prompt"], f"{location}: prompt"), text_of(row["completion"], f"{location}: completion")
+
+
+def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
+    """Both completions of a row of preferences, each as a row of format ``prompt_completion``; the chosen one first.
+
+    Without a ``prompt`` it is what the two begin with: whole messages, or text up to the first word that differs.
+
+    Raises:
+        DataError: A column is missing, the two are alike, or one is text and the other messages.
+    """
+    check_columns({name: value for name, value in row.items() if value is not None}, "preference", location)
+    chosen: Any = row["chosen"]
+    rejected: Any = row["rejected"]
+    prompt = row.get("prompt")
+    is_text = isinstance(chosen, str)
+    if not isinstance(rejected, str if is_text else (list, tuple)) or not isinstance(chosen, (str, list, tuple)):
+        given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
+        raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages")
+    if prompt is None or (isinstance(prompt, str) and not is_text):
+        if chosen == rejected:
+            raise DataError(f"{location}: chosen and rejected are alike\n  fix:     leave the row out")
+        both = enumerate(zip(chosen, rejected, strict=False))
+        shared = next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            shared = _word_start(chosen, rejected, shared)
+        if prompt is not None and not any(
+            isinstance(t, Mapping) and t.get("content") == prompt for t in chosen[:shared]
+        ):
+            raise DataError(
+                f"{location}: prompt is text that no message shared by chosen and rejected holds\n"
+                "  fix:     write the prompt as a list of messages"
+            )
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    more = {name: row[name] for name in ("system", "tools", "chat_template_kwargs") if row.get(name) is not None}
+    return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
+
+
+def _word_start(chosen: str, rejected: str, end: int) -> int:
+    """Where the word begins, blank before it included, at whose character ``end`` two texts part."""
+    while end and chosen[end - 1].isalnum() and (chosen[end : end + 1] + rejected[end : end + 1]).isalnum():
+        end -= 1
+    return end - 1 if end and chosen[end - 1] == " " else end
 
 
 def to_conversation(

@@ -1,4 +1,4 @@
-"""Chat rows made on the spot, for trying a recipe out without data."""
+"""Chat rows made on the spot, for trying a recipe out without data; each with a worse answer beside the right one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ _THINGS = ("box", "ball", "cup", "book", "lamp", "hat")
 
 
 def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """``count`` short conversations, the same for the same seed: sums, reversed words and questions of two turns."""
+    """``count`` short conversations, the same for the same seed: sums, reversed words and questions of two turns.
+
+    As ``messages``, and as ``chosen`` beside ``rejected``, whose last answer ends in another word.
+    """
     random_source = random.Random(seed)  # noqa: S311 (nothing secret is made)
     kinds = (_sum, _reverse, _two_turns)
-    return [{"messages": kinds[i % len(kinds)](random_source)} for i in range(count)]
+    rows = [kinds[i % len(kinds)](random_source) for i in range(count)]
+    return [{"messages": turns, "chosen": turns, "rejected": _worse(turns)} for turns in rows]
+
+
+def _worse(turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The same, but for the last word of the last answer: spelled backwards behind an x."""
+    *before, word = turns[-1]["content"].split(" ")
+    return [*turns[:-1], _turn("assistant", " ".join([*before, f"x{word[::-1]}"]))]
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import TokenizedRows, prepare_rows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import check_shares
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import DataError, require
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Samples:
     weights: tuple[float, ...] | None = None
     """Weight of each group; ``None``: every item once per epoch."""
     capacity: int | None = None
-    """Tokens per pack; ``None`` without packing, where every item is one row."""
+    """Tokens per pack; ``None`` without packing, where every item is one row, or two of them."""
+    pairs: bool = False
+    """Whether an item is the chosen row and the rejected one that follows it."""
 
     @cached_property
     def order_fingerprint(self) -> str:
@@ -105,9 +107,24 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
     return found
 
 
+def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
+    """Whether sources of these row formats are pairs of a chosen and a rejected completion.
+
+    Raises:
+        ConfigError: Some are and some are not, or they should be packed.
+    """
+    pairs = "preference" in formats
+    given = f"sources of formats {', '.join(formats)}"
+    require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
+    allowed = "false for rows of chosen and rejected: a sample is a pair, padded to the longer of the two"
+    require(not (pairs and config.packing), "data.packing", "true", allowed, "set data.packing: false")
+    return pairs
+
+
 def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...]) -> Samples:
     capacity = config.max_seq_length if config.packing and split != "predict" else None
     kept = np.arange(len(rows))
+    pairs = holds_pairs([entry["format"] for entry in rows.meta["entries"]], f"data.{split}", config)
     if config.val_split is not None and split in ("train", "val"):
         chosen = _held_out(rows, config.val_split)
         kept = np.flatnonzero(chosen if split == "val" else ~chosen)
@@ -117,10 +134,12 @@ def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[fl
         order, bounds = np.arange(len(members)), np.arange(len(members) + 1)
         if capacity:
             order, bounds = plan_packs(rows.lengths[members], capacity)
+        elif pairs:
+            bounds = bounds[::2]
         offsets.append(bounds[1:] + sum(len(part) for part in ids))
         ids.append(members[order])
         groups.append(len(bounds) - 1)
-    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights or None, capacity)
+    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights or None, capacity, pairs)
 
 
 def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:

@@ -100,7 +100,7 @@ def first_rows(config: DataConfig, encoder: RowEncoder) -> tuple[SampleNumbers, 
         "rows_read": len(encoded),
         "dropped": dict(dropped),
         "truncated": sum(row.truncated for row in encoded),
-        "split": sum(len(row.samples) > 1 for row in encoded),
+        "split": 0 if stream.pairs else sum(len(row.samples) > 1 for row in encoded),
     }
 
 

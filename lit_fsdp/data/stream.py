@@ -30,7 +30,7 @@ from lit_fsdp.data.batches import Batch, Sample, collate_items, load
 from lit_fsdp.data.cache import check_dropped, encode_rows, nothing_supervised
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.order import micro_batches
-from lit_fsdp.data.packing import plan_packs
+from lit_fsdp.data.packing import holds_pairs, plan_packs
 from lit_fsdp.data.readers import Position, Row
 from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.errors import DataError
@@ -86,6 +86,7 @@ class SampleStream:
         self.sources = find_sources(config.train, config, streaming=True)
         self.name = ", ".join(source.name for source in self.sources)
         self.formats = [source.row_format for source in self.sources]
+        self.pairs = holds_pairs(self.formats, "data.train", config)
         digests = [source.edges_digest() for source in self.sources]
         self.fingerprint = hashlib.blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
         """Of the content, as far as it is known; the order depends on it."""
@@ -134,7 +135,8 @@ class SampleStream:
         encoded = self.encode(window)
         self._check(window, encoded)
         samples = [(sample.input_ids, sample.supervised) for row in encoded for sample in row.samples]
-        items = [[sample] for sample in samples]
+        size = 2 if self.pairs else 1
+        items = [samples[i : i + size] for i in range(0, len(samples), size)]
         if self._config.packing:
             lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
             members, offsets = plan_packs(lengths, self._config.max_seq_length)
@@ -327,7 +329,7 @@ class _Batches(IterableDataset[Batch]):
 
     def __init__(self, loader: StreamLoader, start: dict[str, Any] | None) -> None:
         self._stream, self._share, self._start = loader.stream, loader.share, start
-        self._pack_length, self._pad_id = loader.pack_length, loader.pad_id
+        self._pack_length, self._pad_id, self._pairs = loader.pack_length, loader.pad_id, loader.stream.pairs
 
     def __iter__(self) -> Iterator[Batch]:
         share = self._share
@@ -336,7 +338,7 @@ class _Batches(IterableDataset[Batch]):
                 end: dict[str, Any] | None = found.end
                 places = np.arange(len(found.items))
                 for mine in micro_batches(places, share.micro_batch_size, share.ranks, share.rank):
-                    batch = collate_items([found.items[i] for i in mine], self._pack_length, self._pad_id)
+                    batch = collate_items([found.items[i] for i in mine], self._pack_length, self._pad_id, self._pairs)
                     yield {**batch, "row": torch.tensor([found.numbers[i] for i in mine]), _END: end}
                     end = None  # with the first of them: the step may be ended early
         except DataError as error:

@@ -2,7 +2,8 @@
 
 The gradient of a sum of losses is known as soon as the logits of a chunk are, up to the factor that backward brings
 later. So the forward pass differentiates each chunk at once and keeps the sums of the gradients: nothing of size (N, V)
-outlives a chunk, and nothing is computed twice.
+outlives a chunk, and nothing is computed twice. Where an objective weights tokens by what it makes of all of them, a
+head that is trained runs once more before.
 
 Shapes: N supervised tokens, C tokens of a chunk, D width of the hidden states, V vocabulary.
 """
@@ -36,6 +37,10 @@ class LossTerms:
     """Factor on the logits (Granite, Cohere)."""
     cap: float | None = None
     """Bound of the logits (Gemma 2), in nats."""
+
+
+Objective = Callable[[torch.Tensor], torch.Tensor]
+"""What is trained on in place of a sum: a scalar of the negative log-likelihoods of all tokens, (N,)."""
 
 
 class TokenScores(NamedTuple):
@@ -89,10 +94,18 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
         return scores, grad_NV.scatter_(1, target_N1, grad_NV.gather(1, target_N1) - (1.0 - share))
 
 
-def plain_loss(logits_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, TokenScores]:
-    """The summed loss of logits that are all there, scaled and capped; a scalar with a graph, and scores without."""
+def plain_loss(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms, objective: Objective | None = None
+) -> tuple[torch.Tensor, TokenScores]:
+    """The summed loss of logits that are all there, scaled and capped; a scalar with a graph, and scores without.
+
+    With an objective its value in place of the sum.
+    """
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    loss = F.cross_entropy(z_NV, targets_N, reduction="sum", label_smoothing=terms.label_smoothing)
+    if objective is not None:
+        loss = objective(F.cross_entropy(z_NV, targets_N, reduction="none"))
+    else:
+        loss = F.cross_entropy(z_NV, targets_N, reduction="sum", label_smoothing=terms.label_smoothing)
     if terms.z_loss:
         loss = loss + terms.z_loss * z_NV.logsumexp(dim=-1).square().sum()
     chunks = zip(z_NV.split(_SCORED_ROWS), targets_N.split(_SCORED_ROWS), strict=True)
@@ -114,8 +127,11 @@ def chunked_loss(
     targets_N: torch.Tensor,
     terms: LossTerms,
     num_rows: int,
+    objective: Objective | None = None,
 ) -> tuple[torch.Tensor, TokenScores]:
     """The summed loss of all tokens, a tensor of shape (1, 1, 1) with a graph, and the scores of each without one.
+
+    With an objective its value in place of the sum: its gradients by the likelihoods weight the tokens.
 
     Without any token the loss is a zero whose gradients are zeros, for hidden states and head alike. Backward works
     once.
@@ -127,13 +143,34 @@ def chunked_loss(
         targets_N: Right tokens.
         terms: See :class:`LossTerms`.
         num_rows: Tokens per chunk, C.
+        objective: What is trained on in place of the sum.
     """
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or trained):
-        loss, *scores = _ChunkedLoss.apply(head, targets_N, terms, num_rows, hidden_ND, *trained)
+        loss, *scores = _ChunkedLoss.apply(head, targets_N, terms, num_rows, objective, hidden_ND, *trained)
         return loss, TokenScores(*scores)
+    found = _scores(head, hidden_ND, targets_N, terms, num_rows)
+    loss = found.loss.sum() if objective is None else objective(found.nll)
+    return loss.reshape(1, 1, 1), found
+
+
+@torch.no_grad()
+def _scores(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden_ND: torch.Tensor,
+    targets_N: torch.Tensor,
+    terms: LossTerms,
+    num_rows: int,
+) -> TokenScores:
     chunks = zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
-    found = _joined([score_tokens(made_of(head(h_CD), terms), targets_C, terms)[0] for h_CD, targets_C in chunks])
-    return found.loss.sum().reshape(1, 1, 1), found
+    return _joined([score_tokens(made_of(head(h_CD), terms), targets_C, terms)[0] for h_CD, targets_C in chunks])
+
+
+def _weighed(objective: Objective, nll_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objective's value, and its gradient by the likelihoods, (N,)."""
+    with torch.enable_grad():
+        leaf_N = nll_N.detach().requires_grad_()
+        loss = objective(leaf_N)
+    return loss.detach(), torch.autograd.grad(loss, leaf_N)[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -144,24 +181,36 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: torch.Tensor,
         terms: LossTerms,
         num_rows: int,
+        objective: Objective | None,
         hidden_ND: torch.Tensor,
         *trained: torch.Tensor,
     ) -> Any:
-        with_hidden = ctx.needs_input_grad[4]
+        with_hidden = ctx.needs_input_grad[5]
+        loss = weights_N = None
+        if objective is not None and trained:
+            loss, weights_N = _weighed(objective, _scores(head, hidden_ND, targets_N, terms, num_rows).nll)
         sums: list[torch.Tensor | None] = [None] * len(trained)
         dhidden: list[torch.Tensor] = []
         found: list[TokenScores] = []
-        for hidden_CD, targets_C in zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True):
+        chunks = zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
+        for index, (hidden_CD, targets_C) in enumerate(chunks):
             leaf_CD = hidden_CD.detach().requires_grad_(with_hidden)
-            scores, dhidden_CD, factor = _differentiate(head, leaf_CD, targets_C, terms, trained, sums)
+            weights_C = None if weights_N is None else weights_N.split(num_rows)[index]
+            scores, dhidden_CD, factor = _differentiate(head, leaf_CD, targets_C, weights_C, terms, trained, sums)
             found.append(scores)
             if dhidden_CD is not None:
                 dhidden.append(dhidden_CD)
-        ctx.gradients, ctx.factor = [torch.cat(dhidden) if dhidden else None, *sums], factor
-        ctx.dtypes = [tensor.dtype for tensor in (hidden_ND, *trained)]
         joined = _joined(found)
+        dhidden_ND = torch.cat(dhidden) if dhidden else None
+        if objective is None:
+            loss = joined.loss.sum()
+        elif loss is None:  # a frozen head needs no sums: the weights may come last
+            loss, weights_N = _weighed(objective, joined.nll)
+            dhidden_ND = dhidden_ND if dhidden_ND is None else dhidden_ND * weights_N[:, None]
+        ctx.gradients, ctx.factor = [dhidden_ND, *sums], factor
+        ctx.dtypes = [tensor.dtype for tensor in (hidden_ND, *trained)]
         ctx.mark_non_differentiable(*joined)
-        return (joined.loss.sum().reshape(1, 1, 1).clone(), *joined)
+        return (loss.reshape(1, 1, 1).clone(), *joined)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -173,13 +222,14 @@ class _ChunkedLoss(torch.autograd.Function):
             None if total is None else total.mul_(factor).to(dtype)
             for total, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (None, None, None, None, *narrow)
+        return (None, None, None, None, None, *narrow)
 
 
 def _differentiate(
     head: Callable[[torch.Tensor], torch.Tensor],
     hidden_CD: torch.Tensor,
     targets_C: torch.Tensor,
+    weights_C: torch.Tensor | None,
     terms: LossTerms,
     trained: Sequence[torch.Tensor],
     sums: list[torch.Tensor | None],
@@ -196,6 +246,8 @@ def _differentiate(
     scores, grad_CV = score_tokens(z_CV, targets_C, terms)
     if factor != 1.0:
         grad_CV *= factor
+    if weights_C is not None:
+        grad_CV *= weights_C[:, None]
     inputs = [hidden_CD, *trained] if hidden_CD.requires_grad else list(trained)
     grads = torch.autograd.grad(z_CV, inputs, grad_CV, allow_unused=True)
     wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import require
-from lit_fsdp.models.chunked_loss import LossTerms, TokenScores, chunk_rows, chunked_loss, plain_loss
+from lit_fsdp.models.chunked_loss import LossTerms, Objective, TokenScores, chunk_rows, chunked_loss, plain_loss
 
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
@@ -147,7 +147,7 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan:
     Without a plan, that of :func:`plan_loss` is taken.
     """
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    loss, scores, router = _compute(model, batch, targets_BT, plan)
+    loss, scores, router = token_losses(model, batch, targets_BT, plan)
     num_tokens = (targets_BT != IGNORED).sum()
     return TokenLoss(
         loss if router is None else loss + router * num_tokens,
@@ -168,10 +168,13 @@ def sample_losses(
     For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
     """
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    _, scores, _ = _compute(model, batch, targets_BT, plan)
-    row_N = (targets_BT != IGNORED).nonzero()[:, 0]
-    sums_B = torch.zeros(len(targets_BT), dtype=scores.nll.dtype, device=row_N.device)
-    return sums_B.index_add(0, row_N, scores.nll), (targets_BT != IGNORED).sum(dim=1)
+    _, scores, _ = token_losses(model, batch, targets_BT, plan)
+    return by_position(scores.nll, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
+
+
+def by_position(values_N: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """What is known of each target, where it stands, (B, T); zeros elsewhere."""
+    return values_N.new_zeros(targets_BT.shape).masked_scatter(targets_BT != IGNORED, values_N)
 
 
 def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -184,16 +187,20 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return targets_BT
 
 
-def _compute(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], targets_BT: torch.Tensor, plan: LossPlan
+def token_losses(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    targets_BT: torch.Tensor,
+    plan: LossPlan,
+    objective: Objective | None = None,
 ) -> tuple[torch.Tensor, TokenScores, torch.Tensor | None]:
-    """The summed loss, the scores of each token, and the router's loss."""
+    """The summed loss, or the objective's, a scalar with a graph; the scores of each target; and the router's loss."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     supervised_BT = targets_BT != IGNORED
     targets_N = targets_BT[supervised_BT]
     if plan.backend == "plain":
         out = model(**inputs)
-        return *plain_loss(out.logits[supervised_BT], targets_N, plan.terms), _router_loss(model, out)
+        return *plain_loss(out.logits[supervised_BT], targets_N, plan.terms, objective), _router_loss(model, out)
     owner: Any = owner_of_head(model)
     head = _head_of(owner)
     own_forward = head.forward
@@ -213,7 +220,9 @@ def _compute(
         else:
             vocab_size = int(owner.config.get_text_config().vocab_size)
             num_rows = plan.config.chunk_tokens or chunk_rows(vocab_size, hidden_ND.shape[1])
-            found.append(chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows))
+            found.append(
+                chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows, objective)
+            )
         return found[-1][0]
 
     head.forward = loss_forward

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
+from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
@@ -64,16 +65,21 @@ def meta_model(name: str) -> Any:
     return build_on_meta(AutoConfig.for_model(values.pop("model_type"), **values))
 
 
+def longest_sample(run: RunConfig) -> int:
+    """Tokens of a sample at most; a pair of completions has twice as many."""
+    return run.data.max_seq_length * (2 if isinstance(run.model, PreferenceModelConfig) else 1)
+
+
 def size_of_step(run: RunConfig) -> tuple[int, int]:
     """Samples and, at most, tokens of an optimizer step."""
-    return run.data.global_batch_size, run.data.global_batch_size * run.data.max_seq_length
+    return run.data.global_batch_size, run.data.global_batch_size * longest_sample(run)
 
 
 def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
     """GiB by what they are for: on each rank, except ``host``, which is per node."""
     assert run.world_size is not None
     config, params = model.config, num_parameters(model)
-    tokens = run.data.micro_batch_size * run.data.max_seq_length
+    tokens = run.data.micro_batch_size * longest_sample(run)
     ranks = mesh_shape(run.strategy, run.num_nodes, run.world_size)[1]
     units = plan_units(Holder(model), run.strategy.wrap_config).units
     head = config.vocab_size * config.hidden_size
@@ -108,8 +114,8 @@ def row_of(recipe: Path) -> str:
         f"[{recipe.stem}]({recipe.name})",
         f"{params:,}",
         title[1] if title else "",
-        f"{samples} × {run.data.max_seq_length:,} = {tokens:,}",
-        f"{run.data.micro_batch_size * run.data.max_seq_length:,}",
+        f"{samples} × {longest_sample(run):,} = {tokens:,}",
+        f"{run.data.micro_batch_size * longest_sample(run):,}",
         f"{terms['host']:.0f} GiB of host memory per node" if "host" in terms else f"{terms['state']:.2f}",
         f"{terms['unit']:.2f}",
         f"{terms['inputs']:.2f}" if "inputs" in terms else "all kept",

@@ -42,7 +42,7 @@ def test_a_recipe_is_short_and_begins_with_what_it_is():
         lines = recipe.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 40, recipe.name
         title = re.fullmatch(
-            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), full fine-tune, .+\.", lines[0]
+            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), [a-z-]+ fine-tune, .+\.", lines[0]
         )
         assert title, recipe.name
         name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(checked(recipe).model.name)

@@ -19,6 +19,7 @@ FLOORS = (
     "metrics data models checkpoint convert",
     "parallel plan report launch",
     "strategy module datamodule callbacks audit",
+    "preference",
     "cli",
     "commands",
     "__main__",

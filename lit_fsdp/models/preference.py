@@ -1,0 +1,168 @@
+"""The loss of pairs of completions, of which one is preferred: DPO, IPO, ORPO and SimPO.
+
+A batch has the chosen completions first and the rejected ones after them, each behind its prompt, as rows of their own.
+
+Shapes: P pairs, B = 2 P rows, T tokens, N tokens that the loss looks at.
+
+Sources: DPO arXiv:2305.18290 (label smoothing: Mitchell, "A note on DPO with noisy preferences", 2023); IPO
+arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it (https://github.com/huggingface/trl/pull/1265);
+ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import Metric
+
+from lit_fsdp.config.model import PreferenceConfig
+from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, token_losses
+
+PAIR_COUNTS = (
+    *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
+    "nll_loss",
+)
+"""Their number, and sums over them. A reward is beta times the log-probability of a completion beyond the reference's,
+or times its mean per token where there is no reference (ORPO, SimPO); ``nll_loss`` is what ORPO adds."""
+
+
+def pair_metrics(sums: torch.Tensor, config: PreferenceConfig) -> dict[str, torch.Tensor]:
+    """Means over pairs, fp32 scalars by name, of sums in the order of :data:`PAIR_COUNTS`; more may follow."""
+    means = dict(zip(PAIR_COUNTS, (sums / sums[0].clamp(min=1)).float(), strict=False))
+    means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    left_out = {"pairs"} if config.loss == "orpo" else {"pairs", "nll_loss"}
+    return {name: value for name, value in means.items() if name not in left_out}
+
+
+def preference_forward(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    config: PreferenceConfig,
+    plan: LossPlan,
+    reference_2P: torch.Tensor | None = None,
+) -> tuple[TokenLoss, torch.Tensor]:
+    """The loss of ``model`` summed over the pairs of a batch, and what is logged of them.
+
+    Pairs without supervised tokens, which fill a batch up, count for nothing.
+
+    Args:
+        model: Called as a whole, once.
+        batch: ``input_ids``, ``labels`` and what else its forward takes, of B rows.
+        config: Which loss, and its numbers.
+        plan: How the model's head is evaluated.
+        reference_2P: Log-probabilities of chosen and rejected completions under the reference; None where the loss
+            needs none.
+
+    Returns:
+        ``loss_sum`` with a graph beside the token counts of both completions; and fp64 sums in the order of
+        :data:`PAIR_COUNTS`.
+    """
+    completion_BT = next_targets(batch)
+    is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)
+    targets_BT = completion_BT
+    if config.loss == "orpo":  # its likelihood is of prompt and answer
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
+        targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
+    counts_2P = (completion_BT != IGNORED).sum(dim=1).view(2, -1)[:, is_pair_P]
+    reference = None if reference_2P is None else reference_2P[:, is_pair_P]
+    terms: list[torch.Tensor] = []
+
+    def objective(nll_N: torch.Tensor) -> torch.Tensor:
+        nll_BT = by_position(nll_N, targets_BT)
+        logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)[:, is_pair_P]
+        chosen_PT = nll_BT.chunk(2)[0][is_pair_P]
+        nll_P = chosen_PT.sum(dim=1) / (targets_BT.chunk(2)[0][is_pair_P] != IGNORED).sum(dim=1)
+        loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference)
+        if config.loss == "orpo":
+            loss_P = loss_P + nll_P
+        right_P = rewards_2P[0] > rewards_2P[1]
+        found = (is_pair_P, loss_P, *rewards_2P, right_P, *logps_2P, nll_P)
+        terms[:] = [term.detach().double().sum() for term in found]
+        return loss_P.sum()
+
+    loss, scores, router = token_losses(model, batch, targets_BT, plan, objective)
+    loss = loss if router is None else loss + router * is_pair_P.sum()
+    sums = (scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum())
+    return TokenLoss(loss, (completion_BT != IGNORED).sum(), *sums), torch.stack(terms)
+
+
+def pair_losses(
+    config: PreferenceConfig,
+    logps_2P: torch.Tensor,
+    counts_2P: torch.Tensor,
+    reference_2P: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each pair, (P,), and the rewards of both completions, (2, P), which say what the model prefers.
+
+    Args:
+        config: Which loss, and its numbers.
+        logps_2P: Summed log-probabilities of the chosen and the rejected completions.
+        counts_2P: Their tokens.
+        reference_2P: As ``logps_2P`` under the reference.
+    """
+    scores_2P = logps_2P / counts_2P if reference_2P is None else logps_2P - reference_2P
+    rewards_2P, beta, smooth = config.beta * scores_2P, config.beta, config.label_smoothing
+    if config.loss == "ipo":
+        means_2P = scores_2P / counts_2P
+        return (means_2P[0] - means_2P[1] - 1 / (2 * beta)).square(), rewards_2P
+    if config.loss == "orpo":
+        odds_2P = scores_2P - torch.log(-torch.expm1(scores_2P))
+        return -beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
+    margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
+    return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
+
+
+class PairMetrics(Metric):
+    """The loss and what is logged of pairs, as means over all pairs of all ranks."""
+
+    sums: torch.Tensor
+
+    def __init__(self, config: PreferenceConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.add_state("sums", torch.zeros(len(PAIR_COUNTS), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, sums: torch.Tensor) -> None:
+        """Add the sums of one batch."""
+        self.sums = self.sums + sums
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Fp32 scalars over all ranks."""
+        return pair_metrics(self.sums, self._config)
+
+
+def adapters_are_all(model: nn.Module) -> bool:
+    """Whether everything that is trained can be switched off, which leaves the base."""
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    return all(".lora_" in name or ".modules_to_save." in name for name in names)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base: peft's layers pass their adapters by."""
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    # not enable_adapters(False): it also freezes the adapters, which a sharded unit must not see change
+    for layer in layers:
+        layer._disable_adapters = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False  # type: ignore[assignment]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing of the model drops anything out."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,199 @@
+"""The LightningModule for preferences: :class:`CausalLMModule` with another loss, and what that compares with.
+
+The loss of a global batch is (sum over its pairs) / (their number), whatever the ranks, the accumulation and the
+padding. Pairs are compared with the model before training: with adapters, the one below them, in a second forward pass
+of every batch; else every pair once before the first step, kept beside the tokens in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lit_fsdp.config.model import PreferenceModelConfig
+from lit_fsdp.config.parser import build
+from lit_fsdp.data.order import FILLER
+from lit_fsdp.errors import require
+from lit_fsdp.host import cache_root, is_first_process, make_once
+from lit_fsdp.metrics.step_metrics import STEP_COUNTS
+from lit_fsdp.models.loss import TokenLoss, sample_losses
+from lit_fsdp.models.packing import model_inputs
+from lit_fsdp.models.preference import (
+    PairMetrics,
+    adapters_are_all,
+    adapters_off,
+    evaluating,
+    pair_metrics,
+    preference_forward,
+)
+from lit_fsdp.module import CausalLMModule
+from lit_fsdp.parallel.base import SHARD, EngineStrategy
+from lit_fsdp.parallel.units import clean_name
+
+_log = logging.getLogger(__name__)
+_FIX = "train adapters (model.lora), or set model.preference.loss: orpo | simpo, which need no reference"
+
+
+class PreferenceModule(CausalLMModule):
+    """Trains on pairs of a chosen and a rejected completion; its arguments are the ``model`` section of a recipe.
+
+    Steps log ``train_loss``, and ``train_`` before ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
+    ``rewards/accuracies``, ``logps/chosen`` and ``logps/rejected``; validation the same with ``val_``.
+
+    Args:
+        **kwargs: The fields of :class:`lit_fsdp.config.model.PreferenceModelConfig`.
+
+    Raises:
+        ConfigError: An unknown option or a wrong value.
+    """
+
+    config: PreferenceModelConfig
+    takes_pairs = True
+    _divided_by = len(STEP_COUNTS)
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs = vars(build(PreferenceModelConfig, kwargs, "model"))
+        super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})
+        self.config = PreferenceModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
+        self._val_metrics = PairMetrics(self.config.preference)
+        self._test_metrics = PairMetrics(self.config.preference)
+        self._references: dict[str, torch.Tensor] = {}
+        self._identity: str | None = None
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probabilities of the chosen and rejected completions of a batch, fp32 (2, P), without a graph."""
+        assert self.model is not None
+        sums_B, _ = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        return -sums_B.view(2, -1)
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
+        assert self.model is not None
+        assert self._loss_plan is not None
+        config, inputs = self.config.preference, model_inputs(batch, self.attn_implementation)
+        reference = self._reference(batch) if config.has_reference else None
+        loss, sums = preference_forward(self.model, inputs, config, self._loss_plan, reference)
+        return loss, [sums]
+
+    def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        means = pair_metrics(totals[len(STEP_COUNTS) :], self.config.preference)
+        return {f"train_{name}": value for name, value in means.items()}
+
+    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
+        metrics.update(*self._forward(batch)[1])
+
+    def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
+        """Score each pair: summed log-probabilities of both completions in nats; fillers are left out."""
+        chosen, rejected = self(batch).tolist()
+        rows = zip(batch["row"].tolist(), chosen, rejected, strict=True)
+        return [{"row": row, "logp_chosen": c, "logp_rejected": r} for row, c, r in rows if row >= 0]
+
+    # -- the reference
+
+    def _reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probabilities under the model before training, (2, P)."""
+        assert self.model is not None
+        if self._has_base:
+            with adapters_off(self.model), evaluating(self.model):
+                return self(batch)
+        table = self._references["train" if self.trainer.training else "test" if self.trainer.testing else "val"]
+        return table[:, batch["row"].to(table.device)]
+
+    @functools.cached_property
+    def _has_base(self) -> bool:
+        """Whether the model before training is still there, below the adapters."""
+        assert self.model is not None
+        return self.config.lora is not None and adapters_are_all(self.model)
+
+    def on_fit_start(self) -> None:
+        """Compute what the loss compares with, unless it is in the cache; a checkpoint is loaded after this."""
+        self._references.clear()
+        self._identity = None
+        for split in ("train", "val"):
+            self._refer_to(split)
+
+    def on_validation_start(self) -> None:
+        """Read what the loss compares with."""
+        self._refer_to("val")
+
+    def on_test_start(self) -> None:
+        """Read what the loss compares with."""
+        self._refer_to("test")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note which model the loss compares with, so that the checkpoint can be validated."""
+        checkpoint["reference"] = self._identity
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As :class:`CausalLMModule`; and find out which model the loss compares with."""
+        super().on_load_checkpoint(checkpoint)
+        self._identity = self._identity or checkpoint.get("reference")
+
+    def _refer_to(self, split: str) -> None:
+        """Have the log-probabilities of every pair of a split at hand; collective.
+
+        Raises:
+            ConfigError: They are in no cache and cannot be computed any more, or rows have no numbers.
+        """
+        if not self.config.preference.has_reference or self._has_base or split in self._references:
+            return
+        field, loss = "model.preference.loss", self.config.preference.loss
+        data: Any = getattr(self.trainer, "datamodule", None)
+        is_numbered = hasattr(data, "in_order") and not (split == "train" and data.config.streaming)
+        require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", _FIX)
+        rows = data.in_order(split)
+        if rows is None:
+            return
+        loader, num_pairs, fingerprint = rows
+        strategy: Any = self.trainer.strategy
+        self._identity = self._identity or weights_identity(self, strategy)
+        row = getattr(getattr(strategy, "config", None), "precision_config", self.trainer.precision)
+        key = json.dumps([fingerprint, self._identity, str(row)])
+        digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        root = Path(data.config.cache_dir).expanduser() if data.config.cache_dir else cache_root()
+        folder = root / "reference" / digest
+        if not strategy.reduce_boolean_decision(folder.is_dir()):
+            given = f"{loss} with data.{split}, of which the model before training has seen nothing"
+            is_untrained = self._identity == weights_identity(self, strategy)
+            require(is_untrained, field, given, "the rows of data.train and data.val of the run", _FIX)
+            found = self._all_pairs(loader, num_pairs)
+            make_once(folder, lambda made: np.save(made / "logps.npy", found), f"reference of data.{split}")
+        self._references[split] = torch.from_numpy(np.load(folder / "logps.npy")).to(strategy.root_device)
+
+    def _all_pairs(self, loader: Iterable[Any], num_pairs: int) -> np.ndarray:
+        """Log-probabilities of every pair by its number, fp32 (2, pairs), on every rank; collective."""
+        strategy: Any = self.trainer.strategy
+        if is_first_process():
+            _log.info("model.preference.loss: %d pairs go through the model before training", num_pairs)
+        found = torch.zeros(2, num_pairs, device=strategy.root_device)
+        assert self.model is not None
+        with evaluating(self.model), self.trainer.precision_plugin.forward_context():
+            for batch in loader:
+                rows, logps = batch["row"], self(strategy.batch_to_device(batch))
+                found[:, rows[rows != FILLER]] = logps[:, rows != FILLER].float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(found)
+        if isinstance(strategy, EngineStrategy):
+            strategy._reshard()  # what a checkpoint is loaded into
+        return found.cpu().numpy()
+
+
+def weights_identity(module: torch.nn.Module, strategy: Any) -> str:
+    """What the weights are, bit by bit and alike on any ranks and engine: of each the sum of its bits; collective."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    named = sorted((clean_name(name), param.detach()) for name, param in module.named_parameters())
+    parts = [getattr(param, "_local_tensor", param).contiguous() for _, param in named]
+    sums = torch.stack([part.view(kinds[part.element_size()]).sum(dtype=torch.int64) for part in parts])
+    sums = sums.to(strategy.root_device)
+    if isinstance(strategy, EngineStrategy):
+        dist.all_reduce(sums, group=strategy.mesh.get_group(SHARD))
+    text = json.dumps([[name for name, _ in named], sums.tolist()])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
