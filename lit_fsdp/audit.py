@@ -18,7 +18,7 @@ from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
-from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, has_bf16
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_for
 from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
 
@@ -63,7 +63,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         fits, "model.attn_implementation", given, "an attention that the model has", "leave attn_implementation out"
     )
     module = CausalLMModule(model)
-    cast_parameters(module, TORCH_DTYPES[config.row.param])
+    frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
     prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
     state = state_per_rank(module, plan, strategy, shards)
@@ -74,7 +74,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "sharding": strategy.sharding,
         "ranks": run.world_size,
         "replicate_degree": copies,
-        "precision": {"mode": config.mode, "declared": dataclasses.asdict(config.row)},
+        "precision": {"mode": config.mode, "declared": declared_dtypes(config.row, frozen)},
         "state_per_rank": state,
         "replaced": strategy.replaced,
     }
@@ -115,23 +115,23 @@ _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 
 @dataclass
 class _Held:
-    """Elements that one rank holds."""
+    """What one rank holds."""
 
-    params: int = 0
-    trainable: int = 0
-    stored: int = 0
-    """Elements of ``params`` with padding."""
-    stored_gradients: int = 0
+    num_params: int = 0
+    """Without padding; the bytes are with it."""
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
 
 
 def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps; every copy repeats it.
 
-    Counts parameters and gradients at rest with the engine's padding, and AdamW's two moments, all in the precision
-    mode's storage dtype; not what is gathered for a moment, nor activations. Nothing is allocated.
+    Counts parameters and gradients at rest with the engine's padding, and AdamW's two moments, all in the dtype that
+    the parameter rests in; not what is gathered for a moment, nor activations. Nothing is allocated.
 
     Args:
-        model: On meta or not, before it is sharded; the one that ``plan`` was made for.
+        model: On meta or not, cast and before it is sharded; the one that ``plan`` was made for.
         plan: Its FSDP units.
         config: Engine and precision.
         ranks: Ranks that share one copy; 1 where nothing is split.
@@ -151,16 +151,7 @@ def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ran
             _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
         else:
             _add_by_rows(held, own)
-    size = TORCH_DTYPES[row.param].itemsize
-    return [
-        {
-            "num_params": one.params,
-            "parameter_bytes": one.stored * size,
-            "gradient_bytes": one.stored_gradients * size,
-            "optimizer_bytes": 2 * one.trainable * size,
-        }
-        for one in held
-    ]
+    return [dataclasses.asdict(one) for one in held]
 
 
 def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
@@ -170,10 +161,10 @@ def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
         chunk = -(-rows // len(held))
         for rank, one in enumerate(held):
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
-            one.params += local
-            one.stored += chunk * per_row
-            one.trainable += local * param.requires_grad
-            one.stored_gradients += chunk * per_row * param.requires_grad
+            one.num_params += local
+            one.parameter_bytes += chunk * per_row * param.element_size()
+            one.gradient_bytes += chunk * per_row * param.element_size() * param.requires_grad
+            one.optimizer_bytes += 2 * local * param.element_size() * param.requires_grad
 
 
 def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) -> None:
@@ -183,12 +174,12 @@ def _add_flat(held: list[_Held], params: Sequence[torch.Tensor], itemsize: int) 
         end += -end % align
         starts.append(end)
         end += param.numel()
-    part = -(-end // len(held))
+    part, size = -(-end // len(held)), next((param.element_size() for param in params), 0)
     is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
     for rank, one in enumerate(held):
-        one.stored += part
-        one.stored_gradients += part * is_trained
+        one.parameter_bytes += part * size
+        one.gradient_bytes += part * size * is_trained
         for start, param in zip(starts, params, strict=True):
             first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
-            one.params += max(0, last - first)
-            one.trainable += max(0, last - first) * param.requires_grad
+            one.num_params += max(0, last - first)
+            one.optimizer_bytes += 2 * max(0, last - first) * size * param.requires_grad

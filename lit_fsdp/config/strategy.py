@@ -104,7 +104,8 @@ class PrecisionConfig:
     """A precision mode, parts of which may be overridden."""
 
     mode: PrecisionMode = "mixed"
-    """mixed: fp32 weights, bf16 compute; auto: mixed where every device has bf16 instructions, else fp32;
+    """mixed: fp32 weights (a frozen base beside adapters bf16, except with fsdp1), bf16 compute; auto: mixed where
+    every device has bf16 instructions, else fp32;
     low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
@@ -253,6 +254,15 @@ class StrategyConfig:
         """``precision`` as its mapping."""
         given: Any = self.precision
         return given if isinstance(given, PrecisionConfig) else PrecisionConfig(mode=given)
+
+    @property
+    def frozen_dtype(self) -> DtypeName:
+        """Storage dtype of what is frozen beside adapters: bf16 in all modes that compute in it.
+
+        As of trained ones with fsdp1, which makes one tensor, of one dtype, of all parameters of a unit.
+        """
+        row = self.precision_config.row
+        return "bf16" if row.compute == "bf16" and self.engine != "fsdp1" else row.param
 
     def on(self, has_bf16: bool) -> StrategyConfig:
         """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""

@@ -349,7 +349,12 @@ class EngineStrategy(Checkpoints):
         """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
         config, precision = self.config, self.config.precision_config
         if not config.wrap_config.manual:  # sharded already: the contract compares what is there
-            cast_parameters(module, TORCH_DTYPES[precision.row.param])
+            self.contract.frozen = cast_parameters(module, config)
+            if self.contract.frozen not in (None, precision.row.compute) and dist.get_rank() == 0:
+                text = (
+                    "the frozen base rests in %s, as fsdp1 makes one tensor of a unit; in %s with fsdp2, ddp or single"
+                )
+                _log.info(text, self.contract.frozen, precision.row.compute)
         if precision.mode == "fp8":
             apply_float8(module, precision.fp8_skip, f"{self.path}.precision")
         plan = plan_for(module, config, self.path)
@@ -451,7 +456,7 @@ class EngineStrategy(Checkpoints):
         names = ("plan", "audit", "mesh", "replicated", "_root", "_ties")
         for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
             setattr(self, name, getattr(before, name))
-        self._plugin.autocast = before._plugin.autocast
+        self._plugin.autocast, self.contract.frozen = before._plugin.autocast, before.contract.frozen
         self._owner = self.lightning_module
 
     # -- a step

@@ -51,7 +51,8 @@ def train_lora(
     return {
         "losses": losses.values,
         "audit": live.audit,
-        "changed": sorted(name for name, t in kept.items() if name in base and not torch.equal(t.float(), base[name])),
+        "changed": sorted(n for n, t in kept.items() if n in base and not torch.equal(t, base[n].to(t.dtype))),
+        "dtypes": live.contract.report(),
         "names": sorted(full),
         "only_trained_are_optimized": held == trained,
     }
