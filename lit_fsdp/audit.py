@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -19,7 +19,7 @@ from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
-from lit_fsdp.parallel.units import UnitPlan, audit, plan_for
+from lit_fsdp.parallel.units import UnitPlan, audit, packed_weights, plan_for
 from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
 
 
@@ -138,11 +138,12 @@ def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ran
 
     Returns:
         ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;
-        frozen parameters have no moments.
+        frozen parameters have no moments. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each.
     """
     held = [_Held() for _ in range(ranks)]
     row = config.precision_config.row
     seen: set[int] = set()
+    packed = packed_weights(model)
     for unit in plan.units:
         module = plan.modules[unit.name] if unit.name else model
         own = [param for param in module.parameters() if id(param) not in seen]
@@ -150,18 +151,20 @@ def state_per_rank(model: nn.Module, plan: UnitPlan, config: StrategyConfig, ran
         if config.engine == "fsdp1":
             _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize)
         else:
-            _add_by_rows(held, own)
-    return [dataclasses.asdict(one) for one in held]
+            _add_by_rows(held, own, packed)
+    found = [dataclasses.asdict(one) for one in held]
+    scales = sum(unit.quantization_bytes for unit in plan.units)
+    return [{**one, "quantization_bytes": scales} for one in found] if scales else found
 
 
-def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor]) -> None:
+def _add_by_rows(held: list[_Held], params: Iterable[torch.Tensor], packed: Mapping[int, int]) -> None:
     for param in params:
         rows = param.shape[0] if param.dim() else 1
         per_row = param.numel() // max(1, rows)
         chunk = -(-rows // len(held))
         for rank, one in enumerate(held):
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
-            one.num_params += local
+            one.num_params += local * packed.get(id(param), 1)
             one.parameter_bytes += chunk * per_row * param.element_size()
             one.gradient_bytes += chunk * per_row * param.element_size() * param.requires_grad
             one.optimizer_bytes += 2 * local * param.element_size() * param.requires_grad

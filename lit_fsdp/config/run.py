@@ -13,7 +13,14 @@ from typing import Any, Literal, get_args
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import FLASH_ATTENTION, GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionMode, PrecisionWord, StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import (
+    LIGHTNING_PRECISION,
+    PrecisionMode,
+    PrecisionWord,
+    StrategyConfig,
+    check_quantized,
+    mesh_shape,
+)
 from lit_fsdp.errors import require
 
 FACTORY = "lit_fsdp.fsdp_strategy"
@@ -254,6 +261,15 @@ def _fused_loss_has_a_gpu(run: RunConfig) -> None:
     require(problem is None, "model.loss.backend", given, "a GPU and a plain linear head", fix)
 
 
+def _quantized_base_has_its_engine(run: RunConfig) -> None:
+    if "model" in run.foreign or run.model.lora is None or run.model.lora.quantize is None:
+        return
+    ours = "trainer.strategy" not in run.foreign
+    given, fix = "another strategy with model.lora.quantize", "drop trainer.strategy, or quantize"
+    require(ours, "trainer.strategy", given, "lit_fsdp.fsdp_strategy with fsdp2 | ddp | single", fix)
+    check_quantized(run.strategy, STRATEGY)
+
+
 RULES: list[Callable[[RunConfig], None]] = [
     _has_a_model,
     _has_data,
@@ -264,6 +280,7 @@ RULES: list[Callable[[RunConfig], None]] = [
     _counts_whole_batches,
     _attention_has_its_device,
     _fused_loss_has_a_gpu,
+    _quantized_base_has_its_engine,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
 

@@ -376,6 +376,20 @@ def _check_details(config: StrategyConfig) -> None:
     require(fits, "activation_checkpointing", given, "memory_budget with compile: true")
 
 
+def check_quantized(config: StrategyConfig, path: str) -> None:
+    """Refuse what cannot hold a base in 4 bits, packed into bf16 numbers that nothing may cast or take apart.
+
+    Raises:
+        ConfigError: ``fsdp1``, or a precision that computes in fp16 or fp8.
+    """
+    mode, quantized = config.precision_config.mode, "with model.lora.quantize"
+    given = f"fsdp1 {quantized}: it makes one tensor of a unit, and casts packed weights with all others"
+    require(config.engine != "fsdp1", f"{path}.engine", given, "fsdp2 | ddp | single", "set engine: fsdp2")
+    fits = mode not in ("fp16_mixed", "fp8")
+    allowed = "mixed | auto | low_precision | fp32: weights are packed into bf16 numbers"
+    require(fits, f"{path}.precision", f"{mode} {quantized}", allowed, "set precision: mixed")
+
+
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
     """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lit_fsdp.config.strategy import DtypeName, DtypeRow, StrategyConfig
 from lit_fsdp.errors import ContractError, require
 from lit_fsdp.host import cpu_has_bf16
+from lit_fsdp.parallel.units import packed_weights
 
 _log = logging.getLogger(__name__)
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,12 +107,13 @@ def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | Non
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
     done: dict[int, nn.Parameter] = {}
+    packed = packed_weights(model)
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None or not param.is_floating_point():
                 continue
             dtype = TORCH_DTYPES[row.param if frozen is None or param.requires_grad else frozen]
-            if param.dtype == dtype:
+            if param.dtype == dtype or id(param) in packed:
                 continue
             if id(param) not in done:
                 done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
@@ -198,6 +200,8 @@ class DtypeContract:
         self.row, self.mode = config.precision_config.row, config.precision_config.mode
         self.frozen: DtypeName | None = None
         """Storage dtype of frozen parameters where it is declared apart."""
+        self.packed: dict[str, str] = {}
+        """Dtypes of packed weights, which nothing casts, by name."""
         self._is_sharded = config.is_sharded
         self.is_error = config.contract != "warn"
         """Whether a difference ends the run; else it is said once per kind."""
@@ -237,13 +241,20 @@ class DtypeContract:
     def check_parameters(
         self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None = None
     ) -> None:
-        """:meth:`check` of trained and of frozen parameters, each with the dtype they rest in, or all with this one."""
-        named = list(named)
-        if self.frozen is None:
-            self.check(what, named, declared or self.row.param)
-            return
-        self.check(what, [(name, p) for name, p in named if p.requires_grad], declared or self.row.param)
-        self.check(f"frozen {what}", [(name, p) for name, p in named if not p.requires_grad], declared or self.frozen)
+        """:meth:`check` of trained, frozen and packed parameters, each with the dtype they rest in.
+
+        ``declared`` is that of all that are not packed, where a unit has gathered them.
+        """
+        kinds: dict[tuple[str, str | None], list[tuple[str, torch.Tensor]]] = {}
+        for name, param in named:
+            kind = ("", declared or self.row.param)
+            if name in self.packed:
+                kind = ("packed ", self.packed[name])
+            elif self.frozen is not None and not param.requires_grad:
+                kind = ("frozen ", declared or self.frozen)
+            kinds.setdefault(kind, []).append((name, param))
+        for (kind, dtype), params in kinds.items():
+            self.check(f"{kind}{what}", params, dtype)
 
     def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""

@@ -2,7 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 ... python load_once.py SIDE MODEL_FOLDER OUT.json
 
-SIDE is ``fsdp2`` or ``fsdp1`` (our strategy, up to the first training step), ``transformers`` (``from_pretrained`` on
+SIDE is ``fsdp2`` or ``fsdp1`` (our strategy, up to the first training step), ``qlora`` (fsdp2 and a base in NF4),
+``transformers`` (``from_pretrained`` on
 every rank) or ``accelerate`` (``init_empty_weights`` and ``load_checkpoint_in_model``, then ``fully_shard``). Its FSDP
 with ``cpu_ram_efficient_loading`` cannot be measured here: with ``cpu=True`` an Accelerator 1.15 that is given an FSDP
 plugin becomes ``MULTI_CPU``, which replicates. Weights are fp32 at rest on all sides. What is counted is the resident
@@ -32,6 +33,12 @@ def main(side: str, folder: str, out: Path) -> None:
     """Import, note the resident set, load, write the peak."""
     if side in ("fsdp2", "fsdp1"):
         load_ours(side, folder, out)
+    elif side == "qlora":
+        import bitsandbytes
+        import peft
+
+        assert bitsandbytes.__name__ != peft.__name__  # imported before anything is measured
+        load_ours("fsdp2", folder, out, lora={"quantize": "nf4"})
     elif side == "transformers":
         imported = start()
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -40,7 +47,7 @@ def main(side: str, folder: str, out: Path) -> None:
         load_with_accelerate(folder, out)
 
 
-def load_ours(engine: str, folder: str, out: Path) -> None:
+def load_ours(engine: str, folder: str, out: Path, **model: Any) -> None:
     """Our module under our strategy, in an ordinary Trainer."""
     from lightning.pytorch import Callback, Trainer
 
@@ -68,7 +75,8 @@ def load_ours(engine: str, folder: str, out: Path) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(CausalLMModule(name=folder, optim={"schedule": "constant"}), DataLoader([torch.zeros(1)]))
+    module = CausalLMModule(name=folder, optim={"schedule": "constant"}, **model)
+    trainer.fit(module, DataLoader([torch.zeros(1)]))
 
 
 def load_with_accelerate(folder: str, out: Path) -> None:
@@ -101,7 +109,7 @@ def finish(out: Path, imported: int, model: torch.nn.Module, **more: Any) -> NoR
     """Write the record of this rank and end the process when all ranks are here."""
     params = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
     assert not any(param.is_meta for param in params)
-    assert all(bool(param.isfinite().all()) for param in params)  # a file may be mapped but not read yet
+    assert sum(int(param.count_nonzero()) for param in params)  # a file may be mapped but not read yet
     peak = peak_host_bytes()
     held = sum({param.data_ptr(): param.nbytes for param in params if param.numel()}.values())
     record = {"imported_bytes": imported, "peak_bytes": peak, "held_bytes": held, **more}
