@@ -63,7 +63,8 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
         # It would turn the gathered weight round in its own memory for the first evaluation on such a CPU.
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer)
-    model.is_loaded_in_4bit = True  # by which peft chooses its adapters
+    chosen_by: Any = model
+    chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
 
 
 def is_quantized(module: nn.Module, attribute: str) -> bool:

@@ -245,9 +245,9 @@ class DtypeContract:
 
         ``declared`` is that of all that are not packed, where a unit has gathered them.
         """
-        kinds: dict[tuple[str, str | None], list[tuple[str, torch.Tensor]]] = {}
+        kinds: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
         for name, param in named:
-            kind = ("", declared or self.row.param)
+            kind: tuple[str, str] = ("", declared or self.row.param)
             if name in self.packed:
                 kind = ("packed ", self.packed[name])
             elif self.frozen is not None and not param.requires_grad:

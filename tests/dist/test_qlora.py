@@ -18,6 +18,7 @@ from tests.dist.lora_jobs import peft_losses
 from tests.dist.reference import step_loss
 from tests.dist.workers import Workers
 
+ROOT = Path(__file__).parents[2]
 NF4 = {"r": 4, "alpha": 8, "target_modules": "all-linear", "quantize": "nf4"}
 _FP32, _BF16 = torch.float32, torch.bfloat16
 
@@ -114,18 +115,9 @@ def test_the_audit_counts_packed_weights_and_their_scales(
     assert sum(unit["quantization_bytes"] for unit in in_blocks) == said["state_per_rank"][0]["quantization_bytes"]
 
 
-def test_a_quantized_run_resumes_bit_equal_and_another_base_is_refused(
-    workers: Workers, tiny_model: Path, tmp_path: Path
-) -> None:
-    rows = [{"prompt": f"{i} + 1 = ", "completion": str(i + 1)} for i in range(24)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = [
-        *("fit", "--model.name", str(tiny_model), "--model.lora.r", "4", "--model.lora.quantize", "nf4"),
-        *("--data.train", "rows.jsonl", "--data.global_batch_size", "4", "--data.micro_batch_size", "2"),
-        *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--seed_everything", "3"),
-        *("--trainer.strategy.class_path", "lit_fsdp.fsdp_strategy", "--checkpoint.every_steps", "2"),
-        *("--trainer.max_steps", "4", "--data.val", "rows.jsonl", "--trainer.default_root_dir"),
-    ]
+def test_a_recipe_in_miniature_resumes_bit_equal_and_another_base_is_refused(workers: Workers, tmp_path: Path) -> None:
+    words = ["fit", "--config", str(ROOT / "recipes/llama3.1-8b_qlora_fsdp2_1x24gb.yaml")]
+    words += ["--config", str(ROOT / "configs/debug/smoke.yaml"), "--trainer.default_root_dir"]
     middle = ["--ckpt_path", "a/checkpoints/step-00000002"]
     for run, more in (("a", []), ("b", middle)):
         done = workers.run("command", 2, words=[*words, run, *more], cwd=str(tmp_path))
@@ -136,6 +128,9 @@ def test_a_quantized_run_resumes_bit_equal_and_another_base_is_refused(
     for name in manifests[0].tensors:
         one, other = (torch.cat([piece.reshape(-1) for piece in read(name)]) for read in pieces)
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
-    done = workers.run("command", 1, words=[*words, "c", *middle, "--model.lora.quantize", "null"], cwd=str(tmp_path))
+    dtypes = json.loads((tmp_path / "b/dtypes.json").read_text())["realized"]
+    assert set(dtypes["packed parameters after resume"]) == {"bf16"}
+    other = ["--model.lora.double_quantization", "false"]
+    done = workers.run("command", 1, words=[*words, "c", *middle, *other], cwd=str(tmp_path))
     assert done[0]["code"] == 2
-    assert "allowed: nf4, as in a/checkpoints/step-00000002: it is a part of the model" in done[0]["err"]
+    assert "allowed: True, as in a/checkpoints/step-00000002: it is a part of the model" in done[0]["err"]
