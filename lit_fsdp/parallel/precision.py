@@ -253,8 +253,8 @@ class DtypeContract:
             elif self.frozen is not None and not param.requires_grad:
                 kind = ("frozen ", declared or self.frozen)
             kinds.setdefault(kind, []).append((name, param))
-        for (kind, dtype), params in kinds.items():
-            self.check(f"{kind}{what}", params, dtype)
+        for (which, dtype), params in kinds.items():
+            self.check(f"{which}{what}", params, dtype)
 
     def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""

@@ -91,7 +91,7 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
         "logits": chunk_tokens(config.vocab_size, config.hidden_size) * config.vocab_size * 10,
     }
     if run.model.lora is not None:
-        terms |= {**beside_a_frozen_base(run, config, ranks), "head": 0}
+        terms |= {**beside_a_frozen_base(run, ranks), "head": 0}
     if run.strategy.activation_config.mode != "full":
         del terms["inputs"]
     if run.strategy.cpu_offload:
@@ -99,9 +99,11 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
     return {kind: num_bytes / GIB for kind, num_bytes in terms.items()}
 
 
-def with_adapters(run: RunConfig, config: Any) -> Holder:
+@functools.cache
+def with_adapters(recipe: str) -> Holder:
     """The model of a recipe with adapters on meta, in the dtypes it rests in."""
-    holder = Holder(build_trainable(config, run.model)[0])
+    run = checked(README.with_name(f"{recipe}.yaml"))
+    holder = Holder(build_trainable(meta_model(str(run.model.name)).config, run.model)[0])
     cast_parameters(holder, run.strategy)
     return holder
 
@@ -111,9 +113,9 @@ def num_trained(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def beside_a_frozen_base(run: RunConfig, config: Any, ranks: int) -> dict[str, float]:
+def beside_a_frozen_base(run: RunConfig, ranks: int) -> dict[str, float]:
     """Of a recipe with adapters: bytes between steps, and of a unit in use."""
-    holder = with_adapters(run, config)
+    holder = with_adapters(Path(run.trainer["default_root_dir"]).name)
     plan = plan_units(holder, run.strategy.wrap_config)
     state = state_per_rank(holder, plan, run.strategy, ranks)[0]
     layers = [layer.in_features * layer.out_features for layer in quantized_layers(holder).values()]
@@ -135,7 +137,7 @@ def row_of(recipe: Path) -> str:
     name = str(run.model.name)
     model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else name)
     params, terms = num_parameters(model), gib_per_rank(run, model)
-    trained = params if run.model.lora is None else num_trained(with_adapters(run, model.config))
+    trained = params if run.model.lora is None else num_trained(with_adapters(recipe.stem))
     title = re.fullmatch(r"# .+ fine-tune, (.+)\.", recipe.read_text(encoding="utf-8").split("\n", 1)[0])
     samples, tokens = size_of_step(run)
     cells = [
