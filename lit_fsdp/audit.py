@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -19,8 +19,8 @@ from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
-from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, has_bf16
-from lit_fsdp.parallel.units import UnitPlan, audit, plan_for
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
+from lit_fsdp.parallel.units import UnitPlan, audit, packed_weights, plan_for
 from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
 
 
@@ -65,7 +65,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         fits, "model.attn_implementation", given, "an attention that the model has", "leave attn_implementation out"
     )
     module = CausalLMModule(model)
-    cast_parameters(module, TORCH_DTYPES[config.row.param])
+    frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
     prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
     kept, known_as = state_bytes(run.model.optim, model, TORCH_DTYPES[config.row.param].itemsize)
@@ -77,7 +77,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "sharding": strategy.sharding,
         "ranks": run.world_size,
         "replicate_degree": copies,
-        "precision": {"mode": config.mode, "declared": dataclasses.asdict(config.row)},
+        "precision": {"mode": config.mode, "declared": declared_dtypes(config.row, frozen)},
         "state_per_rank": state,
         "optimizer": run.model.optim.optimizer,
         "optimizer_bytes_of": known_as,
@@ -127,13 +127,13 @@ _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 
 @dataclass
 class _Held:
-    """Elements that one rank holds."""
+    """What one rank holds."""
 
-    params: int = 0
+    num_params: int = 0
+    """Without padding; the bytes are with it."""
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    stored: int = 0
-    """Elements of ``params`` with padding."""
-    stored_gradients: int = 0
 
 
 def state_per_rank(
@@ -141,11 +141,11 @@ def state_per_rank(
 ) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps; every copy repeats it.
 
-    Counts parameters and gradients at rest with the engine's padding, in the precision mode's storage dtype, and what
-    the optimizer keeps; not what is gathered for a moment, nor activations. Nothing is allocated.
+    Counts parameters and gradients at rest with the engine's padding, in the dtype that the parameter rests in, and
+    what the optimizer keeps; not what is gathered for a moment, nor activations. Nothing is allocated.
 
     Args:
-        model: On meta or not, before it is sharded; the one that ``plan`` was made for.
+        model: On meta or not, cast and before it is sharded; the one that ``plan`` was made for.
         plan: Its FSDP units.
         config: Engine and precision.
         ranks: Ranks that share one copy; 1 where nothing is split.
@@ -153,13 +153,15 @@ def state_per_rank(
 
     Returns:
         ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;
-        frozen parameters have no optimizer state.
+        frozen parameters have no optimizer state. With a base in 4 bits also ``quantization_bytes``: its scales, whole
+        on each.
     """
     held = [_Held() for _ in range(ranks)]
     row = config.precision_config.row
     size = TORCH_DTYPES[row.param].itemsize
     kept = kept or state_bytes(OptimConfig(), model, size)[0]
     seen: set[int] = set()
+    packed = packed_weights(model)
     for unit in plan.units:
         module = plan.modules[unit.name] if unit.name else model
         own = [param for param in module.parameters() if id(param) not in seen]
@@ -167,29 +169,23 @@ def state_per_rank(
         if config.engine == "fsdp1":
             _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
         else:
-            _add_by_rows(held, own, kept)
-    return [
-        {
-            "num_params": one.params,
-            "parameter_bytes": one.stored * size,
-            "gradient_bytes": one.stored_gradients * size,
-            "optimizer_bytes": one.optimizer_bytes,
-        }
-        for one in held
-    ]
+            _add_by_rows(held, own, packed, kept)
+    found = [dataclasses.asdict(one) for one in held]
+    scales = sum(unit.quantization_bytes for unit in plan.units)
+    return [{**one, "quantization_bytes": scales} for one in found] if scales else found
 
 
-def _add_by_rows(held: list[_Held], params: Iterable[nn.Parameter], kept: _Kept) -> None:
+def _add_by_rows(held: list[_Held], params: Iterable[nn.Parameter], packed: Mapping[int, int], kept: _Kept) -> None:
     for param in params:
         rows = param.shape[0] if param.dim() else 1
         per_row = param.numel() // max(1, rows)
         chunk = -(-rows // len(held))
         for rank, one in enumerate(held):
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
-            one.params += local
-            one.stored += chunk * per_row
+            one.num_params += local * packed.get(id(param), 1)
+            one.parameter_bytes += chunk * per_row * param.element_size()
+            one.gradient_bytes += chunk * per_row * param.element_size() * param.requires_grad
             one.optimizer_bytes += kept(param, local) if param.requires_grad and local else 0
-            one.stored_gradients += chunk * per_row * param.requires_grad
 
 
 def _add_flat(held: list[_Held], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
@@ -199,12 +195,12 @@ def _add_flat(held: list[_Held], params: Sequence[nn.Parameter], itemsize: int, 
         end += -end % align
         starts.append(end)
         end += param.numel()
-    part = -(-end // len(held))
+    part, size = -(-end // len(held)), next((param.element_size() for param in params), 0)
     is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
     for rank, one in enumerate(held):
-        one.stored += part
-        one.stored_gradients += part * is_trained
+        one.parameter_bytes += part * size
+        one.gradient_bytes += part * size * is_trained
         for start, param in zip(starts, params, strict=True):
             first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
-            one.params += max(0, last - first)
+            one.num_params += max(0, last - first)
             one.optimizer_bytes += kept(param, last - first) if param.requires_grad and last > first else 0

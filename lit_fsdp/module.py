@@ -134,7 +134,8 @@ class CausalLMModule(LightningModule):
             self._weights = open_weights(self.source, model, seed)
         else:
             bare = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
-            self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed)
+            device = strategy.root_device if isinstance(strategy, EngineStrategy) else None
+            self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed, device)
         if not isinstance(strategy, EngineStrategy):
             materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
             for module in self.modules():
@@ -320,7 +321,11 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter)}
+        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter)
+        if self.config.lora is not None:
+            names = ("quantize", "double_quantization")
+            entry["quantized"] = {name: getattr(self.config.lora, name) for name in names}
+        return {"model": entry}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of other adapters, which their tensors alone do not tell."""

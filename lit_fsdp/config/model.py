@@ -134,7 +134,9 @@ class LoraConfig:
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases are trained: none, all of the model, or those of layers with an adapter."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Only null: adapters over quantized base weights (QLoRA) are refused."""
+    """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA); int8 is refused."""
+    double_quantization: bool = False
+    """With quantize: keep the scales of the 4-bit weights in 8 bits too, about 0.4 bits less per weight."""
 
     def __post_init__(self) -> None:
         require(self.r >= 1, "r", self.r, ">= 1", "write r: 16")
@@ -142,21 +144,33 @@ class LoraConfig:
         require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1", "write dropout: 0.05")
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
-        allowed = "null: the base weights are kept as bf16 or fp32 numbers and sharded over the ranks"
-        fix = "drop it, and set trainer.strategy.init_args.precision: low_precision for a base of 2 bytes per weight"
-        require(self.quantize is None, "quantize", self.quantize, allowed, fix)
+        _check_quantize(self)
 
     def check_checkpoint(self, manifest: Any) -> None:
-        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale.
+        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base.
 
         Args:
             manifest: A :class:`lit_fsdp.checkpoint.manifest.Manifest`.
         """
-        saved = manifest.extra.get("model", {}).get("adapter") or {}
-        for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
-            now, before = getattr(self, name), saved.get(key, getattr(self, name))
+        model = manifest.extra.get("model", {})
+        saved = {**(model.get("adapter") or {}), **(model.get("quantized") or {})}
+        keys = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora"}
+        for name in (*keys, "quantize", "double_quantization"):
+            now = getattr(self, name)
+            before = saved.get(keys.get(name, name), now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
             require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
+
+
+def _check_quantize(lora: LoraConfig) -> None:
+    given = "int8: bitsandbytes keeps such weights as whole numbers, which the engines would cast with all others"
+    require(lora.quantize != "int8", "quantize", given, "nf4 | null", "write quantize: nf4")
+    given, fix = "true without quantize", "add quantize: nf4"
+    require(lora.quantize or not lora.double_quantization, "double_quantization", given, "quantize: nf4", fix)
+    given, allowed = "true with quantize: DoRA needs whole weights in every forward", "false with quantize"
+    require(not (lora.quantize and lora.use_dora), "use_dora", given, allowed, "drop use_dora or quantize")
+    given = f"{lora.bias} with quantize: 4-bit layers cast their biases in place"
+    require(not lora.quantize or lora.bias == "none", "bias", given, "none with quantize", "drop bias")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.locations import expanded, shipped_name
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import (
     FACTORY,
     RULES,
@@ -316,6 +316,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             parent = parent.rpartition(".")[0]
         beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
         near = _nearest(full.removesuffix("+"), beside) or _nearest(full.removesuffix("+"), every)
+        if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
+            near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
         fix = f"write {near}" if near else "remove it"
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"

@@ -19,7 +19,14 @@ from lit_fsdp.config.model import (
     gpu_attention_on_cpu,
 )
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionMode, PrecisionWord, StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import (
+    LIGHTNING_PRECISION,
+    PrecisionMode,
+    PrecisionWord,
+    StrategyConfig,
+    check_quantized,
+    mesh_shape,
+)
 from lit_fsdp.errors import require
 
 FACTORY = "lit_fsdp.fsdp_strategy"
@@ -319,6 +326,15 @@ def _reference_sees_every_row(run: RunConfig) -> None:
     require(not (computed and run.data.streaming), "data.streaming", "true", allowed, fix)
 
 
+def _quantized_base_has_its_engine(run: RunConfig) -> None:
+    if "model" in run.foreign or run.model.lora is None or run.model.lora.quantize is None:
+        return
+    ours = "trainer.strategy" not in run.foreign
+    given, fix = "another strategy with model.lora.quantize", "drop trainer.strategy, or quantize"
+    require(ours, "trainer.strategy", given, "lit_fsdp.fsdp_strategy with fsdp2 | ddp | single", fix)
+    check_quantized(run.strategy, STRATEGY)
+
+
 RULES: list[Callable[[RunConfig], None]] = [
     _has_a_model,
     _has_data,
@@ -332,6 +348,7 @@ RULES: list[Callable[[RunConfig], None]] = [
     _optimizer_has_its_engine,
     _samples_have_prompts,
     _reference_sees_every_row,
+    _quantized_base_has_its_engine,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
 

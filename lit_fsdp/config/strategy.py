@@ -104,7 +104,8 @@ class PrecisionConfig:
     """A precision mode, parts of which may be overridden."""
 
     mode: PrecisionMode = "mixed"
-    """mixed: fp32 weights, bf16 compute; auto: mixed where every device has bf16 instructions, else fp32;
+    """mixed: fp32 weights (a frozen base beside adapters bf16, except with fsdp1), bf16 compute; auto: mixed where
+    every device has bf16 instructions, else fp32;
     low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
     """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
@@ -254,6 +255,15 @@ class StrategyConfig:
         given: Any = self.precision
         return given if isinstance(given, PrecisionConfig) else PrecisionConfig(mode=given)
 
+    @property
+    def frozen_dtype(self) -> DtypeName:
+        """Storage dtype of what is frozen beside adapters: bf16 in all modes that compute in it.
+
+        As of trained ones with fsdp1, which makes one tensor, of one dtype, of all parameters of a unit.
+        """
+        row = self.precision_config.row
+        return "bf16" if row.compute == "bf16" and self.engine != "fsdp1" else row.param
+
     def on(self, has_bf16: bool) -> StrategyConfig:
         """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""
         given = self.precision_config
@@ -364,6 +374,20 @@ def _check_details(config: StrategyConfig) -> None:
     fits = config.activation_config.mode != "memory_budget" or config.compile
     given = "memory_budget without compile: the budget is the compiler's"
     require(fits, "activation_checkpointing", given, "memory_budget with compile: true")
+
+
+def check_quantized(config: StrategyConfig, path: str) -> None:
+    """Refuse what cannot hold a base in 4 bits, packed into bf16 numbers that nothing may cast or take apart.
+
+    Raises:
+        ConfigError: ``fsdp1``, or a precision that computes in fp16 or fp8.
+    """
+    mode, quantized = config.precision_config.mode, "with model.lora.quantize"
+    given = f"fsdp1 {quantized}: it makes one tensor of a unit, and casts packed weights with all others"
+    require(config.engine != "fsdp1", f"{path}.engine", given, "fsdp2 | ddp | single", "set engine: fsdp2")
+    fits = mode not in ("fp16_mixed", "fp8")
+    allowed = "mixed | auto | low_precision | fp32: weights are packed into bf16 numbers"
+    require(fits, f"{path}.precision", f"{mode} {quantized}", allowed, "set precision: mixed")
 
 
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:

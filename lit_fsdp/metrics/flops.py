@@ -168,8 +168,10 @@ def _own_products(name: str, module: nn.Module, config: Any) -> list[tuple[float
     """Elements that one token is multiplied by, and whether they are trained, of each weight of this very module."""
     if isinstance(module, nn.Embedding) or any(part in name.split(".") for part in _NO_PRODUCT):
         return []
+    packed: Any = module if hasattr(module, "quant_state") else None  # by bitsandbytes, several weights in a number
+    whole: dict[str, int] = {} if packed is None else {"weight": packed.in_features * packed.out_features}
     return [
-        (p.numel() * _active_share(f"{name}.{own}", p.ndim, p.shape[0], config), p.requires_grad)
+        (whole.get(own, p.numel()) * _active_share(f"{name}.{own}", p.ndim, p.shape[0], config), p.requires_grad)
         for own, p in module.named_parameters(recurse=False)
         if p.ndim >= 2 and not own.endswith("bias") and own not in _NO_PRODUCT
     ]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.initial import seeded
+from lit_fsdp.models.quantize import apply_nf4, is_quantized, pack
 from lit_fsdp.models.weights import Weights, tied_groups
 
 _log = logging.getLogger(__name__)
@@ -39,14 +40,21 @@ class LoraWeights:
         base: The weights of the model before :func:`apply_lora`.
         model: After it, on meta and not wrapped yet.
         seed: Of random values.
+        device: Where a quantized base is quantized, one module at a time; default: the CPU.
     """
 
-    def __init__(self, base: Weights, model: nn.Module, seed: int) -> None:
-        self._base, self._seed = base, seed
+    def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:
+        self._base, self._seed, self._device = base, seed, device or torch.device("cpu")
         self._modules = dict(model.named_modules())
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`lit_fsdp.models.weights.Weights.read`, by the names of the model with adapters."""
+        """As :meth:`lit_fsdp.models.weights.Weights.read`, by the names of the model with adapters.
+
+        Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
+        """
+        if is_quantized(module, attribute):
+            packed = pack(self._base.read(_base_name(module_name), module, attribute), module, self._device)
+            return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         found = [index for index, part in enumerate(parts) if part in _ADAPTER_PARTS]
         if not found:
@@ -87,6 +95,8 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         targets = "all-linear"
     _check_names(model, "target_modules", targets if isinstance(targets, list) else [])
     _check_names(model, "modules_to_save", config.modules_to_save or [])
+    if config.quantize is not None:
+        apply_nf4(model, config.modules_to_save or [], config.double_quantization)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

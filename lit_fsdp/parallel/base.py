@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, check_quantized, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import free_port
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
@@ -44,6 +44,7 @@ from lit_fsdp.parallel.precision import (
     cast_outputs,
     cast_parameters,
     check_device,
+    dtype_name,
     settle_precision,
     without_autocast,
 )
@@ -53,7 +54,9 @@ from lit_fsdp.parallel.units import (
     clean_name,
     engines_already_there,
     owners_by_unit,
+    packed_weights,
     plan_for,
+    quantized_layers,
     tied_names,
     units_already_wrapped,
 )
@@ -325,10 +328,10 @@ class EngineStrategy(Checkpoints):
         if config.precision_config.buffer_dtype is not None:
             cast_buffers(module, TORCH_DTYPES[config.precision_config.buffer_dtype])
         self._owner = module
-        shards = self.mesh.size(self.mesh.ndim - 1)
+        shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
         self.audit = {
             **audit(plan, shards, recompute),
-            "num_params_on_this_rank": sum(_local(p).numel() for p in module.parameters()),
+            "num_params_on_this_rank": sum(_local(p).numel() * packed.get(id(p), 1) for p in module.parameters()),
             "engine": config.engine,
             "sharding": config.sharding,
             "replicate_degree": self.world_size // shards,
@@ -349,7 +352,16 @@ class EngineStrategy(Checkpoints):
         """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
         config, precision = self.config, self.config.precision_config
         if not config.wrap_config.manual:  # sharded already: the contract compares what is there
-            cast_parameters(module, TORCH_DTYPES[precision.row.param])
+            self.contract.frozen = cast_parameters(module, config)
+            layers = quantized_layers(module)
+            self.contract.packed = {f"{name}.weight": dtype_name(layer.weight.dtype) for name, layer in layers.items()}
+            if layers:
+                check_quantized(config, self.path)
+            for layer in layers.values():
+                cast_inputs(layer, TORCH_DTYPES[precision.row.compute])  # in which it computes then
+            frozen, compute = self.contract.frozen, precision.row.compute
+            if config.engine == "fsdp1" and frozen == "fp32" and compute == "bf16" and dist.get_rank() == 0:
+                _log.info("the frozen base rests in fp32: fsdp1 makes one tensor of a unit; others keep it in bf16")
         if precision.mode == "fp8":
             apply_float8(module, precision.fp8_skip, f"{self.path}.precision")
         plan = plan_for(module, config, self.path)
@@ -452,6 +464,7 @@ class EngineStrategy(Checkpoints):
         for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast = before._plugin.autocast
+        self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
         self._owner = self.lightning_module
 
     # -- a step

@@ -249,7 +249,7 @@ class Checkpoints:
 
     def _check_parameters(self, when: str, optimizers: Sequence[Any] = ()) -> None:
         named = list(self.lightning_module.named_parameters())
-        self.contract.check(f"parameters {when}", named, self.contract.row.param)
+        self.contract.check_parameters(f"parameters {when}", named)
         for optimizer in optimizers:
             found = moments(optimizer, {id(param): name for name, param in named})
             self.contract.check(f"optimizer state {when}", found, self.contract.row.param)

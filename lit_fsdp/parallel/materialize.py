@@ -53,6 +53,8 @@ class Materializer:
             return_freed_memory()
             self._read_bytes = 0
         name = self.names[module]
+        if hasattr(module, "quant_state"):  # to quantize takes several copies of the layer on a CPU
+            self._read_bytes += _TRIM_BYTES
         for attribute, param in list(module._parameters.items()):
             if param is None or not param.is_meta:
                 continue
@@ -79,7 +81,7 @@ class Materializer:
         local = filled.to_local()
         shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         self._read_bytes += local.nbytes
-        if local.numel():
+        if local.numel() or hasattr(module, "quant_state"):  # without which a rank could not unpack what it gathers
             local.copy_(self.read(name, module, attribute, slice(offset[0], offset[0] + shape[0])))
         return nn.Parameter(filled, param.requires_grad)
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.config.strategy import DtypeName, DtypeRow, StrategyConfig
 from lit_fsdp.errors import ContractError, require
 from lit_fsdp.host import cpu_has_bf16
+from lit_fsdp.parallel.units import packed_weights
 
 _log = logging.getLogger(__name__)
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,16 +98,32 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
 # -- casts
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all floating-point parameters (buffers stay) to their storage dtype in place; ties are kept."""
+def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
+    """Cast all floating-point parameters (buffers stay) to their storage dtypes in place; ties are kept.
+
+    Returns:
+        The dtype of frozen parameters of a model with adapters of peft; ``None`` for others, whose are all alike.
+    """
+    row = config.precision_config.row
+    frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
     done: dict[int, nn.Parameter] = {}
+    packed = packed_weights(model)
     for module in model.modules():
         for name, param in module._parameters.items():
-            if param is None or not param.is_floating_point() or param.dtype == dtype:
+            if param is None or not param.is_floating_point():
+                continue
+            dtype = TORCH_DTYPES[row.param if frozen is None or param.requires_grad else frozen]
+            if param.dtype == dtype or id(param) in packed:
                 continue
             if id(param) not in done:
                 done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
             setattr(module, name, done[id(param)])  # an LSTM keeps a second list of them
+    return frozen
+
+
+def declared_dtypes(row: DtypeRow, frozen: DtypeName | None) -> dict[str, str]:
+    """What a run declares, for people and files; ``frozen`` beside adapters only."""
+    return {"param": row.param, **({"frozen": frozen} if frozen else {}), "compute": row.compute, "reduce": row.reduce}
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
@@ -181,7 +198,11 @@ class DtypeContract:
 
     def __init__(self, config: StrategyConfig) -> None:
         self.row, self.mode = config.precision_config.row, config.precision_config.mode
-        self._gathered = self.row.compute if config.is_sharded else self.row.param  # autocast leaves them as they are
+        self.frozen: DtypeName | None = None
+        """Storage dtype of frozen parameters where it is declared apart."""
+        self.packed: dict[str, str] = {}
+        """Dtypes of packed weights, which nothing casts, by name."""
+        self._is_sharded = config.is_sharded
         self.is_error = config.contract != "warn"
         """Whether a difference ends the run; else it is said once per kind."""
         self.realized: dict[str, dict[str, int]] = {}
@@ -217,6 +238,24 @@ class DtypeContract:
         if found:
             self.realized[what] = dict(Counter(self.realized.get(what, {})) + Counter(dtype for _, dtype in found))
 
+    def check_parameters(
+        self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None = None
+    ) -> None:
+        """:meth:`check` of trained, frozen and packed parameters, each with the dtype they rest in.
+
+        ``declared`` is that of all that are not packed, where a unit has gathered them.
+        """
+        kinds: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
+        for name, param in named:
+            kind: tuple[str, str] = ("", declared or self.row.param)
+            if name in self.packed:
+                kind = ("packed ", self.packed[name])
+            elif self.frozen is not None and not param.requires_grad:
+                kind = ("frozen ", declared or self.frozen)
+            kinds.setdefault(kind, []).append((name, param))
+        for (which, dtype), params in kinds.items():
+            self.check(f"{which}{what}", params, dtype)
+
     def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
         """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""
         for name, module in units.items():
@@ -225,8 +264,9 @@ class DtypeContract:
             def before(module: nn.Module, args: Any, name: str = name, inner: tuple[str, ...] = inner) -> None:
                 named = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters())
                 own = [(f"{name}.{n}", p) for n, p in named if p.dim() and not n.startswith(inner)]
-                declared = "fp32" if name in fp32_units else self._gathered
-                self.check("gathered parameters in the forward", own, declared)
+                declared = "fp32" if name in fp32_units else self.row.compute
+                # autocast leaves them as they are
+                self.check_parameters("gathered parameters in the forward", own, declared if self._is_sharded else None)
 
             def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
                 tensors = [
@@ -284,7 +324,7 @@ class DtypeContract:
 
     def report(self) -> dict[str, Any]:
         """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""
-        declared = {"param": self.row.param, "compute": self.row.compute, "reduce": self.row.reduce}
+        declared = declared_dtypes(self.row, self.frozen)
         return {"mode": self.mode, "declared": declared, "realized": self.realized}
 
 

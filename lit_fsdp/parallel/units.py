@@ -44,6 +44,8 @@ class Unit:
     """Parameters of this unit without those of units inside it, frozen ones too; a tied weight counts once."""
     num_bytes: int
     """Bytes of these parameters in the storage dtype, before sharding."""
+    quantization_bytes: int = 0
+    """Beside them, of what turns 4-bit weights back into weights, which every rank keeps whole."""
     num_trainable: int = 0
     """Those of the parameters that are not frozen."""
     tied: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
             "tied": list(unit.tied),
             "recompute": recompute.get(unit.name, "no"),
         }
+        | ({"quantization_bytes": unit.quantization_bytes} if unit.quantization_bytes else {})
         for unit in plan.units
     ]
     return {
@@ -150,6 +153,16 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
         "shard_degree": shard_degree,
         "units": rows,
     }
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """The 4-bit layers of bitsandbytes by name: their ``weight`` holds packed weights, in whatever dtype."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
+
+
+def packed_weights(model: nn.Module) -> dict[int, int]:
+    """How many weights one number of a packed parameter stands for, by ``id``."""
+    return {id(layer.weight): layer.weight.element_size() * 2 for layer in quantized_layers(model).values()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -196,7 +209,8 @@ def _count(
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    is_block, whole = set(blocks), unsharded_numels(model)
+    is_block, whole, packed = set(blocks), unsharded_numels(model), packed_weights(model)
+    scales = {id(layer.weight): getattr(layer, "quantization_bytes", 0) for layer in quantized_layers(model).values()}
     ties: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(param), []).append(clean_name(name))
@@ -209,8 +223,9 @@ def _count(
             Unit(
                 name=names[module][0],
                 class_name=(type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)).__name__,
-                num_params=sum(n for _, n in own),
+                num_params=sum(n * packed.get(id(p), 1) for p, n in own),
                 num_bytes=sum(n * p.element_size() for p, n in own),
+                quantization_bytes=sum(scales.get(id(p), 0) for p, _ in own),
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
                 is_block=module in is_block,

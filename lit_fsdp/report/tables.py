@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lit_fsdp.host import GIB
 
-_NUMBERS = ("parameters", "GiB", "share", "weights", "gradients", "optimizer", "all")
+_NUMBERS = ("parameters", "GiB", "share", "weights", "scales", "gradients", "optimizer", "all")
 
 
 def wide_console(file: TextIO) -> Console:
@@ -45,13 +45,15 @@ def parameter_counts(record: dict[str, Any]) -> str:
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
     """What each rank of one copy of the model keeps between steps, in GiB; equal neighbors share a line."""
     title = "kept on each rank between steps, in GiB"
-    table = _table(title, ("rank of a copy", "parameters", "weights", "gradients", "optimizer", "all"))
+    kinds = {"weights": "parameter", "scales": "quantization", "gradients": "gradient", "optimizer": "optimizer"}
+    kinds = {word: f"{kind}_bytes" for word, kind in kinds.items() if f"{kind}_bytes" in ranks[0]}
+    table = _table(title, ("rank of a copy", "parameters", *kinds, "all"))
     start = 0
     while start < len(ranks):
         end = start
         while end + 1 < len(ranks) and ranks[end + 1] == ranks[start]:
             end += 1
-        sizes = [ranks[start][f"{kind}_bytes"] / GIB for kind in ("parameter", "gradient", "optimizer")]
+        sizes = [ranks[start][kind] / GIB for kind in kinds.values()]
         table.add_row(
             str(start) if end == start else f"{start} … {end}",
             f"{ranks[start]['num_params']:,}",

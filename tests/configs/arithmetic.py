@@ -11,14 +11,16 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
+from lit_fsdp.audit import state_per_rank
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
-from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.build import build_on_meta, build_trainable, num_parameters
 from lit_fsdp.models.chunked_loss import chunk_rows
 from lit_fsdp.models.miniature import shipped_config
-from lit_fsdp.parallel.units import plan_units
+from lit_fsdp.parallel.precision import cast_parameters
+from lit_fsdp.parallel.units import plan_units, quantized_layers
 
 README = Path(__file__).parents[2] / "recipes" / "README.md"
 RECIPES = sorted(README.parent.glob("*.yaml"))
@@ -90,11 +92,40 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
         "head": head * 4,
         "logits": chunk_rows(config.vocab_size, config.hidden_size) * config.vocab_size * 10,
     }
+    if run.model.lora is not None:
+        terms |= {**beside_a_frozen_base(run, ranks), "head": 0}
     if run.strategy.activation_config.mode != "full":
         del terms["inputs"]
     if run.strategy.cpu_offload:
         terms["host"] = terms.pop("state") * run.world_size / run.num_nodes
     return {kind: num_bytes / GIB for kind, num_bytes in terms.items()}
+
+
+@functools.cache
+def with_adapters(recipe: str) -> Holder:
+    """The model of a recipe with adapters on meta, in the dtypes it rests in."""
+    run = checked(README.with_name(f"{recipe}.yaml"))
+    holder = Holder(build_trainable(meta_model(str(run.model.name)).config, run.model)[0])
+    cast_parameters(holder, run.strategy)
+    return holder
+
+
+def num_trained(model: nn.Module) -> int:
+    """Parameters that are not frozen."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def beside_a_frozen_base(run: RunConfig, ranks: int) -> dict[str, float]:
+    """Of a recipe with adapters: bytes between steps, and of a unit in use."""
+    holder = with_adapters(Path(run.trainer["default_root_dir"]).name)
+    plan = plan_units(holder, run.strategy.wrap_config)
+    state = state_per_rank(holder, plan, run.strategy, ranks)[0]
+    layers = [layer.in_features * layer.out_features for layer in quantized_layers(holder).values()]
+    units = [unit.num_bytes - 4 * unit.num_trainable + 8 * unit.num_trainable for unit in plan.units]
+    return {
+        "state": sum(size for kind, size in state.items() if kind.endswith("_bytes")),
+        "unit": max(units) + 2 * max(layers, default=0),
+    }
 
 
 def total_gib(terms: Mapping[str, float]) -> float:
@@ -108,6 +139,7 @@ def row_of(recipe: Path) -> str:
     name = str(run.model.name)
     model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else name)
     params, terms = num_parameters(model), gib_per_rank(run, model)
+    trained = params if run.model.lora is None else num_trained(with_adapters(recipe.stem))
     title = re.fullmatch(r"# .+ fine-tune, (.+)\.", recipe.read_text(encoding="utf-8").split("\n", 1)[0])
     samples, tokens = size_of_step(run)
     cells = [
@@ -121,7 +153,7 @@ def row_of(recipe: Path) -> str:
         f"{terms['inputs']:.2f}" if "inputs" in terms else "all kept",
         f"{terms['head'] + terms['logits']:.2f}",
         f"**{total_gib(terms):.1f}**",
-        f"{params * CHECKPOINT_BYTES / 1e9:.2f} GB",
+        f"{trained * CHECKPOINT_BYTES / 1e9:.2f} GB",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -38,25 +38,50 @@ def train_lora(
         torch.save(full, f"{run}/live.pt")
     held = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
     return found | {
-        "changed": sorted(name for name, t in kept.items() if name in base and not torch.equal(t.float(), base[name])),
+        "changed": sorted(n for n, t in kept.items() if n in base and _differ(t, _at_rest(base[n], t))),
         "names": sorted(full),
         "only_trained_are_optimized": held == {id(p) for p in module.parameters() if p.requires_grad},
     }
 
 
-def peft_losses(folder: str, lora: dict[str, Any], steps: int = 10) -> list[float]:
-    """Plain peft in one process in fp32, from the same random adapters: the loss of each global batch."""
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # packed weights may look like nan
+
+
+def _at_rest(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a file as it rests in a run: cast, or packed as bitsandbytes does it."""
+    if like.shape == base.shape:
+        return base.to(like.dtype)
+    from bitsandbytes.functional import quantize_4bit
+
+    packed: torch.Tensor = quantize_4bit(base, quant_type="nf4", quant_storage=like.dtype)[0]
+    return packed
+
+
+def peft_losses(
+    folder: str, lora: dict[str, Any], steps: int = 10, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[float]:
+    """Plain peft in one process, from the same random adapters: the loss of each global batch.
+
+    ``dtype`` is the base's, and ``options`` are further ones of ``from_pretrained``; adapters are fp32 and, beside a
+    base in bf16, computed under autocast.
+    """
     source = resolve_model(ModelConfig(name=folder), 0)
     meta = build_on_meta(source.hf_config)
     settings = apply_lora(meta, LoraConfig(**lora))
     weights = LoraWeights(open_weights(source, build_on_meta(source.hf_config), SEED), meta, SEED)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options).train()
     config = peft.PeftConfig.from_peft_type(**{**settings, "inference_mode": False})
     model = peft.LoraModel(base, config, "default")
     for name, module in meta.named_modules():
         if ".lora_A." in name:  # the only random ones; peft's own start is kept everywhere else
             model.model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
-    return loop(model, lambda step: step_loss(model, global_batch(step)), steps)
+
+    def loss_of(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return step_loss(model, global_batch(step))
+
+    return loop(model, loss_of, steps)
 
 
 def tampered_export(words: list[str], cwd: str) -> None:

@@ -100,6 +100,20 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_llama(tmp_path_factory.mktemp("large"), {**shape, **heads})
 
 
+def test_a_base_in_4_bits_is_never_held_in_16(large_model: Path) -> None:
+    """Each of two ranks stays under its shard, the scales of all and 110 MB, far from the 257 MB of the layers."""
+    result = measure("qlora", large_model, 2)
+    assert "error" not in result, result.get("error")
+    shape = json.loads((large_model / "config.json").read_text())
+    width, inner, blocks = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    layers = blocks * (4 * width * width + 3 * width * inner)
+    scales = layers // 64 * 4
+    assert 2 * layers > 250 * MB
+    for record in result["ranks_measured"]:
+        assert layers // 4 < record["held_bytes"] < layers // 4 + 12 * MB  # beside it half the embedding, and adapters
+        assert above_imports(record) < record["held_bytes"] + scales + 110 * MB
+
+
 @pytest.fixture(scope="module")
 def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral of 105M parameters under the names it has on the hub, 32 experts to a block, each by itself."""

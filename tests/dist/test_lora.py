@@ -56,16 +56,31 @@ def test_losses_are_those_of_plain_peft(
         assert result["changed"] == []
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_mixed_precision_and_the_audit_count_what_is_trained(tiny_model: Path, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)])
+def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(
+    tiny_model: Path, engine: str, ranks: int
+) -> None:
     results = on_ranks(
-        "train_lora", 2, folder=tiny_model, strategy={"engine": engine}, model={"lora": {**ALL, "dropout": 0.0}}
+        "train_lora",
+        ranks,
+        folder=tiny_model,
+        strategy={"engine": engine},
+        model={"lora": {**ALL, "dropout": 0.0}},
     )
     assert worst(results[0]["losses"], peft_losses(str(tiny_model), ALL)) < 5e-3
-    audit = results[0]["audit"]
+    audit, dtypes = results[0]["audit"], results[0]["dtypes"]
     sizes = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100)]
     assert audit["num_trainable"] == 3 * sum(4 * (rows + columns) for rows, columns in sizes)
     assert audit["num_trainable"] == sum(unit["num_trainable"] for unit in audit["units"])
+    frozen, num_bytes = ("fp32", 4) if engine == "fsdp1" else ("bf16", 2)
+    for unit in audit["units"]:
+        assert unit["num_bytes"] == 4 * unit["num_trainable"] + num_bytes * (unit["num_params"] - unit["num_trainable"])
+    assert dtypes["declared"] == {"param": "fp32", "frozen": frozen, "compute": "bf16", "reduce": "fp32"}
+    for when in ("after set-up", "after the first step"):
+        assert set(dtypes["realized"][f"parameters {when}"]) == {"fp32"}
+        assert set(dtypes["realized"][f"frozen parameters {when}"]) == {frozen}
+    assert set(dtypes["realized"]["gradients"]) == {"fp32"}
+    assert set(dtypes["realized"]["optimizer state after the first step"]) == {"fp32"}
     assert results[0]["changed"] == []
 
 

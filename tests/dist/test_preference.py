@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.forks import on_ranks
+from tests.dist.forks import command, on_ranks
 from tests.dist.preference_jobs import BETA, plain_dpo
 
 NAMES = ("loss", "rewards/chosen", "rewards/rejected")
@@ -101,10 +101,10 @@ def test_a_recipe_trains_validates_and_predicts(tiny_model: Path, tmp_path: Path
     words += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.default_root_dir", "run"]
     words += ["--trainer.strategy.init_args.precision", "fp32", "--data.cache_dir", "cache"]
     fit = [*words, "--trainer.max_steps", "3", "--trainer.val_check_interval", "6", "--model.optim.lr", "1e-3"]
-    done = on_ranks("command", 2, words=["fit", *fit], cwd=str(tmp_path))
-    assert [rank["code"] for rank in done] == [0, 0], done[0]["err"]
-    for rank in on_ranks("command", 2, words=["validate", *words, "--ckpt_path", "last"], cwd=str(tmp_path)):
-        assert rank["code"] == 0, rank["err"]
+    done = command(2, ["fit", *fit], tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    for rank in command(2, ["validate", *words, "--ckpt_path", "last"], tmp_path):
+        assert rank.code == 0, rank.err
     found = []
     for name in ("metrics.csv", "validate-metrics.csv"):
         with (tmp_path / "run" / name).open(newline="") as file:
@@ -114,15 +114,15 @@ def test_a_recipe_trains_validates_and_predicts(tiny_model: Path, tmp_path: Path
     assert found[0]["val_loss"] < math.log(2) - 1e-3
     assert found[0]["val_rewards/margins"] > 0
     predict = [*words, "--data.predict", "generated:5", "--ckpt_path", "last"]
-    assert on_ranks("command", 2, words=["predict", *predict], cwd=str(tmp_path))[0]["code"] == 0
+    assert command(2, ["predict", *predict], tmp_path)[0].code == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(5))
     assert all(row["logp_chosen"] < 0 and row["logp_rejected"] < 0 for row in rows)
     bare = ["fit", "--model.name", str(tiny_model), "--data.train", "generated:12", "--data.format", "preference"]
     bare += ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
-    (refused,) = on_ranks("command", 1, words=[*bare, "--data.cache_dir", "cache"], cwd=str(tmp_path))
-    assert refused["code"] == 2
-    assert "lit_fsdp.PreferenceModule" in refused["err"]
+    (refused,) = command(1, [*bare, "--data.cache_dir", "cache"], tmp_path)
+    assert refused.code == 2
+    assert "lit_fsdp.PreferenceModule" in refused.err
 
 
 @pytest.mark.long(reason="trains with TRL, which is not among what tests need")

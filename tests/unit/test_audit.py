@@ -137,7 +137,7 @@ def test_rows_and_flat_parts_on_each_rank():
 
 
 def test_frozen_parameters_have_no_gradient_and_no_moments():
-    net = _Net()
+    net = _Net().bfloat16()
     net.block.weight.requires_grad_(False)
     plan = plan_units(net, WrapConfig(classes=["Linear"]))
     found = state_per_rank(net, plan, StrategyConfig(precision="low_precision"), 2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.precision import DtypeContract, cast_buffers, cast_parameters
+from lit_fsdp.parallel.precision import DtypeContract, cast_buffers, cast_parameters, dtype_name
 
 
 @pytest.fixture
@@ -57,13 +57,52 @@ def test_casting_keeps_ties_and_integers():
     net.a, net.b, net.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
     net.b.weight = net.a.weight
     net.a.bias.requires_grad_(False)
-    cast_parameters(net, torch.bfloat16)
+    config = StrategyConfig(precision="low_precision")
+    assert cast_parameters(net, config) is None
     assert net.a.weight is net.b.weight
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in net.buffers()} == {torch.float32, torch.int64}
     assert not net.a.bias.requires_grad
     same = net.a.weight
-    cast_parameters(net, torch.bfloat16)
+    cast_parameters(net, config)
     assert net.a.weight is same
     cast_buffers(net, torch.bfloat16)
     assert {b.dtype for b in net.buffers()} == {torch.bfloat16, torch.int64}
+
+
+def test_a_frozen_base_beside_adapters_rests_in_the_compute_dtype():
+    for engine, mode, frozen in (
+        ("fsdp2", "mixed", "bf16"),
+        ("ddp", "fp8", "bf16"),
+        ("single", "low_precision", "bf16"),
+        ("fsdp2", "fp32", "fp32"),
+        ("fsdp2", "fp16_mixed", "fp32"),
+        ("fsdp1", "mixed", "fp32"),  # one tensor of a whole unit
+        ("fsdp1", "low_precision", "bf16"),
+    ):
+        net, config = (
+            nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)),
+            StrategyConfig(engine=engine, precision=mode),
+        )
+        net[0].requires_grad_(False)
+        trained = config.precision_config.row.param
+        assert cast_parameters(net, config) is None
+        assert {dtype_name(p.dtype) for p in net.parameters()} == {trained}
+        net.peft_config = {}
+        assert cast_parameters(net, config) == frozen
+        assert [dtype_name(p.dtype) for p in net.parameters()] == [frozen, trained, trained]
+
+
+def test_a_frozen_weight_of_another_dtype_is_named(contract: DtypeContract):
+    contract.frozen = "bf16"
+    net = nn.Linear(2, 2)
+    net.weight.requires_grad_(False)
+    with pytest.raises(ContractError, match="frozen parameters after set-up: weight is fp32\n  declared: bf16"):
+        contract.check_parameters("parameters after set-up", net.named_parameters())
+    net.weight.data = net.weight.data.bfloat16()
+    contract.check_parameters("parameters after set-up", net.named_parameters())
+    assert contract.report()["declared"] == {"param": "fp32", "frozen": "bf16", "compute": "bf16", "reduce": "fp32"}
+    assert contract.realized["frozen parameters after set-up"] == {"bf16": 1}
+    net.bias.data = net.bias.data.bfloat16()
+    with pytest.raises(ContractError, match="parameters after set-up: bias is bf16\n  declared: fp32"):
+        contract.check_parameters("parameters after set-up", net.named_parameters())

@@ -1,0 +1,122 @@
+"""A base in NF4 under adapters (QLoRA): bitsandbytes' 4-bit layers on meta, and their weights as they are read.
+
+Four weights are packed into each number of a ``(n, 1)`` tensor in bf16, which is sharded like any other parameter. What
+turns them back into weights, one scale per block of 64, stays whole on every rank.
+
+Source: QLoRA, arXiv:2305.14314.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_fsdp.errors import ConfigError, require
+
+_BLOCK = 64
+_SCALES_PER_BLOCK = 256  # with double quantization
+_STORED = torch.bfloat16
+
+
+def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization: bool) -> None:
+    """Replace the linear layers of ``model``, which is on meta, by 4-bit ones in place, before it gets adapters.
+
+    The head stays as it is, and so do embeddings, norms and experts that are kept in one tensor, which are no linear
+    layers.
+
+    Args:
+        model: Biases keep their place and dtype.
+        keep: Names of modules, or their ends, that are trained whole and left alone.
+        double_quantization: Quantize the scales too, to 8 bits.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or there is nothing to quantize.
+    """
+    library, head = _bitsandbytes(), model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and not any(f".{kept}." in f".{name}." for kept in keep)
+    }
+    given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
+    require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
+    for name, linear in linears.items():
+        layer = _layer_class()(
+            *(linear.in_features, linear.out_features, linear.bias is not None),
+            compress_statistics=double_quantization,
+            quant_type="nf4",
+            quant_storage=_STORED,
+            device="meta",
+        )
+        packed = torch.empty(math.ceil(linear.weight.numel() / 4), 1, dtype=_STORED, device="meta")
+        options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
+        layer.weight = library.nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **options)
+        layer.bias = linear.bias
+        layer.double_quantization = double_quantization
+        layer.quantization_bytes = _quantization_bytes(linear.weight.numel(), double_quantization)
+        # It would turn the gathered weight round in its own memory for the first evaluation on such a CPU.
+        layer.support_avx512bf16_for_cpu = False
+        model.set_submodule(name, layer)
+    chosen_by: Any = model
+    chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
+
+
+def is_quantized(module: nn.Module, attribute: str) -> bool:
+    """Whether this is the packed weight of a layer of :func:`apply_nf4`."""
+    return attribute == "weight" and hasattr(module, "quant_state")
+
+
+def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
+    """The packed weight of a layer; what unpacks it is given to the layer.
+
+    The same weight gives the same bits on the same kind of device.
+
+    Args:
+        weight: All of it, in the dtype of its file.
+        layer: Of :func:`apply_nf4`.
+        device: Where it is quantized, and where ``quant_state`` stays.
+    """
+    packed, layer.quant_state = _bitsandbytes().functional.quantize_4bit(
+        weight.to(device),
+        blocksize=_BLOCK,
+        compress_statistics=layer.double_quantization,
+        quant_type="nf4",
+        quant_storage=_STORED,
+    )
+    return packed
+
+
+def _quantization_bytes(numel: int, double: bool) -> int:
+    """Of a layer's scales and code book; the code book of doubly quantized scales is one for all layers."""
+    blocks, code_bytes = math.ceil(numel / _BLOCK), 16 * 4
+    if not double:
+        return blocks * 4 + code_bytes
+    return (
+        blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + 4 + code_bytes
+    )  # 4 of the mean that they are held against
+
+
+@functools.cache
+def _layer_class() -> Any:
+    class NF4Linear(_bitsandbytes().nn.Linear4bit):  # type: ignore[misc]
+        """``Linear4bit`` with no tensors in its state but its parameters, whether it has been called or not."""
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+    return NF4Linear
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        given, fix = "nf4, but bitsandbytes is not installed", "pip install 'lit-fsdp[qlora]'"
+        raise ConfigError("model.lora.quantize", given, "bitsandbytes", fix) from error
+    return bitsandbytes

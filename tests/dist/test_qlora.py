@@ -1,0 +1,135 @@
+"""A base in NF4: plain peft and bitsandbytes in one process, whatever is sharded; bytes, memory and resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.pieces import open_pieces
+from lit_fsdp.config.parser import check_recipe
+from tests.dist.forks import command, on_ranks
+from tests.dist.lora_jobs import peft_losses
+from tests.dist.reference import step_loss
+
+ROOT = Path(__file__).parents[2]
+NF4 = {"r": 4, "alpha": 8, "target_modules": "all-linear", "quantize": "nf4"}
+_FP32, _BF16 = torch.float32, torch.bfloat16
+
+
+def wanted(folder: Path, lora: dict[str, Any], dtype: torch.dtype, steps: int = 10) -> list[float]:
+    """Losses of peft on the model that transformers quantizes by bitsandbytes while it loads it."""
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=_BF16,
+        bnb_4bit_use_double_quant=lora.get("double_quantization", False),
+    )
+    plain = {name: value for name, value in lora.items() if name not in ("quantize", "double_quantization")}
+    return peft_losses(str(folder), plain, steps, dtype, quantization_config=bits)
+
+
+def worst(losses: list[float], other: list[float]) -> float:
+    """Largest relative difference."""
+    assert len(losses) == len(other)
+    return max(abs(a - b) / b for a, b in zip(losses, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lora", "ranks", "dtype", "limit"),
+    [
+        ({"engine": "fsdp2", "precision": "fp32"}, NF4, 2, _FP32, 1e-5),
+        ({"engine": "fsdp2", "activation_checkpointing": "full"}, {**NF4, "double_quantization": True}, 2, _BF16, 1e-3),
+        ({"engine": "ddp"}, NF4, 2, _BF16, 1e-3),
+        ({"engine": "single", "precision": "fp32"}, {**NF4, "double_quantization": True}, 1, _FP32, 1e-5),
+    ],
+    ids=["fsdp2-fp32", "fsdp2-mixed-double", "ddp-mixed", "single-fp32-double"],
+)
+def test_losses_are_those_of_peft_and_bitsandbytes(
+    tiny_model: Path,
+    strategy: dict[str, Any],
+    lora: dict[str, Any],
+    ranks: int,
+    dtype: torch.dtype,
+    limit: float,
+) -> None:
+    results = on_ranks("train_lora", ranks, folder=str(tiny_model), strategy=strategy, model={"lora": lora})
+    assert worst(results[0]["losses"], wanted(tiny_model, lora, dtype)) < limit
+    assert results[0]["losses"][-1] < 0.97 * results[0]["losses"][0]
+    for result in results:
+        assert result["only_trained_are_optimized"]
+        assert result["changed"] == []
+        realized = result["dtypes"]["realized"]
+        assert set(realized["packed parameters after set-up"]) == {"bf16"}
+        assert set(realized["parameters after the first step"]) == {"fp32"}
+
+
+def test_the_first_loss_is_that_of_the_quantized_base(tiny_model: Path) -> None:
+    """As B is zero."""
+    strategy = {"engine": "fsdp2", "precision": "fp32"}
+    results = on_ranks("train_lora", 2, folder=str(tiny_model), strategy=strategy, model={"lora": NF4}, max_steps=1)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_FP32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=_FP32, quantization_config=bits).train()
+    with torch.no_grad():
+        assert results[0]["losses"] == pytest.approx([float(step_loss(base, 0))], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ({"engine": "fsdp2"}, 3),  # uneven on purpose
+        ({"engine": "fsdp2", "precision": "low_precision", "wrap": {"min_num_params": 8000}}, 2),
+        ({"engine": "single", "precision": "fp32"}, 1),
+    ],
+    ids=["fsdp2", "fsdp2-low", "single"],
+)
+def test_the_audit_counts_packed_weights_and_their_scales(
+    tiny_model: Path, strategy: dict[str, Any], ranks: int
+) -> None:
+    trainer = {"devices": ranks, "max_steps": 2, "strategy": {"init_args": strategy}}
+    data, lora = {"train": "rows.jsonl", "global_batch_size": 12}, {**NF4, "double_quantization": ranks > 1}
+    run = check_recipe({"trainer": trainer, "model": {"name": str(tiny_model), "lora": lora}, "data": data}, "fit")
+    said = audit_recipe(run)
+    found = on_ranks("kept_by_a_rank", ranks, folder=str(tiny_model), strategy=strategy, model={"lora": lora})
+    assert {key: said[key] for key in found[0]["audit"]} == found[0]["audit"]
+    for one, expected in zip(found, said["state_per_rank"], strict=True):
+        assert one["kept"] == expected
+    sizes = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100)]  # of a block
+    weights, adapters = [rows * columns for rows, columns in sizes], sum(4 * sum(size) for size in sizes)
+    blocks = [-(-n // 64) for n in weights]
+    scales = [b + 4 * -(-b // 256) + 4 if ranks > 1 else 4 * b for b in blocks]
+    assert said["state_per_rank"][0]["quantization_bytes"] == 3 * (sum(scales) + 7 * 16 * 4)
+    assert said["num_params"] == 512 * 48 + 3 * (sum(weights) + 2 * 48) + 48 + said["num_trainable"]
+    trained, norm = {"fp32": (4, 4), "low_precision": (2, 2)}.get(strategy.get("precision", ""), (4, 2))
+    in_blocks = [unit for unit in said["units"] if "quantization_bytes" in unit]
+    expected_bytes = 3 * (sum(weights) // 2 + 2 * 48 * norm + adapters * trained)
+    assert sum(unit["num_bytes"] for unit in said["units"]) == expected_bytes + (512 * 48 + 48) * norm
+    assert sum(unit["quantization_bytes"] for unit in in_blocks) == said["state_per_rank"][0]["quantization_bytes"]
+
+
+def test_a_recipe_in_miniature_resumes_bit_equal_and_another_base_is_refused(tmp_path: Path) -> None:
+    words = ["fit", "--config", str(ROOT / "recipes/llama3.1-8b_qlora_fsdp2_1x24gb.yaml")]
+    words += ["--config", str(ROOT / "configs/debug/smoke.yaml"), "--trainer.default_root_dir"]
+    middle = ["--ckpt_path", "a/checkpoints/step-00000002"]
+    for run, more in (("a", []), ("b", middle)):
+        done = command(2, [*words, run, *more], tmp_path)
+        assert [one.code for one in done] == [0, 0], done[0].err
+    manifests = [read_manifest(tmp_path / run / "checkpoints" / "step-00000004") for run in "ab"]
+    assert manifests[0].tensors == manifests[1].tensors
+    pieces = [open_pieces(manifest) for manifest in manifests]
+    for name in manifests[0].tensors:
+        one, other = (torch.cat([piece.reshape(-1) for piece in read(name)]) for read in pieces)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+    dtypes = json.loads((tmp_path / "b/dtypes.json").read_text())["realized"]
+    assert set(dtypes["packed parameters after resume"]) == {"bf16"}
+    other = ["--model.lora.double_quantization", "false"]
+    done = command(1, [*words, "c", *middle, *other], tmp_path)
+    assert done[0].code == 2
+    assert "allowed: True, as in a/checkpoints/step-00000002: it is a part of the model" in done[0].err
