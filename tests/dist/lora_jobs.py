@@ -6,6 +6,7 @@ from typing import Any
 
 import peft
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import CausalLMModule, Checkpoint
@@ -28,17 +29,24 @@ def lora_module(folder: str, **options: Any) -> CausalLMModule:
 
 
 def train_lora(
-    folder: str, strategy: dict[str, Any], model: dict[str, Any], run: str | None = None, **options: Any
+    folder: str,
+    strategy: dict[str, Any],
+    model: dict[str, Any],
+    run: str | None = None,
+    ckpt_path: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Ten steps; losses, what is trained, and whether the frozen rest stayed as it was. Saves its last step in run."""
+    """Ten steps; losses, what is trained, and whether the frozen rest stayed as it was. Saves every fifth in run."""
     torch.manual_seed(SEED)
     losses = Losses()
-    callbacks = [losses] if run is None else [losses, Checkpoint(every_steps=10)]
+    callbacks = [losses] if run is None else [losses, Checkpoint(every_steps=5)]
     trainer = trainer_for(strategy, callbacks, **{"max_steps": 10, "default_root_dir": run, **options})
     module = lora_module(folder, **model)
-    trainer.fit(module, datamodule=TinyData())
+    trainer.fit(module, datamodule=TinyData(), ckpt_path=ckpt_path)
     live: Any = trainer.strategy
-    state = live.lightning_module_state_dict()
+    names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
+    owner = live.model if strategy["engine"] == "fsdp1" else module
+    state = {name: t for name, t in get_model_state_dict(owner).items() if name in names}  # a checkpoint's is a part
     full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     kept = {
@@ -54,6 +62,7 @@ def train_lora(
         "changed": sorted(n for n, t in kept.items() if n in base and not torch.equal(t, base[n].to(t.dtype))),
         "dtypes": live.contract.report(),
         "names": sorted(full),
+        "trained": sorted(name for name, param in names.items() if param.requires_grad),
         "only_trained_are_optimized": held == trained,
     }
 

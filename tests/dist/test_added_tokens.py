@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lit_fsdp.models.generate import chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.grown_jobs import FIRST, TOKENS, grown_losses
 from tests.dist.reference import TINY
@@ -77,7 +78,9 @@ def test_losses_are_those_of_the_resized_model(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_adapters_with_new_tokens(workers: Workers, base: Path, tmp_path: Path, engine: str) -> None:
+def test_adapters_with_new_tokens(
+    workers: Workers, base: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job: dict[str, Any] = {"folder": str(base), "strategy": {"engine": engine, "precision": "fp32"}, "lora": LORA}
     (losses, *_) = workers.run("train_grown", 2, run=str(tmp_path), **job)
     assert _worst(losses, grown_losses(str(base), LORA)) < 1e-5
@@ -89,6 +92,8 @@ def test_adapters_with_new_tokens(workers: Workers, base: Path, tmp_path: Path, 
     of_merged = _logits(AutoModelForCausalLM.from_pretrained(merged))
     torch.testing.assert_close(of_merged, of_adapter, rtol=1e-4, atol=1e-5)
     assert len(AutoTokenizer.from_pretrained(merged)) == len(tokenizer) == FIRST + 2
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
+    assert chat(str(adapter), TOKENS[0], None, 9) == chat(str(merged), TOKENS[0], None, 9)
 
 
 def _base_model(folder: Path) -> None:
