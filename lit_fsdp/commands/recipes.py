@@ -25,7 +25,7 @@ _USAGE = """usage: lit-fsdp recipes VERB [options]
   show NAME                    print one
   cp NAME [DEST] [--force]     copy one to change it; default: into this folder
 """
-_TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [a-z-]+ fine-tune, (?P<hardware>.+)\.")
+_TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, (?P<hardware>.+)\.")
 
 
 def run_recipes(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
-from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.build import build_on_meta, build_trainable, num_parameters
 from lit_fsdp.models.miniature import shipped_config
 from lit_fsdp.parallel.units import plan_units
 
@@ -36,9 +36,11 @@ COLUMNS = (
 )
 GIB = 2**30
 STATE_BYTES = 16
-"""Per parameter in the mode mixed: weight 4, gradient 4, AdamW 8."""
+"""Per trained parameter in the mode mixed: weight 4, gradient 4, AdamW 8."""
+FROZEN_BYTES = 2
+"""Per parameter of a base beside adapters, at rest and while it is in use."""
 CHECKPOINT_BYTES = 12
-"""Per parameter in the mode mixed: weight 4, AdamW 8."""
+"""Per trained parameter in the mode mixed: weight 4, AdamW 8; a frozen one is not in it."""
 
 
 class Holder(nn.Module):
@@ -63,6 +65,17 @@ def meta_model(name: str) -> Any:
     return build_on_meta(AutoConfig.for_model(values.pop("model_type"), **values))
 
 
+@functools.cache
+def num_trained(recipe: Path) -> int:
+    """Parameters that a recipe trains: all, or those of its adapters."""
+    run = checked(recipe)
+    model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else str(run.model.name))
+    if run.model.lora is None:
+        return num_parameters(model)
+    adapted, _ = build_trainable(model.config, run.model)
+    return sum(param.numel() for param in adapted.parameters() if param.requires_grad)
+
+
 def chunk_tokens(vocab_size: int, width: int) -> int:
     """Tokens whose logits exist at the same time: 96 MiB of fp32, or a quarter of the width where that is more."""
     return max(96 * 2**20 // (4 * vocab_size), width // 4)
@@ -73,8 +86,14 @@ def size_of_step(run: RunConfig) -> tuple[int, int]:
     return run.data.global_batch_size, run.data.global_batch_size * run.data.max_seq_length
 
 
-def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
-    """GiB by what they are for: on each rank, except ``host``, which is per node."""
+def gib_per_rank(run: RunConfig, model: Any, trained: int | None = None) -> dict[str, float]:
+    """GiB by what they are for: on each rank, except ``host``, which is per node.
+
+    Args:
+        run: The recipe.
+        model: Without adapters.
+        trained: Parameters of adapters beside the frozen model; None: all of it is trained.
+    """
     assert run.world_size is not None
     config, params = model.config, num_parameters(model)
     tokens = run.data.micro_batch_size * run.data.max_seq_length
@@ -82,10 +101,10 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
     units = plan_units(Holder(model), run.strategy.wrap_config).units
     head = config.vocab_size * config.hidden_size
     terms = {
-        "state": params * STATE_BYTES / ranks,
-        "unit": max(unit.num_params for unit in units) * 8,
+        "state": (params * STATE_BYTES if trained is None else params * FROZEN_BYTES + trained * STATE_BYTES) / ranks,
+        "unit": max(unit.num_params for unit in units) * (8 if trained is None else FROZEN_BYTES),
         "inputs": config.num_hidden_layers * tokens * config.hidden_size * 2,
-        "head": head * 4,
+        "head": head * 4 if trained is None else 0,
         "logits": chunk_tokens(config.vocab_size, config.hidden_size) * config.vocab_size * 10,
     }
     if run.strategy.activation_config.mode != "full":
@@ -105,12 +124,13 @@ def row_of(recipe: Path) -> str:
     run = checked(recipe)
     name = str(run.model.name)
     model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else name)
-    params, terms = num_parameters(model), gib_per_rank(run, model)
+    params, trained = num_parameters(model), num_trained(recipe)
+    terms = gib_per_rank(run, model, trained if run.model.lora else None)
     title = re.fullmatch(r"# .+ fine-tune, (.+)\.", recipe.read_text(encoding="utf-8").split("\n", 1)[0])
     samples, tokens = size_of_step(run)
     cells = [
         f"[{recipe.stem}]({recipe.name})",
-        f"{params:,}",
+        f"{params:,}" if run.model.lora is None else f"{params:,}; {trained:,} in adapters",
         title[1] if title else "",
         f"{samples} × {run.data.max_seq_length:,} = {tokens:,}",
         f"{run.data.micro_batch_size * run.data.max_seq_length:,}",
@@ -119,7 +139,7 @@ def row_of(recipe: Path) -> str:
         f"{terms['inputs']:.2f}" if "inputs" in terms else "all kept",
         f"{terms['head'] + terms['logits']:.2f}",
         f"**{total_gib(terms):.1f}**",
-        f"{params * CHECKPOINT_BYTES / 1e9:.2f} GB",
+        f"{trained * CHECKPOINT_BYTES / 1e9:.2f} GB",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -39,7 +39,8 @@ def test_a_recipe_passes_every_rule_and_is_named_for_what_it_does():
             continue
         model, method, engine, hardware = recipe.stem.split("_")
         assert model.replace("-", "") in re.sub(r"[^a-z0-9.]", "", str(run.model.name).lower())
-        assert (method, engine.removesuffix("-hybrid")) == ("full", run.strategy.engine)
+        assert method == ("full" if run.model.lora is None else "lora")
+        assert engine.removesuffix("-hybrid") == run.strategy.engine
         assert hardware.startswith(f"{run.world_size}x")
         assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
 

@@ -25,6 +25,7 @@ from tests.configs.arithmetic import (
     chunk_tokens,
     gib_per_rank,
     meta_model,
+    num_trained,
     total_gib,
     with_table,
 )
@@ -50,7 +51,7 @@ def test_a_recipe_is_short_and_begins_with_what_it_is():
         lines = recipe.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 40, recipe.name
         title = re.fullmatch(
-            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), full fine-tune, .+\.", lines[0]
+            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), (full|LoRA) fine-tune, .+\.", lines[0]
         )
         assert title, recipe.name
         name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(checked(recipe).model.name)
@@ -63,7 +64,7 @@ def test_it_fits_into_the_machine_that_it_names():
     """With 15 % left for what one block computes again, for fragments and for NCCL."""
     for recipe in FULL:
         run = checked(recipe)
-        terms = gib_per_rank(run, meta_model(str(run.model.name)))
+        terms = gib_per_rank(run, meta_model(str(run.model.name)), num_trained(recipe) if run.model.lora else None)
         first = recipe.read_text(encoding="utf-8").splitlines()[0]
         if run.trainer["accelerator"] == "gpu":
             device = int(re.search(r"× (\d+) GB", first)[1])  # type: ignore[index]
