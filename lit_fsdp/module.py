@@ -21,12 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
-from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, EvalMetrics, batch_counts, step_metrics
+from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
@@ -65,6 +66,8 @@ class CausalLMModule(LightningModule):
     takes_pairs = False
     """Whether its rows are pairs of a chosen and a rejected completion."""
     _divided_by = 0  # which of a step's sums the loss is a mean over
+    saved_names: set[str] | None = None
+    """With adapters: what a checkpoint holds of the model; the rest is its base, read from its source. None: all."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -75,6 +78,7 @@ class CausalLMModule(LightningModule):
         self._weights: Weights | LoraWeights | None = None
         self._adapter_config: dict[str, Any] | None = None
         self._kept_with_adapter: list[str] = []
+        self._base: dict[str, Any] | None = None
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
@@ -110,6 +114,10 @@ class CausalLMModule(LightningModule):
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
             self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
             self._hidden = {f"model.{name}" for name in hidden_matrices(model)}
+            if self._adapter_config is not None:
+                trained = {name for name, param in model.named_parameters() if param.requires_grad}
+                buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+                self.saved_names = {f"model.{name}" for name in trained | buffers | {*self._kept_with_adapter}}
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
             if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
@@ -133,6 +141,7 @@ class CausalLMModule(LightningModule):
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)
         else:
+            self._base = describe_base(self.source, self.config, seed)
             bare = build_on_meta(self.source.hf_config, self.config.attn_implementation, self.config.trust_remote_code)
             device = strategy.root_device if isinstance(strategy, EngineStrategy) else None
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed, device)
@@ -321,17 +330,28 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter)
+        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)
         if self.config.lora is not None:
             names = ("quantize", "double_quantization")
             entry["quantized"] = {name: getattr(self.config.lora, name) for name in names}
         return {"model": entry}
 
+    def check_checkpoint(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint of other adapters or of another base, which its tensors alone do not tell.
+
+        Raises:
+            ConfigError: Rank, scale or base differ.
+        """
+        saved = manifest.extra.get("model", {}).get("base")
+        if self.config.lora is not None and self._base is not None and saved is not None:
+            self.config.lora.check_checkpoint(manifest)
+            check_base(saved, self._base, "model.name", manifest.folder)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other adapters, which their tensors alone do not tell."""
+        """See :meth:`check_checkpoint`."""
         folder = getattr(self.trainer.strategy, "loaded_checkpoint", None)
-        if folder is not None and self.config.lora is not None:
-            self.config.lora.check_checkpoint(read_manifest(folder))
+        if folder is not None:
+            self.check_checkpoint(read_manifest(folder))
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""

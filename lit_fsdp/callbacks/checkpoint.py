@@ -302,7 +302,8 @@ class Checkpoint(ModelCheckpoint):
             root, how = Path(trainer.default_root_dir), "in the background" if self._background else "in the foreground"
             check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
             line = _alike("looking for disk space", check)
-            _log.info("%s; written %s (checkpoint.async_save)", line, how)
+            level = logging.WARNING if size > disk_space.LARGE_BYTES and trainer.is_global_zero else logging.INFO
+            _log.log(level, "%s; written %s (checkpoint.async_save)", line, how)
 
     def _check_next(self, trainer: Trainer) -> None:
         """Compare for the checkpoint that is written next; collective."""

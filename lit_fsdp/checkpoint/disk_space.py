@@ -20,6 +20,8 @@ from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 
 GIB = 2**30
+LARGE_BYTES = 10**11
+"""Of one checkpoint, above which a run warns when it starts."""
 _BESIDE = 1.02  # manifest, states and headers, as a factor on the bytes of tensors
 
 
@@ -115,7 +117,8 @@ def check_room(
     needed, free = peak - present, free_bytes(run_folder)
     kept = f"keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every}"
     number = "their number is not known" if count is None else f"at most {count} at a time"
-    what = f"checkpoints of {size_text(checkpoint_bytes)}, {number}"
+    large = "large " if checkpoint_bytes > LARGE_BYTES else ""
+    what = f"{large}checkpoints of {size_text(checkpoint_bytes)}, {number}"
     if needed > free:
         raise CheckpointError(
             f"{run_folder}: not enough disk space for checkpoints\n"

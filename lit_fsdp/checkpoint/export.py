@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, plan_export
+from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, OpenBase, plan_export
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
@@ -50,7 +50,8 @@ class ExportReport:
 
     def __str__(self) -> str:
         plan = self.plan
-        what = {"model": "", "adapter": ", adapter only", "merge": ", adapter merged"}[plan.form]
+        base = (plan.entry.get("base") or {}).get("name")
+        what = {"model": "", "adapter": ", adapter only", "merge": f", adapter merged into {base}"}[plan.form]
         shared = f", {len(plan.tied)} tied name(s) stored once" if plan.tied else ""
         num_params = sum(torch.Size(spec.shape).numel() for spec in plan.specs.values())
         size = f"{num_params / 1e6:.1f}M parameters, {plan.num_bytes / GIB:.2f} GiB"
@@ -65,29 +66,31 @@ def export(
     max_shard_gib: float = 5.0,
     lora: Literal["adapter", "merge"] | None = None,
     check: Check | None = None,
+    open_base: OpenBase | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
 
     The process needs, beyond its imports, what one rank saved of the largest tensor or 64 MiB, and three times the
-    largest weight while adapters are merged; ``check`` needs as much as it says.
+    largest weight while adapters are merged, tensor by tensor, with their base; ``check`` needs as much as it says.
 
     Args:
         ckpt: A checkpoint in either layout, verified first.
         out: The folder to make; missing or empty. It appears only when it is complete, and checked if that is asked.
-        dtype: Of the floating-point tensors; None keeps what was trained.
+        dtype: Of the floating-point tensors; None keeps what was trained, and of a merged model that of its base.
         max_shard_gib: Largest weight file in GiB (one tensor larger than that gets its own).
         lora: Of a checkpoint with adapters: the adapter alone (also if None), or a whole model.
         check: Called before the folder is published; what it finds is refused.
+        open_base: Needed to merge.
 
     Raises:
         CheckpointError: ``ckpt`` is no sound checkpoint, its module left no description of a transformers model, or
             the check found something; nothing is published then.
-        ConfigError: ``out`` is not empty, or ``lora`` does not fit the checkpoint.
+        ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base is not to be had.
     """
     ckpt, out = Path(ckpt), Path(out)
     _check_out(out)
     manifest = read_manifest(ckpt)
-    plan = plan_export(manifest, dtype, max_shard_gib, lora)
+    plan = plan_export(manifest, dtype, max_shard_gib, lora, open_base)
     texts = _texts(manifest, plan)
     verify_files(ckpt)
     draft = out.with_name(f".{out.name}.draft")
@@ -189,7 +192,7 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
         inner = name.removeprefix(_EXTRAS)
         if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
             disk.write_bytes(draft / inner, manifest.file(name).read_bytes())
-    pieces = open_pieces(manifest)
+    pieces = open_pieces(manifest, plan.base)
     for file, names in plan.files.items():
         _write_file(draft / file, plan, names, pieces)
         return_freed_memory()

@@ -1,10 +1,10 @@
-"""What an export writes, decided from the manifest alone: names, where each tensor comes from, dtypes and files."""
+"""What an export writes, decided from descriptions alone: names, where each tensor comes from, dtypes and files."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
+from lit_fsdp.checkpoint.pieces import BASE, Base
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -19,6 +20,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Dtypes of an export, by the words of the command line."""
 GIB = 2**30
 Form = Literal["model", "adapter", "merge"]
+OpenBase = Callable[[Manifest], Base]
+"""Opens the base that a checkpoint of adapters names."""
 _MODEL = "model/"
 _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
@@ -47,7 +50,7 @@ class ExportPlan:
     entry: Mapping[str, Any]
     """What the manifest says about the model."""
     sources: Mapping[str, str]
-    """Name in the checkpoint by name in the export."""
+    """Name in the checkpoint, or in its base after ``BASE``, by name in the export."""
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     """Adapters to merge, by name in the export."""
     specs: Mapping[str, TensorSpec]
@@ -56,15 +59,13 @@ class ExportPlan:
     """Names by weight file, as transformers numbers them."""
     tied: dict[str, str]
     """Names that are not stored because the model shares them, and the name each is shared with."""
+    base: Base | None = None
+    """What is merged with; opened for nothing else."""
 
     @property
     def dtype(self) -> str:
         """The dtype most floating-point elements have."""
-        votes: Counter[str] = Counter()
-        for spec in self.specs.values():
-            if getattr(torch, spec.dtype).is_floating_point:
-                votes[spec.dtype] += max(1, num_bytes(spec))
-        return votes.most_common(1)[0][0] if votes else "float32"
+        return _most_common_dtype(self.specs.values())
 
     @property
     def num_bytes(self) -> int:
@@ -73,15 +74,20 @@ class ExportPlan:
 
 
 def plan_export(
-    manifest: Manifest, dtype: str | None, max_shard_gib: float, lora: Literal["adapter", "merge"] | None = None
+    manifest: Manifest,
+    dtype: str | None,
+    max_shard_gib: float,
+    lora: Literal["adapter", "merge"] | None = None,
+    open_base: OpenBase | None = None,
 ) -> ExportPlan:
-    """Names, dtypes and files of the export of a checkpoint; pure.
+    """Names, dtypes and files of the export of a checkpoint.
 
     Args:
         manifest: Of the checkpoint.
-        dtype: A key of ``DTYPES``, or None to keep what was trained.
+        dtype: A key of ``DTYPES``; None keeps what was trained, and of a merged model that of its base.
         max_shard_gib: Largest weight file in GiB.
         lora: What becomes of adapters; None: the adapter alone where there is one.
+        open_base: Needed to merge.
 
     Raises:
         CheckpointError: The manifest does not describe a transformers model, or there is no tensor of it.
@@ -104,15 +110,22 @@ def plan_export(
         raise CheckpointError(f"{manifest.folder}: no tensor begins with {prefix}; this checkpoint holds no model")
     form: Form = (lora or "adapter") if adapter else "model"
     deltas: dict[str, Delta] = {}
+    available, kept = dict(manifest.tensors), DTYPES.get(dtype or "")
+    base: Base | None = None
+    if form == "merge":
+        assert open_base is not None
+        base = open_base(manifest)
+        available |= {BASE + name: TensorSpec(*spec) for name, spec in base.specs.items()}
+        kept = kept or _most_common_dtype(available[BASE + name] for name in base.specs)
     if form == "adapter":
         assert adapter is not None
         beside = {str(name) for name in entry.get("kept_with_adapter") or ()}
         sources, tied = _adapter_sources(found, str(adapter.get("bias", "none")), beside), {}
     else:
         tied = {base_name(str(a)): base_name(str(b)) for a, b in (entry.get("tied") or {}).items()}
-        sources = _model_sources(found, tied)
-        deltas = _deltas(found, adapter, manifest.tensors) if adapter else {}
-    specs = {name: _spec(manifest.tensors[source], dtype) for name, source in sorted(sources.items())}
+        sources = _model_sources(found, tied, base.specs if base else ())
+        deltas = _deltas(found, adapter, sources, available) if adapter else {}
+    specs = {name: _spec(available[source], kept) for name, source in sorted(sources.items())}
     return ExportPlan(
         form=form,
         entry=entry,
@@ -121,6 +134,7 @@ def plan_export(
         specs=specs,
         files=_files(specs, form, int(max_shard_gib * GIB)),
         tied=tied,
+        base=base,
     )
 
 
@@ -144,17 +158,26 @@ def _files(specs: dict[str, TensorSpec], form: Form, max_bytes: int) -> dict[str
 
 def _spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
     is_float = getattr(torch, spec.dtype).is_floating_point
-    return TensorSpec(DTYPES[dtype], spec.shape) if dtype is not None and is_float else spec
+    return TensorSpec(dtype, spec.shape) if dtype is not None and is_float else spec
+
+
+def _most_common_dtype(specs: Iterable[TensorSpec]) -> str:
+    """The dtype that most bytes of floating-point numbers have."""
+    votes: Counter[str] = Counter()
+    for spec in specs:
+        if getattr(torch, spec.dtype).is_floating_point:
+            votes[spec.dtype] += max(1, num_bytes(spec))
+    return votes.most_common(1)[0][0] if votes else "float32"
 
 
 def _is_lora(name: str) -> bool:
     return any(part in f"{name}." for part in _LORA_PARTS)
 
 
-def _model_sources(found: Mapping[str, str], tied: Mapping[str, str]) -> dict[str, str]:
-    """Every name of the plain model; of a module that was trained whole its trained copy."""
+def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: Iterable[str]) -> dict[str, str]:
+    """Every name of the plain model; of a module that was trained whole its trained copy, else that of the base."""
     copies = {base_name(name) for name in found if _WHOLE_COPY in name}
-    plain = {
+    plain = {name: BASE + name for name in of_base} | {
         base_name(name): source
         for name, source in found.items()
         if not _is_lora(name) and (_WHOLE_COPY in name or base_name(name) not in copies)
@@ -192,7 +215,9 @@ def _is_trained_bias(name: str, bias: str, layers: set[str]) -> bool:
     return bias == "all" or name.removesuffix(".base_layer.bias") in layers
 
 
-def _deltas(found: Mapping[str, str], adapter: Mapping[str, Any], saved: Mapping[str, TensorSpec]) -> dict[str, Delta]:
+def _deltas(
+    found: Mapping[str, str], adapter: Mapping[str, Any], sources: Mapping[str, str], saved: Mapping[str, TensorSpec]
+) -> dict[str, Delta]:
     """The adapter of each weight that has one."""
     deltas = {}
     rank = int(adapter["r"])
@@ -203,7 +228,7 @@ def _deltas(found: Mapping[str, str], adapter: Mapping[str, Any], saved: Mapping
                 continue
             b = found[f"{layer}{other}{rest}".removesuffix(".")]
             num_in, num_out = saved[source].shape[1], saved[b].shape[0]
-            weight = saved[found[f"{layer}.base_layer.weight"]].shape
+            weight = saved[sources[base_name(f"{layer}.weight")]].shape
             deltas[base_name(f"{layer}.weight")] = Delta(
                 a=source,
                 b=b,

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lit_fsdp.checkpoint.export_plan import ExportPlan
+from lit_fsdp.checkpoint.export_plan import ExportPlan, OpenBase, base_name
 from lit_fsdp.checkpoint.manifest import Manifest
-from lit_fsdp.checkpoint.pieces import read_tensor
+from lit_fsdp.checkpoint.pieces import Base, read_tensor
 from lit_fsdp.errors import CheckpointError
 
 _ROWS, _LENGTH = 2, 16
@@ -30,7 +30,12 @@ LoadAdapter = Callable[[Any, Path], nn.Module]
 
 
 def find_export_differences(
-    folder: Path, manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters, load_adapter: LoadAdapter
+    folder: Path,
+    manifest: Manifest,
+    plan: ExportPlan,
+    add_adapters: AddAdapters,
+    load_adapter: LoadAdapter,
+    open_base: OpenBase,
 ) -> list[str]:
     """In what the exported ``folder`` differs from its checkpoint: keys, any tensor, the logits of a fixed input.
 
@@ -42,28 +47,30 @@ def find_export_differences(
         plan: What was written.
         add_adapters: Needed for checkpoints with adapters.
         load_adapter: Needed for adapter folders.
+        open_base: Needed for both.
 
     Returns:
         One line per difference; none if keys are the same and all tensors and logits equal bit for bit.
     """
+    base = plan.base or (None if plan.form == "model" else open_base(manifest))
     try:
         if plan.form == "adapter":
-            found, lines = _reloaded_adapter(folder, manifest, plan, load_adapter)
+            found, lines = _reloaded_adapter(folder, manifest, plan, base, load_adapter)
         else:
             found, lines = _reloaded_model(folder, plan)
-        return lines or _compare(_rebuilt(manifest, plan, add_adapters), found)
+        return lines or _compare(_rebuilt(manifest, plan, base, add_adapters), found)
     except CheckpointError:
         raise
     except Exception as error:  # whatever keeps a user from loading the folder
         return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
 
 
-def _rebuilt(manifest: Manifest, plan: ExportPlan, add_adapters: AddAdapters) -> Any:
+def _rebuilt(manifest: Manifest, plan: ExportPlan, base: Base | None, add_adapters: AddAdapters) -> Any:
     """The model of the checkpoint: built from its config and filled, adapters in place or merged."""
     model, merge = _bare(manifest, plan), None
     if plan.form != "model":
         merge = add_adapters(model, plan.entry["adapter"])
-    _fill(model, manifest, plan, {})
+    _fill(model, manifest, plan, base, {})
     if plan.form == "merge":
         assert merge is not None
         model = merge()
@@ -81,13 +88,14 @@ def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping[str, str]) -> None:
-    """Give every parameter and buffer its value in the checkpoint, one at a time.
+def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, base: Base | None, names: Mapping[str, str]) -> None:
+    """Give every parameter and buffer its value in the checkpoint or else in the base, one at a time.
 
     Args:
         model: Built from the config, with or without adapters.
         manifest: Of the checkpoint.
         plan: Names and, for an adapter, the dtype its tensors are rounded to.
+        base: Of adapters.
         names: Name in the checkpoint by name in ``model``, where they differ.
     """
     prefix = f"model/{plan.entry['prefix']}"
@@ -97,9 +105,12 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, names: Mapping
     for name, target in model.state_dict(keep_vars=True).items():
         possible = [prefix + names.get(one, one) for one in (name, ties.get(name, name))]
         saved = next((one for one in possible if one in manifest.tensors), None)
-        if saved is None:
+        if saved is not None:
+            value = read_tensor(manifest, saved)
+        elif base is not None and base_name(name) in base.specs:
+            value = base.read(base_name(name))
+        else:
             raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
-        value = read_tensor(manifest, saved)
         value = value.to(getattr(torch, plan.dtype)) if saved in rounded else value
         if target.is_meta:
             owner, _, attribute = name.rpartition(".")
@@ -123,19 +134,19 @@ def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
 
 
 def _reloaded_adapter(
-    folder: Path, manifest: Manifest, plan: ExportPlan, load_adapter: LoadAdapter
+    folder: Path, manifest: Manifest, plan: ExportPlan, base: Base | None, load_adapter: LoadAdapter
 ) -> tuple[nn.Module, list[str]]:
     """The base of the checkpoint with the folder's adapter; what peft warns of (keys that are missing) counts."""
-    base = _bare(manifest, plan)
+    bare = _bare(manifest, plan)
     prefix = f"model/{plan.entry['prefix']}"
     names = {}
     for saved in manifest.tensors:
         name = saved.removeprefix(prefix)
         names[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = name
-    _fill(base, manifest, plan, names)
+    _fill(bare, manifest, plan, base, names)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = load_adapter(base, folder)
+        model = load_adapter(bare, folder)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         stored = set(file.keys())
     lines = [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,18 +13,36 @@ from lit_fsdp.checkpoint.safetensors_file import opened
 
 _PIECE_BYTES = 1 << 26
 
+BASE = "base/"
+"""What begins the name of a tensor that is not in the checkpoint, but in the base of its adapters."""
+
+
+class Base(Protocol):
+    """The frozen weights beside which adapters were trained; see ``lit_fsdp.models.base``."""
+
+    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Dtype and shape by the names of plain transformers."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU, in memory of its own."""
+
+
 Pieces = Callable[[str], Iterator[torch.Tensor]]
 """Gives the rows of a tensor of the checkpoint in order, each piece in memory of its own, in the dtype saved."""
 
 
-def open_pieces(manifest: Manifest) -> Pieces:
-    """A reader of a checkpoint of either layout.
+def open_pieces(manifest: Manifest, base: Base | None = None) -> Pieces:
+    """A reader of a checkpoint of either layout, and of its base.
 
-    A piece has about 64 MiB. Only its bytes of a file are read, and no mapping of a file stays open, since it would
-    count as this process's memory.
+    A piece has about 64 MiB (of the base it is a whole tensor). Only its bytes of a file are read, and no mapping of a
+    file stays open, since it would count as this process's memory.
     """
 
     def pieces(name: str) -> Iterator[torch.Tensor]:
+        if name.startswith(BASE):
+            assert base is not None
+            yield base.read(name.removeprefix(BASE))
+            return
         shape, chunks = manifest.tensors[name].shape, sorted(manifest.chunks[name], key=lambda chunk: chunk.offsets)
         if not all(shape) or not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):
             # without rows, a number, or cut by columns

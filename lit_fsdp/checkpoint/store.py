@@ -216,8 +216,8 @@ def load_weights(module: Module, path: Path | str) -> Module:
     """Put the weights of a checkpoint into a plain module, in one process: to evaluate it, or to look at it.
 
     Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
-    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here; with
-    ``strict_loading = False`` what the checkpoint lacks stays as it is.
+    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here, and reads the
+    base of adapters there; with ``strict_loading = False`` what the checkpoint lacks stays as it is.
 
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
@@ -228,14 +228,23 @@ def load_weights(module: Module, path: Path | str) -> Module:
 
     Raises:
         CheckpointError: No checkpoint, or a damaged one.
+        ConfigError: It is of other adapters, or of adapters on another base.
         RuntimeError: Names or shapes differ; all are listed.
     """
     state = whole_model(path)
     configure: Any = getattr(module, "configure_model", None)
     if configure is not None and state.keys() - module.state_dict().keys():
         configure()
+    check: Any = getattr(module, "check_checkpoint", None)
+    if check is not None:
+        check(read_manifest(path))
+    saved: Any = getattr(module, "saved_names", None)
+    strict = getattr(module, "strict_loading", True)
     on_meta = any(param.is_meta for param in module.parameters())
-    module.load_state_dict(state, strict=getattr(module, "strict_loading", True), assign=on_meta)
+    found = module.load_state_dict(state, strict=strict and saved is None, assign=on_meta)
+    wrong = {*found.unexpected_keys, *(saved or set()).intersection(found.missing_keys)}
+    if strict and wrong:
+        raise RuntimeError(f"{path}: does not fit: {', '.join(sorted(wrong))}")
     return module
 
 
@@ -248,7 +257,8 @@ def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
     manifest = read_manifest(path)
     _refuse(manifest.folder, verify(manifest.folder))
     state = {n.removeprefix("model/"): read_tensor(manifest, n) for n in manifest.tensors if n.startswith("model/")}
-    return state | {again: state[first] for again, first in manifest.extra.get("tied", {}).items()}
+    ties = manifest.extra.get("tied", {}).items()
+    return state | {again: state[first] for again, first in ties if first in state}  # none of a base that is elsewhere
 
 
 def load_state(folder: Path) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.errors import require
 
@@ -17,7 +18,11 @@ def run_export(argv: Sequence[str]) -> int:
     parser = verb_parser("export", text, example)
     parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights; default: as trained")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of the weights; default: as trained; merged: as the base",
+    )
     parser.add_argument("--max_shard_gib", type=float, default=5.0, help="largest weight file in GiB (default 5)")
     text = "load the folder again and compare keys, tensors and logits before it appears; needs memory for two models"
     parser.add_argument("--verify", action="store_true", help=text)
@@ -27,11 +32,16 @@ def run_export(argv: Sequence[str]) -> int:
     text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
     parser.add_argument("--push-to-hub", metavar="NAME", help=text)
     parser.add_argument("--private", action="store_true", help="make that repository a private one")
+    parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both", "add --push-to-hub you/model")
     from lit_fsdp.checkpoint.export import export
+    from lit_fsdp.models.base import open_base
     from lit_fsdp.models.hub import check_push, push
+
+    def base_of(manifest: Manifest) -> Any:
+        return open_base(manifest.extra["model"]["base"], manifest.folder, options.base)
 
     if hub_name:
         check_push(hub_name)
@@ -41,7 +51,8 @@ def run_export(argv: Sequence[str]) -> int:
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
         lora="adapter" if options.adapter else "merge" if options.merge else None,
-        check=_export_check() if options.verify else None,
+        check=_export_check(base_of) if options.verify else None,
+        open_base=base_of,
     )
     print(report)
     if hub_name:
@@ -49,7 +60,7 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _export_check() -> Callable[..., list[str]]:
+def _export_check(open_base: Callable[[Any], Any]) -> Callable[..., list[str]]:
     from transformers.utils.logging import disable_progress_bar
 
     from lit_fsdp.checkpoint.export_verify import find_export_differences
@@ -57,17 +68,18 @@ def _export_check() -> Callable[..., list[str]]:
 
     disable_progress_bar()
 
-    def check(place: Path, manifest: Any, plan: Any) -> list[str]:
-        return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder)
+    def check(place: Path, manifest: Manifest, plan: Any) -> list[str]:
+        return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder, open_base)
 
     return check
 
 
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
-    text = "Answer a prompt with an exported model and its chat template."
+    text = "Answer a prompt with an exported model or adapter and its chat template."
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
-    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
+    parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: as it says")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
@@ -77,5 +89,5 @@ def run_generate(argv: Sequence[str]) -> int:
     from lit_fsdp.models.generate import chat
 
     disable_progress_bar()
-    print(chat(options.model, options.prompt, options.system, options.max_new_tokens))
+    print(chat(options.model, options.prompt, options.system, options.max_new_tokens, options.base))
     return 0

@@ -28,7 +28,7 @@ _USAGE = """usage: lit-fsdp recipes VERB [options]
 example:
   lit-fsdp recipes cp smollm2-135m_full_fsdp2_2xcpu my.yaml
 """
-_TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [A-Za-z-]+ fine-tune, (?P<hardware>.+)\.")
+_TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, (?P<hardware>.+)\.")
 
 
 def run_recipes(argv: Sequence[str]) -> int:

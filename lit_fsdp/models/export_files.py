@@ -36,13 +36,13 @@ def model_files(
         source.hf_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if generation is not None:
-            _fitting(generation, tokenizer).save_pretrained(folder)
+            fitting_generation(generation, tokenizer).save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
 
 
-def _fitting(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """A copy that fits the tokenizer as it was trained with."""
+def fitting_generation(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """A copy that fits the tokenizer as it was trained with: its pad token, and the end of a turn as an end mark."""
     fitting = copy.deepcopy(generation)
     if fitting.pad_token_id is None:
         fitting.pad_token_id = tokenizer.pad_token_id
@@ -58,6 +58,7 @@ def model_entry(
     ties: dict[str, str],
     adapter_config: dict[str, Any] | None,
     kept_with_adapter: Sequence[str] = (),
+    base: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
@@ -66,12 +67,13 @@ def model_entry(
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
         adapter_config: The content of ``adapter_config.json``, or None.
         kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
+        base: With adapters: where the frozen weights are, which the checkpoint does not hold.
     """
     prefix = "model."
     return {
         "prefix": prefix,
         "tied": {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in ties.items()},
-        "base": source.label,
+        "base": base,
         "hub_name": source.hub_name,
         "adapter": adapter_config,
         "kept_with_adapter": list(kept_with_adapter),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,29 +10,65 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fsdp.errors import require
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cpu_has_bf16
+from lit_fsdp.models.export_files import fitting_generation
+from lit_fsdp.models.lora import load_adapter_folder
+from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 
 
-def chat(folder: str, prompt: str, system: str | None = None, max_new_tokens: int = 256) -> str:
+def chat(
+    folder: str, prompt: str, system: str | None = None, max_new_tokens: int = 256, base: str | None = None
+) -> str:
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
     In bf16 on CUDA and on CPUs that multiply in it, where a 135M model answered about twice as fast as in fp32; else
     in fp32.
 
+    Args:
+        folder: Of a model, or of an adapter of peft.
+        prompt: What the user says.
+        system: Message before it.
+        max_new_tokens: Longest answer.
+        base: Of an adapter; default: the one that its ``adapter_config.json`` names.
+
     Raises:
-        ConfigError: The folder is no model folder.
+        ConfigError: The folder is neither, or the base is not to be had.
     """
-    is_model = (Path(folder).expanduser() / "config.json").is_file()
-    require(is_model, "--model", folder, "a model folder with config.json", "name a folder that export has written")
+    place = Path(folder).expanduser()
+    is_adapter = (place / "adapter_config.json").is_file()
+    allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
+    is_known = is_adapter or (place / "config.json").is_file()
+    require(is_known, "--model", folder, allowed, "name a folder that export has written")
+    require(is_adapter or base is None, "--base", base, "nothing beside a whole model", "drop --base")
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    weights = _base_folder(place, base) if is_adapter else place
+    model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, local_files_only=True)
+    if is_adapter:
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings the rows of added tokens
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        model.generation_config = fitting_generation(model.generation_config, tokenizer)
+        model = load_adapter_folder(model, place)
     conversation = [{"role": "system", "content": system}] if system else []
     conversation.append({"role": "user", "content": prompt})
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return answer_batch(model, tokenizer, [conversation], max_new_tokens)[0]
+
+
+def _base_folder(adapter: Path, base: str | None) -> Path:
+    """Where the base of an adapter's folder can be loaded from."""
+    named = base or json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+    try:
+        weights = resolve_model(ModelConfig(name=named), seed=0).weights_folder
+    except ConfigError as error:
+        allowed = "the folder, GGUF file or hub name of the model that the adapter was trained on"
+        raise ConfigError("--base", error.given, allowed, "say with --base where it is") from error
+    require(weights, "--base", named, "a model with weights", "say with --base where it is")
+    assert weights is not None
+    return weights
 
 
 def answer_batch(

@@ -27,7 +27,9 @@ _PUSH = "--push-to-hub"
 _NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the library that huggingface_hub talks through
 
 
-def fetch(name: str, what: Literal["config", "tokenizer", "model"], trust_remote_code: bool) -> Path:
+def fetch(
+    name: str, what: Literal["config", "tokenizer", "model"], trust_remote_code: bool, revision: str | None = None
+) -> Path:
     """The local folder of hub repository ``name`` with its config, its tokenizer, or all of the model.
 
     ``.bin`` files are fetched only where there are no others.
@@ -37,9 +39,10 @@ def fetch(name: str, what: Literal["config", "tokenizer", "model"], trust_remote
     """
     wanted = [*_FILES[what], *["*.py"] * trust_remote_code]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_OTHER_FORMATS))
+        options: dict[str, Any] = {"revision": revision, "ignore_patterns": _OTHER_FORMATS}
+        folder = Path(snapshot_download(name, allow_patterns=wanted, **options))
         if what == "model" and not list(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=[*wanted, "*.bin"], ignore_patterns=_OTHER_FORMATS)
+            snapshot_download(name, allow_patterns=[*wanted, "*.bin"], **options)
         return folder
     except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
         raise ConfigError(

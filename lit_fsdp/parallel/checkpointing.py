@@ -85,9 +85,19 @@ class Checkpoints:
         super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once."""
+        """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once.
+
+        Of a module with ``saved_names`` only these: what is frozen there can be read again from where it came.
+        """
+        return self._saved_part(self._whole_state())
+
+    def _whole_state(self) -> dict[str, Any]:
         state = dcp_state.get_model_state_dict(self._state_owner())
         return {name: tensor for name, tensor in state.items() if name not in self._ties}
+
+    def _saved_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        saved = getattr(self.lightning_module, "saved_names", None)
+        return state if saved is None else {name: tensor for name, tensor in state.items() if name in saved}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name."""
@@ -151,7 +161,8 @@ class Checkpoints:
         ranks.run(f"reading {path}", read_here)
         state, saved = read["state"], read["tensors"]
         owner = self._state_owner()
-        model = self.lightning_module_state_dict()
+        whole = self._whole_state()
+        model = self._saved_part(whole)
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
         optimizers: list[tuple[Any, dict[str, Any]]] = []
         for index, optimizer in enumerate(self.optimizers):
@@ -166,8 +177,11 @@ class Checkpoints:
             templates = {name: tensor for name, tensor in templates.items() if name in saved}
             skip |= saved - templates.keys()
         store.load_tensors(path, templates, skip)
+        is_whole = len(model) == len(whole)
+        if self.config.engine == "fsdp1":  # which warns of each parameter that it is not given
+            model = {**whole, **model}
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
-        strict = dcp_state.StateDictOptions(strict=self.lightning_module.strict_loading)
+        strict = dcp_state.StateDictOptions(strict=is_whole and self.lightning_module.strict_loading)
         dcp_state.set_model_state_dict(owner, model, options=strict)
         for (optimizer, found), groups in zip(optimizers, state.get("optimizer_states", []), strict=False):
             if found["state"]:

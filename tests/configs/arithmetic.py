@@ -40,9 +40,9 @@ COLUMNS = (
 )
 GIB = 2**30
 STATE_BYTES = 16
-"""Per parameter in the mode mixed: weight 4, gradient 4, AdamW 8."""
+"""Per trained parameter in the mode mixed: weight 4, gradient 4, AdamW 8."""
 CHECKPOINT_BYTES = 12
-"""Per parameter in the mode mixed: weight 4, AdamW 8."""
+"""Per trained parameter in the mode mixed: weight 4, AdamW 8; a frozen one is not in it."""
 
 
 class Holder(nn.Module):
@@ -78,7 +78,7 @@ def size_of_step(run: RunConfig) -> tuple[int, int]:
 
 
 def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
-    """GiB by what they are for: on each rank, except ``host``, which is per node."""
+    """GiB by what they are for: on each rank, except ``host``, which is per node; ``model`` is without adapters."""
     assert run.world_size is not None
     config, params = model.config, num_parameters(model)
     tokens = run.data.micro_batch_size * longest_sample(run)
@@ -144,7 +144,7 @@ def row_of(recipe: Path) -> str:
     samples, tokens = size_of_step(run)
     cells = [
         f"[{recipe.stem}]({recipe.name})",
-        f"{params:,}",
+        f"{params:,}" if run.model.lora is None else f"{params:,}; {trained:,} in adapters",
         title[1] if title else "",
         f"{samples} × {longest_sample(run):,} = {tokens:,}",
         f"{run.data.micro_batch_size * longest_sample(run):,}",

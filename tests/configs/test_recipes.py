@@ -42,13 +42,16 @@ def test_a_recipe_is_short_and_begins_with_what_it_is():
         lines = recipe.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 40, recipe.name
         title = re.fullmatch(
-            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), [\w-]+ fine-tune, .+\.", lines[0]
+            r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), ([\w-]+) fine-tune, .+\.", lines[0]
         )
         assert title, recipe.name
         name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(checked(recipe).model.name)
         params = num_parameters(meta_model(name))
         assert title[1] == name.rpartition("/")[2]
-        assert (title[4] == "QLoRA") == bool(checked(recipe).model.lora) == ("_qlora_" in recipe.stem)
+        lora = checked(recipe).model.lora
+        kind = "full" if lora is None else "QLoRA" if lora.quantize else "LoRA"
+        assert title[4] in (kind, "preference"), recipe.name
+        assert recipe.stem == "quickstart" or f"_{title[4].lower()}_".replace("preference", "dpo") in recipe.stem
         assert float(title[2]) == round(params / {"M": 1e6, "B": 1e9}[title[3]], 1)
 
 

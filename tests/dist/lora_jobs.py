@@ -6,6 +6,7 @@ from typing import Any
 
 import peft
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
@@ -23,14 +24,23 @@ SEED = 11
 
 
 def train_lora(
-    folder: str, strategy: dict[str, Any], model: dict[str, Any], run: str | None = None, **options: Any
+    folder: str,
+    strategy: dict[str, Any],
+    model: dict[str, Any],
+    run: str | None = None,
+    ckpt_path: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; saved in ``run``."""
+    """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every fifth saved."""
     activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
-    callbacks = [] if run is None else [Checkpoint(every_steps=10)]
+    callbacks = [] if run is None else [Checkpoint(every_steps=5)]
     module = module_for(folder, model)
-    trainer, found = fit(module, strategy, callbacks, seed=SEED, **{"default_root_dir": run, **options})
-    state = trainer.strategy.lightning_module_state_dict()
+    options = {"default_root_dir": run, "ckpt_path": ckpt_path, **options}
+    trainer, found = fit(module, strategy, callbacks, seed=SEED, **options)
+    names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
+    live: Any = trainer.strategy
+    owner = live.model if strategy["engine"] == "fsdp1" else module
+    state = {name: t for name, t in get_model_state_dict(owner).items() if name in names}  # a checkpoint's is a part
     full = {name.removeprefix("model."): whole(tensor) for name, tensor in state.items()}
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     kept = {name.replace(".base_layer", ""): t for name, t in full.items() if "lora_" not in name}
@@ -40,6 +50,7 @@ def train_lora(
     return found | {
         "changed": sorted(n for n, t in kept.items() if n in base and _differ(t, _at_rest(base[n], t))),
         "names": sorted(full),
+        "trained": sorted(name for name, param in names.items() if param.requires_grad),
         "only_trained_are_optimized": held == {id(p) for p in module.parameters() if p.requires_grad},
     }
 

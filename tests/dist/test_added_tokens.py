@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lit_fsdp.models.generate import chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import command, on_ranks
 from tests.dist.grown_jobs import FIRST, TOKENS, grown_losses
@@ -82,7 +83,9 @@ def test_losses_are_those_of_the_resized_model(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize(("engine", "head"), [("fsdp2", "apart"), ("fsdp1", "tied")])
-def test_adapters_with_new_tokens(bases: dict[str, Path], tmp_path: Path, engine: str, head: str) -> None:
+def test_adapters_with_new_tokens(
+    bases: dict[str, Path], tmp_path: Path, engine: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = bases[head]
     job: dict[str, Any] = {"folder": base, "strategy": {"engine": engine, "precision": "fp32"}, "lora": LORA}
     (losses, *_) = on_ranks("train_grown", 2, run=tmp_path, **job)
@@ -95,6 +98,8 @@ def test_adapters_with_new_tokens(bases: dict[str, Path], tmp_path: Path, engine
     of_merged = _logits(AutoModelForCausalLM.from_pretrained(merged))
     torch.testing.assert_close(of_merged, of_adapter, rtol=1e-4, atol=1e-5)
     assert len(AutoTokenizer.from_pretrained(merged)) == len(tokenizer) == FIRST + 2
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
+    assert chat(str(adapter), TOKENS[0], None, 9) == chat(str(merged), TOKENS[0], None, 9)
 
 
 def _base_model(folder: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.pieces import open_pieces
+from lit_fsdp.models.generate import chat
 from lit_fsdp.models.lora import apply_saved_lora
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import peft_losses
@@ -119,10 +124,20 @@ def test_frozen_parameters_stay_and_the_others_learn(tiny_model: Path, engine: s
     ids=["fsdp2-dora", "fsdp1-full", "fsdp1-whole-module"],
 )
 def test_exported_adapters_are_the_live_model(
-    tiny_model: Path, tmp_path: Path, strategy: dict[str, Any], lora: dict[str, Any]
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: dict[str, Any],
+    lora: dict[str, Any],
 ) -> None:
-    job = {"folder": tiny_model, "strategy": {**strategy, "precision": "fp32"}, "model": {"lora": lora}}
-    on_ranks("train_lora", 2, run=tmp_path, **job)
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    job = {"folder": base, "strategy": {**strategy, "precision": "fp32"}, "model": {"lora": lora}}
+    (result, _) = on_ranks("train_lora", 2, run=tmp_path, **job)
+    manifest = read_manifest(tmp_path / "checkpoints/step-00000010")
+    saved = {name for name in manifest.tensors if name.startswith("model/")}
+    assert saved == {f"model/{name}" for name in result["trained"]}
+    assert manifest.num_bytes < (tiny_model / "model.safetensors").stat().st_size
+    assert Path(manifest.extra["model"]["base"]["name"]) == base
     words = ["export", "--ckpt", "checkpoints/step-00000010", "--verify", "--out"]
     for out, flags in (("adapter", []), ("merged", ["--merge"])):
         (done,) = command(1, [*words, out, *flags], tmp_path)
@@ -143,6 +158,31 @@ def test_exported_adapters_are_the_live_model(
     torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
     assert tokenizer.chat_template
+    module = CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora).model
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
+    assert chat(str(tmp_path / "adapter"), "2 + 2?", None, 9) == chat(str(tmp_path / "merged"), "2 + 2?", None, 9)
+    base.rename(tmp_path / "moved")
+    for line in ([*words, "again", "--merge"], ["generate", "--prompt", "2 + 2?", "--model", "adapter"]):
+        (done,) = command(1, line, tmp_path)
+        assert done.code == 2
+        assert f"error: --base: got {base}, which does not exist" in done.err
+        (done,) = command(1, [*line, "--base", "moved"], tmp_path)
+        assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(("engine", "other", "ranks"), [("fsdp2", "ddp", 1), ("fsdp1", "fsdp2", 4)])
+def test_resumed_from_adapters_alone(tiny_model: Path, tmp_path: Path, engine: str, other: str, ranks: int) -> None:
+    job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": {**ALL, "modules_to_save": ["norm"]}}}
+    strategy = {"engine": engine, "precision": "fp32"}
+    (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path / "a"), strategy=strategy, **job)
+    job["ckpt_path"] = str(tmp_path / "a/checkpoints/step-00000005")
+    (rest, _) = on_ranks("train_lora", 2, run=str(tmp_path / "b"), strategy=strategy, **job)
+    assert rest["losses"] == whole["losses"][5:]
+    files = [tmp_path / run / "checkpoints/step-00000010/tensors/rank-00001.safetensors" for run in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    (again, *_) = on_ranks("train_lora", ranks, strategy={"engine": other, "precision": "fp32"}, **job)
+    assert worst(again["losses"], whole["losses"][5:]) < 1e-5
 
 
 def test_a_recipe_with_adapters_resumes_bit_equal_through_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
@@ -166,7 +206,7 @@ def test_a_recipe_with_adapters_resumes_bit_equal_through_the_command_line(tiny_
     for name in manifests[0].tensors:
         one, other = (torch.cat([piece.reshape(-1) for piece in read(name)]) for read in pieces)
         assert torch.equal(one, other), name
-    assert not [name for name in manifests[0].tensors if name.startswith("optim/") and "lora_" not in name]
+    assert not [name for name in manifests[0].tensors if "lora_" not in name]
     recipe = (tmp_path / "a/recipe.yaml").read_bytes()
     for key, value, saved in (("alpha", "5", 32), ("use_rslora", "true", False), ("r", "8", 4)):
         for verb in ("fit", "validate"):
@@ -185,3 +225,14 @@ def test_a_recipe_with_adapters_resumes_bit_equal_through_the_command_line(tiny_
             assert done[0].code == 2
             assert f"allowed: {saved}, as in a/checkpoints/step-00000004: it is a part of the model" in done[0].err
     assert (tmp_path / "a/recipe.yaml").read_bytes() == recipe
+    changed = shutil.copytree(tiny_model, tmp_path / "changed")
+    state = load_file(changed / "model.safetensors")
+    state["model.embed_tokens.weight"][0, 0] += 1e-3  # names, shapes and sizes stay
+    save_file(state, changed / "model.safetensors", {"format": "pt"})
+    for name, code in (("changed", 2), (str(shutil.copytree(tiny_model, tmp_path / "moved")), 0)):
+        again = [*words, "--model.name", name, *_RUN, "a", "--ckpt_path", "last", "--trainer.max_steps", "6"]
+        done = command(2, again, tmp_path)
+        assert [one.code for one in done] == [code, code], done[0].err
+        assert code == 0 or re.search(
+            r"error: model.name: got \S+/changed \(xxh3 \w+\), which is another base", done[0].err
+        )

@@ -112,7 +112,8 @@ def test_values_of_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "'fp8'" in refused("export", "--ckpt", "x", "--out", "y", "--dtype", "fp8").given
     assert "--out" in refused("export", "--ckpt", "x").given
     assert refused("export", "--ckpt", "x", "--out", "y", "extra").field.startswith("lit-fsdp export")
-    assert refused("generate", "--model", str(tmp_path), "--prompt", "x").allowed == "a model folder with config.json"
+    allowed = refused("generate", "--model", str(tmp_path), "--prompt", "x").allowed
+    assert allowed == "a model folder with config.json, or an adapter's with adapter_config.json"
     assert capsys.readouterr() == ("", "")
 
 

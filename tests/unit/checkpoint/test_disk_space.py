@@ -76,6 +76,8 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 def test_room_for_a_run_is_room_for_all_that_is_kept_and_one_more(check: Callable[..., str]):
     assert check(4, 4) == "checkpoints of 1.00 GiB, at most 4 at a time; 4.00 GiB free"
+    assert check(900, 4, size=93) == "checkpoints of 93.00 GiB, at most 4 at a time; 900.00 GiB free"
+    assert check(900, 4, size=94) == "large checkpoints of 94.00 GiB, at most 4 at a time; 900.00 GiB free"  # 101 GB
     with pytest.raises(CheckpointError) as error:
         check(4 - 2**-10, 4)
     assert str(error.value).splitlines() == [

@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Co
 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.export_verify import find_export_differences
+from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models.base import describe_base, open_base
 from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
 from lit_fsdp.models.resolve import resolve_model
 
@@ -42,7 +44,15 @@ CONFIGS = {
 }  # fmt: skip
 # peft 0.21 asks transformers 5.23 by the old name of a property
 _PEFTS_OWN = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-CHECK = functools.partial(find_export_differences, add_adapters=apply_saved_lora, load_adapter=load_adapter_folder)
+
+
+def _base_of(manifest: Manifest) -> Any:
+    return open_base(manifest.extra["model"]["base"], manifest.folder)
+
+
+CHECK = functools.partial(
+    find_export_differences, add_adapters=apply_saved_lora, load_adapter=load_adapter_folder, open_base=_base_of
+)
 
 
 class Saved:
@@ -53,19 +63,23 @@ class Saved:
         self.model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
         self.base = tmp_path / "base"
         self.model.save_pretrained(self.base)
-        adapter = None
+        adapter, base, frozen = None, None, set()
         if lora is not None:
+            config = ModelConfig(name=str(self.base))
+            base = describe_base(resolve_model(config, 0), config, 0)
             adapter = apply_lora(self.model, LoraConfig(**lora))
             for module in self.model.modules():
                 for name, param in module._parameters.items():
                     if param is not None and param.is_meta:
                         module._parameters[name] = torch.nn.Parameter(torch.randn(param.shape) * 0.2)
             self.model.eval()
+            frozen = {name for name, param in self.model.named_parameters() if not param.requires_grad}
         names = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
         tied = {"lm_head.weight": names[family]} if family in names else {}
-        tensors = {f"model/model.{name}": t for name, t in self.model.state_dict().items() if name not in tied}
+        state = {name: t for name, t in self.model.state_dict().items() if name not in tied and name not in frozen}
+        tensors = {f"model/model.{name}": t for name, t in state.items()}
         hf = {f"hf/{path.name}": path.read_bytes() for path in self.base.iterdir() if path.suffix == ".json"}
-        entry = {"prefix": "model.", "tied": tied, "base": "tiny/llama", "hub_name": "tiny/llama", "adapter": adapter}
+        entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
         manifest = {"global_step": 5, "model": entry, "metrics": {"val_loss": 1.25, "bad": float("nan")}}
         self.folder = step_folder(tmp_path, 5)
         files = {**hf, **changes.get("files", {})}
@@ -165,13 +179,34 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
         assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
         live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), place / "adapter")
         assert torch.equal(logits(live), made.logits()), lora
-        merged = export(made.folder, place / "merged", lora="merge", check=CHECK)
+        merged = export(made.folder, place / "merged", lora="merge", check=CHECK, open_base=_base_of)
         assert merged.plan.form == "merge"
         plain = AutoModelForCausalLM.from_pretrained(place / "merged")
         assert type(plain) is type(made.model)
         torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
-    narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=CHECK)
+    narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=CHECK, open_base=_base_of)
     assert (narrow.plan.dtype, narrow.is_verified) == ("bfloat16", True)
+
+
+def test_a_tampered_adapter_is_not_published(saved, tmp_path):
+    def change(place: Path) -> None:
+        file = place / "adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors.pop(sorted(tensors)[0])
+        save_file(tensors, file)
+
+    folder = saved(lora={"r": 2}).folder
+    with pytest.raises(CheckpointError, match="not published"):
+        export(folder, tmp_path / "out", check=_tampering(change))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lora", ["adapter", "merge"])
+def test_adapters_are_asked_for_where_there_are_none(saved, tmp_path, lora):
+    with pytest.raises(ConfigError) as error:
+        export(saved().folder, tmp_path / "out", lora=lora)
+    assert error.value.field == f"--{lora}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path):

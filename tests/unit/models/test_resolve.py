@@ -34,7 +34,7 @@ def test_config_file_and_mapping_mean_random_init(tmp_path, tiny):
 def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
     folder, asked = saved("llama"), []
 
-    def download(name, allow_patterns, ignore_patterns):
+    def download(name, allow_patterns, ignore_patterns, revision):
         asked.append((name, allow_patterns))
         return str(folder)
 

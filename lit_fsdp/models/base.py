@@ -1,0 +1,119 @@
+"""The frozen base of adapters, which their checkpoints do not hold but name: its location, its revision and a hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.hub import fetch
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.weights import ModelSource, Weights, open_weights, stored_tensors
+
+_DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a random initialization follow from
+
+
+def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[str, Any]:
+    """Where a base is and which one it is, as plain JSON, for the manifest of a checkpoint.
+
+    ``xxh3`` is one hash of all bytes of its safetensors files, whatever these are called and wherever they lie; a
+    random initialization has ``seed`` instead.
+    """
+    name, folder = config.name, source.weights_folder
+    if isinstance(name, str) and Path(name).expanduser().exists():
+        name = str(Path(name).expanduser().absolute())
+    if folder is None:
+        return {"name": name, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
+    is_snapshot = source.hub_name is not None and folder.parent.name == "snapshots"
+    return {"name": name, "revision": folder.name if is_snapshot else None, "xxh3": weights_hash(folder)}
+
+
+def check_base(saved: Mapping[str, Any], here: Mapping[str, Any], field: str, checkpoint: Path) -> None:
+    """Raise ConfigError unless ``here`` is the base that the adapters of a checkpoint were trained on."""
+    given = f"{_words(here)}, which is another base than that of the adapters in {checkpoint}"
+    same = saved == here or saved.get("xxh3", "") == here.get("xxh3")
+    require(same, field, given, _words(saved), "name that model: adapters mean nothing beside another one")
+
+
+def weights_hash(folder: Path) -> str:
+    """XXH3-128 of the weights in a model folder, in hex, made once and remembered until a file's size or time changes.
+
+    Reading them all costs what loading costs, and loading reads them from memory then.
+    """
+    files = sorted({stored.file.resolve() for stored in stored_tensors(folder).values()})
+    times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    kind: Any = xxhash.xxh3_128
+
+    def digest(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, kind).hexdigest()
+
+    def make(place: Path) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            hashes = sorted(pool.map(digest, files))
+        (place / "xxh3").write_text(xxhash.xxh3_128_hexdigest(" ".join(hashes).encode()), encoding="ascii")
+
+    key = hashlib.blake2b(repr(times).encode(), digest_size=8).hexdigest()
+    made = make_once(cache_root() / "models" / f"xxh3-{key}", make, f"hashing {folder}, which checkpoints name")
+    return (made / "xxh3").read_text(encoding="ascii")
+
+
+class BaseWeights:
+    """The tensors of a base by the names of plain transformers, read from its source one at a time."""
+
+    def __init__(self, weights: Weights, shapes: Mapping[str, torch.Size]) -> None:
+        self._weights = weights
+        self.specs = {name: (self._dtype(name, shape), tuple(shape)) for name, shape in shapes.items()}
+        """Dtype (``float32``) in its files, and shape."""
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """One tensor, or its ``rows`` in dim 0, on the CPU in memory of its own."""
+        owner, _, attribute = name.rpartition(".")
+        return self._weights.read(owner, torch.nn.Module(), attribute, rows)
+
+    def _dtype(self, name: str, shape: torch.Size) -> str:
+        return str(self.read(name, slice(0, 0) if shape else None).dtype).removeprefix("torch.")
+
+
+def open_base(saved: Mapping[str, Any], checkpoint: Path, name: str | None = None) -> BaseWeights:
+    """The base that a checkpoint names, from its source; nothing large is in memory.
+
+    Args:
+        saved: What :func:`describe_base` said.
+        checkpoint: Named in errors.
+        name: A folder, GGUF file or hub name in place of the one that was trained from.
+
+    Raises:
+        ConfigError: It is not there any more, or another one.
+    """
+    options = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
+    seed = saved.get("seed", 0)
+    where = name or saved["name"]
+    try:
+        if name is None and saved.get("revision"):
+            where = str(fetch(where, "model", False, saved["revision"]))
+        config = ModelConfig(name=where, **options)
+        source = resolve_model(config, seed)
+        model = build_on_meta(source.hf_config, "eager")
+    except ConfigError as error:
+        allowed = f"{_words(saved)}, where {checkpoint} has its base"
+        raise ConfigError("--base", error.given, allowed, "put it back, or say with --base where it is now") from error
+    check_base(saved, describe_base(source, config, seed), "--base", checkpoint)
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    return BaseWeights(open_weights(source, model, seed), shapes)
+
+
+def _words(base: Mapping[str, Any]) -> str:
+    revision = f" at revision {base['revision']}" if base.get("revision") else ""
+    which = f"xxh3 {base['xxh3']}" if base.get("xxh3") else f"random init, seed {base.get('seed')}"
+    return f"{base['name']}{revision} ({which})"
