@@ -96,7 +96,7 @@ def open_base(saved: Mapping[str, Any], checkpoint: Path, name: str | None = Non
     Raises:
         ConfigError: It is not there any more, or another one.
     """
-    options = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
+    options: dict[str, Any] = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
     seed = saved.get("seed", 0)
     where = name or saved["name"]
     try:

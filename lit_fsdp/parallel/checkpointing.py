@@ -317,7 +317,7 @@ def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
 
     Not as the numbers that these stand for: packed again they would give other scales.
     """
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local: Any = value.to_local() if isinstance(value, DTensor) else value
     is_packed_here: bool = is_traceable_wrapper_subclass(local)
     if not is_packed_here:
         return {name: value}

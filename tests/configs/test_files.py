@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import LoadedRecipe, leaves, load_recipe, parse, read_yaml, recipe_parser
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
@@ -40,8 +41,10 @@ def test_a_recipe_passes_every_rule_and_is_named_for_what_it_does():
         model, method, engine, hardware = recipe.stem.split("_")
         assert model.replace("-", "") in re.sub(r"[^a-z0-9.]", "", str(run.model.name).lower())
         lora = run.model.lora
-        assert method == ("full" if lora is None else "qlora" if lora.quantize else "lora")
-        assert engine.removesuffix("-hybrid") == run.strategy.engine
+        method_of = "full" if lora is None else "qlora" if lora.quantize else "lora"
+        if isinstance(run.model, PreferenceModelConfig):
+            method_of = run.model.preference.loss
+        assert (method, engine.removesuffix("-hybrid")) == (method_of, run.strategy.engine)
         assert hardware.startswith(f"{run.world_size}x")
         assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
 
