@@ -109,7 +109,7 @@ def run_plan(argv: Sequence[str]) -> int:
         "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
         "zero": memory.zero_table(run),
     }
-    lines = [_memory_table(found, gib), "", _zero_line(record["zero"], run.world_size)]
+    lines = [_memory_table(found, gib), "", _zero_line(record["zero"], run.world_size or 1)]
     taken = time_of(run)
     if taken is not None:
         record["step"] = {**dataclasses.asdict(taken), "tokens_per_second": taken.tokens_per_second}
@@ -117,6 +117,7 @@ def run_plan(argv: Sequence[str]) -> int:
     elif gpu is not None:
         lines += ["", "seconds per step: no operations are known for this architecture, or no rate for this precision"]
     best: Any = None
+    reasons: list[str] = []
     if gib is not None:
         record["fits"], rows = found.fits(gib), search.largest_rows(run, gib)
         record["largest_micro_batch"] = rows
@@ -126,7 +127,7 @@ def run_plan(argv: Sequence[str]) -> int:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
             record["search"] = [_result_record(result) for result in results]
             lines += ["", _search_table(results)]
-            best, reasons = (results[0] if results[0].fits else None), []
+            best, reasons = results[0] if results[0].fits else None
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = None if best is None else _result_record(best)

@@ -6,15 +6,19 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from lit_fsdp.audit import audit_recipe, settled_strategy
+from lit_fsdp.callbacks.records import add_to_audit
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import mesh_shape
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
@@ -188,6 +192,21 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
     ends = 2 * communication / num_units / forwards
     return StepTime(compute, communication, max(communication - compute, min(ends, communication)), tokens)
+
+
+def compared_memory(run: RunConfig, folder: Path) -> str:
+    """Put what was predicted of a run beside what it measured into its ``audit.json``, and say both in one line.
+
+    For the end of the first process of a run: its process group gives way to one that only pretends.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        predicted = rank_memory(run).peak
+    except ConfigError as error:
+        return f"peak memory was not predicted: {error}"
+    measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
+    return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"
 
 
 def zero_table(run: RunConfig) -> dict[str, int]:

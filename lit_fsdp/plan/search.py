@@ -30,7 +30,7 @@ class Choice:
     def words(self) -> str:
         """Engine, sharding, activation checkpointing and the like in a few words."""
         strategy = self.run.strategy
-        parts = [strategy.engine, strategy.sharding] if strategy.is_sharded else [strategy.engine]
+        parts: list[str] = [strategy.engine, strategy.sharding] if strategy.is_sharded else [strategy.engine]
         mode = strategy.activation_config.mode
         parts += [] if mode == "none" else [f"recompute {mode}"]
         parts += ["cpu_offload"] if strategy.offloads else []
@@ -167,7 +167,7 @@ def _with_adapters(run: RunConfig) -> Iterator[Choice]:
         return
     for quantize in (None, "nf4"):
         try:
-            lora = LoraConfig(target_modules="all-linear", quantize=quantize)  # type: ignore[arg-type]
+            lora = LoraConfig(target_modules="all-linear", quantize=quantize)  # type: ignore
         except ConfigError:  # not to be had in this build
             return
         yield changed(run, {"activation_checkpointing": "full", "cpu_offload": False}, lora)

@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):
                 self._set(storage._cdata, size)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # how engines free what they gathered
+        torch.UntypedStorage.resize_ = resize  # type: ignore  # how engines free what they gathered
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -164,7 +164,7 @@ def _with_all_rows(op: Any, args: Any) -> Any:
 class _Engine(FSDP2Strategy):
     """The engine's own sharding on ranks that do not exist."""
 
-    root_device = torch.device("cpu")  # type: ignore[assignment]
+    root_device = torch.device("cpu")
 
     def _broadcast(self, module: nn.Module) -> None:
         """Nothing: there are no values."""
@@ -209,7 +209,10 @@ def step_memory(
             "architectures whose blocks run on tensors without values",
             "measure a run of one step: peak_memory_gib in metrics.csv",
         ) from error
-    return _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
+    found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
+    if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
+        found = dataclasses.replace(found, reduced=2 * gradient_bytes)
+    return found
 
 
 @contextlib.contextmanager
@@ -235,12 +238,12 @@ def _simulate(
     row = strategy.precision_config.row
     holder: Any = nn.Module()
     holder.model, holder.automatic_optimization = model, True
-    holder.forward = lambda batch: causal_lm_forward(model, batch, plan).loss_sum
     cast_parameters(holder, TORCH_DTYPES[row.param])
     units = plan_for(holder, dataclasses.replace(strategy, compile=False), "strategy")
     blocks = list(units.blocks)
     prepare_blocks(blocks, strategy.activation_config)
-    plan = plan_loss(model, model_config.loss)
+    loss_plan = plan_loss(model, model_config.loss)
+    holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
     sizes, names = ((copies, shards), (REPLICATE, SHARD)) if copies > 1 else ((shards,), (SHARD,))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -357,6 +360,7 @@ def _highest(
     further = num_blocks - simulated
     kept = forward[-1].work - forward[-2].work
     each = backward[-1].gradients - backward[-2].gradients
+    stays = forward[-1].gathered - forward[-2].gathered  # 0 where blocks are freed after their forward
     found = [StepMemory(kept=0, at_work=0, gathered=0, reduced=0, moment="optimizer", gradients=gradient_bytes)]
     for phase, live in watch.highest.items():
         # in the first blocks of the backward pass all activations are there, in the last ones all gradients
@@ -369,7 +373,7 @@ def _highest(
             StepMemory(
                 kept=all_kept,
                 at_work=live.work + (kept * further if is_early else 0) - all_kept,
-                gathered=live.gathered,
+                gathered=live.gathered + (stays * further if is_early else 0),
                 reduced=live.reduced,
                 moment=phase.partition(" ")[0].replace("block", "blocks"),
                 gradients=gradients,
