@@ -372,7 +372,8 @@ class RecipeCLI(LightningCLI):
         options = {"return_predictions": False} if verb == "predict" else {}
         function = getattr(self.trainer, verb)
         function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
-        if verb == "fit" and self.trainer.is_global_zero and not self._declared.foreign:
+        is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
+        if is_real and self.trainer.is_global_zero:
             print(compared_memory(self._declared, Path(self.trainer.default_root_dir)), file=sys.stderr)
 
     def _recipe_text(self) -> str:

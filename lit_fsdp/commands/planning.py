@@ -127,7 +127,7 @@ def run_plan(argv: Sequence[str]) -> int:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
             record["search"] = [_result_record(result) for result in results]
             lines += ["", _search_table(results)]
-            best, reasons = results[0] if results[0].fits else None
+            best = results[0] if results[0].fits else None
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = None if best is None else _result_record(best)

@@ -167,7 +167,7 @@ def _with_adapters(run: RunConfig) -> Iterator[Choice]:
         return
     for quantize in (None, "nf4"):
         try:
-            lora = LoraConfig(target_modules="all-linear", quantize=quantize)  # type: ignore
+            lora = LoraConfig(target_modules="all-linear", quantize=quantize)
         except ConfigError:  # not to be had in this build
             return
         yield changed(run, {"activation_checkpointing": "full", "cpu_offload": False}, lora)
