@@ -50,7 +50,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
     """
     assert run.world_size is not None
-    strategy = run.strategy.on(has_bf16(_device_type(run.trainer.get("accelerator"))))
+    strategy = settled_strategy(run)
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     config = strategy.precision_config
     attention = run.model.attn_implementation
@@ -83,6 +83,11 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "optimizer_bytes_of": known_as,
         "replaced": strategy.replaced,
     }
+
+
+def settled_strategy(run: RunConfig) -> StrategyConfig:
+    """The recipe's strategy with the mode that ``precision: auto`` is where it runs."""
+    return run.strategy.on(has_bf16(_device_type(run.trainer.get("accelerator"))))
 
 
 def _device_type(accelerator: Any) -> str:

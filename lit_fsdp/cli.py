@@ -58,6 +58,7 @@ from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
+from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.signals import FLAGS
 from lit_fsdp.speak import speak
@@ -327,6 +328,7 @@ class RecipeCLI(LightningCLI):
             verb=str(self.verb),
             foreign=frozenset(name for name, is_ours in ours.items() if not is_ours),
         )
+        self._declared = run
         for rule in RULES:
             rule(run)
         if self.samples is not None:
@@ -387,6 +389,9 @@ class RecipeCLI(LightningCLI):
         options = {"return_predictions": False} if verb == "predict" else {}
         function = getattr(self.trainer, verb)
         function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
+        is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
+        if is_real and self.trainer.is_global_zero:
+            print(compared_memory(self._declared, Path(self.trainer.default_root_dir)), file=sys.stderr)
 
     def _recipe_text(self) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp.config.parser import changed_values
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
-from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data_tables import print_data
@@ -120,6 +120,16 @@ class RunRecord(Callback):
             write_json(Path(trainer.default_root_dir) / "dtypes.json", report)
             print_dtypes(report)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add the peak of each rank's memory to the audit: what it grew by on a CPU, what torch allocated on CUDA."""
+        if not isinstance(trainer.strategy, EngineStrategy):
+            return
+        device = trainer.strategy.root_device
+        before = self._before_bytes if device.type == "cpu" else 0
+        ranks = gathered(trainer, peak_device_bytes(device) - before)
+        if trainer.is_global_zero:
+            add_to_audit(Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks})
+
 
 class PredictionWriter(Callback):
     """Gathers what each rank scored and writes ``predictions.jsonl`` to the run folder, one line per row."""
@@ -188,6 +198,14 @@ def print_dtypes(report: dict[str, Any]) -> None:
     console = wide_console(sys.stderr)
     console.print(f"Realized dtypes; precision {report['mode']} declares {declared}", highlight=False)
     console.print(dtypes_table(report))
+
+
+def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Add to ``audit.json`` of a run folder what only the end of a run knows; all of it is returned."""
+    path = folder / "audit.json"
+    record = {**json.loads(path.read_text(encoding="utf-8")), **values}
+    write_json(path, record)
+    return record
 
 
 def write_json(path: Path, content: Any) -> None:

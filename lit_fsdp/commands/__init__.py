@@ -17,6 +17,7 @@ _GROUPS = {
         "data": "see what a recipe trains on (inspect), tokenize ahead (prepare)",
         "model": "fetch or convert a model ahead of a run (prepare)",
         "audit": "what a recipe would do: FSDP units, mesh, dtypes, bytes per rank",
+        "plan": "whether it fits a GPU, how fast it may be, and what to choose",
     },
     "run": {
         "fit": "train a model by a recipe",
@@ -102,6 +103,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "export": models.run_export,
         "generate": models.run_generate,
         "model": planning.run_model,
+        "plan": planning.run_plan,
         "recipes": recipes.run_recipes,
         "slurm": slurm.run_slurm_verb,
     }

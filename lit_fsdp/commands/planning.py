@@ -1,12 +1,26 @@
-"""``audit``: what a recipe would do, before anything is trained; ``model prepare``: fetch its model ahead of a run."""
+"""Before anything is trained: ``audit``, what a recipe would do; ``plan``, whether it fits and how fast it may be;
+``model prepare``, fetch its model.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import (
+    RECIPE,
+    columns,
+    example_lines,
+    flags_of,
+    options_and_recipe,
+    run_one_of,
+    verb_parser,
+)
 from lit_fsdp.errors import ConfigError, require
 
 
@@ -56,6 +70,196 @@ def _rank_flags(ranks: int | None, nodes: int | None) -> list[str]:
     spread = ranks >= nodes >= 1 and ranks % nodes == 0
     require(spread, "--nodes", f"{nodes} for {ranks} ranks", f"a divisor of {ranks}, both >= 1")
     return [f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
+
+
+def run_plan(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp plan`` and return the exit code: 1 if nothing fits."""
+    text = (
+        "Whether a recipe fits: bytes per rank by kind, the largest micro-batch, seconds per step, and what to choose."
+    )
+    example = "lit-fsdp plan --config recipes/llama3.1-8b_full_fsdp2_8x80gb.yaml --gpu h100-80gb"
+    parser = verb_parser("plan", text, example, RECIPE)
+    parser.add_argument("--gpu", help="a GPU by name: h100-80gb, a100-40gb, rtx4090, ...")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB; default: that of --gpu")
+    parser.add_argument("--gpus", type=int, help="all GPUs of the run; default: the recipe's devices and nodes")
+    parser.add_argument("--nodes", type=int, help="nodes they are spread over")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node; default: --gpus / --nodes")
+    parser.add_argument("--peak-share", type=float, help="share of the peak rate at which it computes; default: 0.4")
+    parser.add_argument("--network", type=float, metavar="GB", help="rate of a node in 10**9 bytes/s; default: 50")
+    parser.add_argument("--search", action="store_true", help="judge every combination, the fastest first")
+    parser.add_argument("--write", metavar="OUT.yaml", help="write the recipe as it is recommended")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
+        return 0
+    from lit_fsdp.config.parser import load_recipe
+
+    if options.gpu or options.memory:
+        words.append("--trainer.accelerator=gpu")
+    nodes, each = options.nodes, options.gpus_per_node
+    gpus = options.gpus or ((nodes or 1) * each if each else None)
+    flags = _rank_flags(gpus, nodes or (gpus // each if gpus and each else None))
+    loaded = load_recipe([*words, *flags], "audit", flags_of(parser))
+    run = loaded.run
+    devices = run.trainer["devices"]
+    require(run.world_size, "trainer.devices", devices, "a number of GPUs", "add --gpus N to the command")
+    ours = not run.foreign - {"data"}
+    require(ours, "plan", f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy")
+    from lit_fsdp.plan import memory, search
+
+    gpu = _gpu(options.gpu)
+    gib = options.memory or (gpu.memory_gib if gpu else None)
+    share, network = options.peak_share or memory.PEAK_SHARE, options.network or memory.NETWORK_GB_PER_SECOND
+    time_of = search.time_on(gpu, share, network)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, global_batch_size=_global_batch(run)))
+    found = memory.rank_memory(run)
+    record: dict[str, Any] = {
+        "gpu": None if gpu is None else dataclasses.asdict(gpu),
+        "memory_gib": gib,
+        "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
+        "zero": memory.zero_table(run),
+    }
+    lines = [_memory_table(found, gib), "", _zero_line(record["zero"], run.world_size or 1)]
+    taken = time_of(run)
+    if taken is not None:
+        record["step"] = {**dataclasses.asdict(taken), "tokens_per_second": taken.tokens_per_second}
+        lines += ["", _time_lines(taken, share, network)]
+    elif gpu is not None:
+        lines += ["", "seconds per step: no operations are known for this architecture, or no rate for this precision"]
+    best: Any = None
+    reasons: list[str] = []
+    if gib is not None:
+        record["fits"], rows = found.fits(gib), search.largest_rows(run, gib)
+        record["largest_micro_batch"] = rows
+        verdict = "fits" if record["fits"] else f"does not fit: {_short_of(found, gib)} GiB too much"
+        lines += ["", f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}"]
+        if options.search:
+            results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
+            record["search"] = [_result_record(result) for result in results]
+            lines += ["", _search_table(results)]
+            best = results[0] if results[0].fits else None
+        if best is None:
+            best, reasons = search.recommend(run, gib, time_of)
+        record["recommended"] = None if best is None else _result_record(best)
+        lines += ["", *reasons, _recommendation(best, gib)]
+    if options.write:
+        require(best, "--write", options.write, "a choice that fits", "more GPUs, or larger ones")
+        _write_recipe(Path(options.write), loaded.values, best)
+        lines.append(f"written: {options.write}")
+    print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
+    return 0 if gib is None or best is not None else 1
+
+
+def _gpu(name: str | None) -> Any:
+    from lit_fsdp.metrics.hardware import gpus
+
+    if name is None:
+        return None
+    known = {gpu.name: gpu for gpu in gpus()}
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+    fix = f"write {near[0]}; or --memory GIB for any other" if near else "write --memory GIB"
+    require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
+    return known[name.lower()]
+
+
+def _global_batch(run: Any) -> int:
+    """Samples per step: the recipe's, or the nearest that these ranks can share out."""
+    from lit_fsdp.config.data import DEFAULT_BATCH
+
+    per_forward = run.data.micro_batch_size * run.world_size
+    return max(1, round((run.data.global_batch_size or DEFAULT_BATCH) / per_forward)) * per_forward
+
+
+def _memory_table(found: Any, gib: float | None) -> str:
+    from lit_fsdp.plan.memory import OVERHEAD_BYTES
+
+    step, where = found.step, " (in host memory)" if found.offloads else ""
+    kinds = [
+        (f"parameters{where}", found.parameters),
+        (f"optimizer state{where}", found.optimizer),
+        (f"gradients{where}", step.gradients),
+        ("activations that all blocks keep", step.kept),
+        ("one block at work, or head and loss", step.at_work),
+        ("gathered weights, in use and prefetched", step.gathered),
+        ("gradients being reduced", step.reduced),
+        ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
+        (f"highest moment ({step.moment}), on the device", found.peak + OVERHEAD_BYTES),
+        ("between steps", found.parameters + found.optimizer + found.gradients),
+        ("while loading", found.parameters + found.largest_tensor),
+        ("on the host for a save in the background", found.parameters + found.optimizer),
+    ]
+    rows = [("bytes of the rank that holds most", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
+    return columns(rows, right=("GiB",))
+
+
+def _zero_line(table: dict[str, int], ranks: int) -> str:
+    heads = ["parameters, gradients and AdamW", *table]
+    cells = [f"GiB per rank on {ranks}", *(f"{size / 2**30:.2f}" for size in table.values())]
+    return columns([heads, cells], right=list(table))
+
+
+def _time_lines(taken: Any, share: float, network: float) -> str:
+    return (
+        f"seconds per step: {taken.seconds:.3g} = {taken.compute:.3g} computing at {share:.0%} of the peak + "
+        f"{taken.exposed:.3g} of {taken.communication:.3g} sending that nothing hides\n"
+        f"tokens per second: {taken.tokens_per_second:,.0f} (every sample as long as it may be; a node sends "
+        f"{network:g} GB/s)"
+    )
+
+
+def _short_of(found: Any, gib: float) -> str:
+    from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE
+
+    return f"{(found.peak + OVERHEAD_BYTES) / 2**30 - gib * USABLE:.1f}"
+
+
+def _result_record(result: Any) -> dict[str, Any]:
+    return {
+        "choice": result.choice.words,
+        "changes": result.choice.changes,
+        "fits": result.fits,
+        "micro_batch_size": result.rows,
+        "peak": result.memory.peak,
+        "tokens_per_second": result.tokens_per_second or None,
+    }
+
+
+def _search_table(results: Sequence[Any]) -> str:
+    heads = ("choice", "micro-batch", "GiB", "tokens/s")
+    rows = [
+        (
+            result.choice.words,
+            str(result.rows) if result.fits else "does not fit",
+            f"{result.memory.peak / 2**30:.1f}",
+            f"{result.tokens_per_second:,.0f}" if result.time else "-",
+        )
+        for result in results
+    ]
+    return columns([heads, *rows], right=heads[1:])
+
+
+def _recommendation(best: Any, gib: float) -> str:
+    if best is None:
+        return f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length"
+    changes = "".join(f"\n  --{key} {json.dumps(value)}" for key, value in best.choice.changes.items())
+    return f"recommended: {best.choice.words}, micro-batch {best.rows}{changes or ' (as the recipe has it)'}"
+
+
+def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
+    import copy
+
+    import yaml
+
+    values = copy.deepcopy(values)
+    for key, value in best.choice.changes.items():
+        section: Any = values
+        *parents, last = key.split(".")
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = value
+    values["data"]["global_batch_size"] = best.choice.run.data.global_batch_size
+    values["trainer"].pop("accumulate_grad_batches", None)
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 _PREPARE = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"

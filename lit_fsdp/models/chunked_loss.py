@@ -250,13 +250,17 @@ def _differentiate(
         grad_CV *= weights_C[:, None]
     inputs = [hidden_CD, *trained] if hidden_CD.requires_grad else list(trained)
     grads = torch.autograd.grad(z_CV, inputs, grad_CV, allow_unused=True)
-    wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    dhidden_CD = wide.pop(0) if hidden_CD.requires_grad else None
-    for i, grad in enumerate(wide):
+    found = list(grads)
+    dhidden_CD = _wide(found.pop(0)) if hidden_CD.requires_grad else None
+    for i, grad in enumerate(found):
         if grad is not None:
-            so_far = sums[i]
-            sums[i] = grad if so_far is None else so_far.add_(grad)
+            so_far = sums[i]  # add_ widens as it reads: a wide copy would be as large as the sum
+            sums[i] = _wide(grad) if so_far is None else so_far.add_(grad)
     return scores, dhidden_CD, factor
+
+
+def _wide(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def _joined(chunks: Sequence[TokenScores]) -> TokenScores:

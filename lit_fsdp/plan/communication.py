@@ -29,8 +29,8 @@ class Weights:
     """FSDP units; each is gathered and reduced by itself."""
     gather_bytes: int = 2
     """Per parameter: compute dtype."""
-    reduce_bytes: int = 4
-    """Per parameter: reduce dtype."""
+    reduce_bytes: float = 4
+    """Per parameter: reduce dtype, times the share of what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lit_fsdp.metrics.hardware import PEAK_RATES, peak_flops
+from lit_fsdp.metrics.hardware import gpus, peak_flops
 
 
 def test_bf16() -> None:
@@ -27,8 +27,8 @@ def test_bf16() -> None:
 
 
 def test_every_row_is_dense_and_has_a_source() -> None:
-    for row in PEAK_RATES:
-        rates = row.rates
+    for row in gpus():
+        rates = row.tflops
         assert row.source
         assert rates["fp16"] == rates.get("bf16", rates["fp16"])
         for half, whole in (("tf32", "fp16"), ("fp16", "fp8")):  # a figure with sparsity in one place would show

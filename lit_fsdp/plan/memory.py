@@ -1,0 +1,232 @@
+"""What each rank of a recipe holds at its highest moment, by kind, and how long a step takes, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from lit_fsdp.audit import audit_recipe, settled_strategy
+from lit_fsdp.callbacks.records import add_to_audit
+from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
+from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.strategy import mesh_shape
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.flops import flop_formula
+from lit_fsdp.metrics.hardware import Gpu
+from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.resolve import resolve_architecture
+from lit_fsdp.parallel.precision import TORCH_DTYPES
+from lit_fsdp.plan.communication import Layout, Weights, step_traffic
+from lit_fsdp.plan.simulate import StepMemory, step_memory
+
+T = TypeVar("T")
+
+OVERHEAD_BYTES = int(1.5 * 2**30)
+"""Taken on every GPU by what no tensor shows: the CUDA context, NCCL's buffers, workspaces of cuBLAS."""
+USABLE = 0.97
+"""Share of a GPU's memory that tensors may fill: what the driver keeps and what fragments is not there."""
+NETWORK_GB_PER_SECOND = 50.0
+"""Of a node in each direction, in 10**9 bytes, where nothing else is said: one 400 Gbit/s port."""
+PEAK_SHARE = 0.4
+"""Share of a GPU's peak rate at which blocks compute, where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the rank that holds most."""
+
+    parameters: int
+    gradients: int
+    """Between steps; whether they are there at the highest moment, ``step`` knows."""
+    optimizer: int
+    step: StepMemory
+    largest_tensor: int
+    """In storage dtype: what a load holds at most beside the shards."""
+    offloads: bool
+    """Whether parameters, gradients and optimizer state are in host memory."""
+
+    @property
+    def peak(self) -> int:
+        """At the highest moment of a step, on the device."""
+        return self.step.total - self.step.gradients if self.offloads else self.host_peak
+
+    @property
+    def host_peak(self) -> int:
+        """The same as if all were in one place."""
+        return self.parameters + self.optimizer + self.step.total
+
+    def fits(self, gib: float) -> bool:
+        """Whether a GPU of this size has room."""
+        return self.peak + OVERHEAD_BYTES <= gib * USABLE * 2**30
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step, by arithmetic."""
+
+    compute: float
+    communication: float
+    exposed: float
+    """Part of the communication that nothing hides: what exceeds the computation, the first gather, the last
+    reduction."""
+    tokens: float
+    """Of the global batch."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.compute + self.exposed
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.seconds
+
+
+def _once(function: Callable[..., T]) -> Callable[..., T]:
+    """Remember answers: a simulated step takes a second or two, and a search asks for the same ones again."""
+    known: dict[str, T] = {}
+
+    @functools.wraps(function)
+    def ask(*args: Any) -> T:
+        key = repr(args)
+        if key not in known:
+            known[key] = function(*args)
+        return known[key]
+
+    return ask
+
+
+@_once
+def rank_memory(run: RunConfig) -> RankMemory:
+    """Simulate a step of the recipe.
+
+    Args:
+        run: A checked recipe with a known number of ranks and lit_fsdp's own model and strategy.
+
+    Raises:
+        ConfigError: The model's config is not at hand, or its step cannot be followed without values.
+    """
+    assert run.world_size is not None
+    strategy, state = settled_strategy(run), _largest_state(run)
+    hf_config = resolve_architecture(run.model)
+    steps = accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
+    pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
+    shape = run.data.micro_batch_size * pair, run.data.max_seq_length
+    mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
+    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1)
+    params = _model(run.model).parameters()
+    size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
+    return RankMemory(
+        parameters=state["parameter_bytes"],
+        gradients=state["gradient_bytes"],
+        optimizer=state["optimizer_bytes"],
+        step=step,
+        largest_tensor=max(p.numel() for p in params) * size,
+        offloads=strategy.offloads,
+    )
+
+
+def state_bytes(run: RunConfig) -> int:
+    """Parameters, gradients and optimizer state of the rank that holds most, between steps."""
+    return _state_of(_largest_state(run))
+
+
+@_once
+def _largest_state(run: RunConfig) -> dict[str, int]:
+    return max(audit_recipe(run)["state_per_rank"], key=_state_of)
+
+
+def _state_of(rank: dict[str, int]) -> int:
+    return sum(rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer"))
+
+
+def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
+    """Seconds of an optimizer step, from operations and bytes; all samples are as long as they may be.
+
+    Args:
+        run: The recipe.
+        gpu: Whose peak and link.
+        share: Of the peak rate, at which blocks compute.
+        network: Rate of a node in each direction, 10**9 bytes per second.
+
+    Raises:
+        ValueError: No operations are known for this architecture, or the GPU has no peak rate for the precision.
+    """
+    assert run.world_size is not None
+    strategy, model = settled_strategy(run), _model(run.model)
+    row, world = strategy.precision_config.row, run.world_size
+    kind = "fp8" if strategy.precision_config.mode == "fp8" else row.compute
+    if kind not in gpu.tflops:
+        raise ValueError(f"{gpu.name} does not multiply in {kind}")
+    formula = flop_formula(model)
+    global_rows = run.data.global_batch_size or 16
+    tokens = float(global_rows * run.data.max_seq_length)
+    counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": tokens * run.data.max_seq_length}
+    words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
+    operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
+    compute = operations / world / (gpu.tflops[kind] * 1e12 * share)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_units = len(formula.blocks) + 2
+    weights = Weights(
+        num_params=total,
+        num_units=num_units,
+        gather_bytes=TORCH_DTYPES[row.compute].itemsize,
+        reduce_bytes=TORCH_DTYPES[row.reduce].itemsize * trained / total,
+    )
+    per_node = world // run.num_nodes
+    sharding = strategy.sharding if strategy.is_sharded else "no_shard"
+    degree = mesh_shape(strategy, run.num_nodes, world)[1]
+    layout = Layout(sharding=sharding, ranks=world, ranks_per_node=per_node, shard_ranks=degree)
+    forwards = global_rows // (run.data.micro_batch_size * world)
+    traffic = step_traffic(weights, layout, forwards)
+    inside = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
+    communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
+    ends = 2 * communication / num_units / forwards
+    return StepTime(compute, communication, max(communication - compute, min(ends, communication)), tokens)
+
+
+def compared_memory(run: RunConfig, folder: Path) -> str:
+    """Put what was predicted of a run beside what it measured into its ``audit.json``, and say both in one line.
+
+    For the end of the first process of a run: its process group gives way to one that only pretends.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        predicted = rank_memory(run).peak
+    except ConfigError as error:
+        return f"peak memory was not predicted: {error}"
+    measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
+    return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"
+
+
+def zero_table(run: RunConfig) -> dict[str, int]:
+    """Bytes of parameters, gradients and AdamW state per rank: whole everywhere, and by the stages of ZeRO.
+
+    Source: ZeRO, arXiv:1910.02054, figure 1.
+    """
+    assert run.world_size is not None
+    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False)
+    whole = _largest_state(dataclasses.replace(run, strategy=alone))
+    kinds = [whole[f"{kind}_bytes"] for kind in ("optimizer", "gradient", "parameter")]
+    found = {}
+    for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        found[name] = sum(-(-size // run.world_size) if i < stage else size for i, size in enumerate(kinds))
+    return found
+
+
+@_once
+def _model(model_config: ModelConfig) -> nn.Module:
+    config = dataclasses.replace(model_config, attn_implementation=None)
+    model: Any = build_trainable(resolve_architecture(config), config)[0]
+    return model

@@ -1,0 +1,187 @@
+"""Which choices of a recipe fit a GPU, which of them is fastest, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_fsdp.config.data import DEFAULT_BATCH
+from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.strategy import ActivationMode
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.hardware import Gpu
+from lit_fsdp.plan.memory import RankMemory, StepTime, rank_memory, state_bytes, step_time
+
+_MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a recipe."""
+
+    run: RunConfig
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe that are other ones, with their values."""
+
+    @property
+    def words(self) -> str:
+        """Engine, sharding, activation checkpointing and the like in a few words."""
+        strategy = self.run.strategy
+        parts: list[str] = [strategy.engine, strategy.sharding] if strategy.is_sharded else [strategy.engine]
+        mode = strategy.activation_config.mode
+        parts += [] if mode == "none" else [f"recompute {mode}"]
+        parts += ["cpu_offload"] if strategy.offloads else []
+        lora = self.run.model.lora
+        if lora is not None:
+            parts.append("LoRA" if lora.quantize is None else f"QLoRA ({lora.quantize})")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is predicted of a choice."""
+
+    choice: Choice
+    memory: RankMemory
+    fits: bool
+    rows: int
+    """Of its micro-batch."""
+    time: StepTime | None
+    """None where no rate is known."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks; 0 where no rate is known."""
+        return self.time.tokens_per_second if self.time else 0.0
+
+
+def with_rows(run: RunConfig, rows: int) -> RunConfig:
+    """The recipe with another micro-batch; its accumulation follows."""
+    data = dataclasses.replace(run.data, micro_batch_size=rows)
+    return dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
+
+
+def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> int:
+    """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does.
+
+    What a row more needs is taken from two simulated steps; the answer is simulated too.
+    """
+    total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
+    allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
+    one = at or rank_memory(with_rows(run, 1))
+    if not one.fits(gib):
+        return 0
+    if len(allowed) == 1:
+        return allowed[0]
+    each = max(1, rank_memory(with_rows(run, allowed[1])).peak - one.peak) / (allowed[1] - 1)
+    most = max(rows for rows in allowed if one.peak + each * (rows - 1) <= one.peak + _room(one, gib))
+    while most > 1 and not rank_memory(with_rows(run, most)).fits(gib):
+        most = max(rows for rows in allowed if rows < most)
+    return most
+
+
+def _room(memory: RankMemory, gib: float) -> float:
+    low, high = 0, int(gib * 2**30)
+    while high - low > 2**20:  # what fits is one rule, and its own business
+        middle = (low + high) // 2
+        grown = dataclasses.replace(memory, step=dataclasses.replace(memory.step, kept=memory.step.kept + middle))
+        low, high = (middle, high) if grown.fits(gib) else (low, middle)
+    return low
+
+
+def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
+    """Every way to run the recipe on its ranks; those that send least and recompute least first."""
+    world = run.world_size or 1
+    kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
+    if world > 1:
+        kinds += [{"engine": "fsdp2", "sharding": "shard_grad_op"}, {"engine": "fsdp2", "sharding": "full_shard"}]
+    if run.num_nodes > 1 and world > run.num_nodes:
+        kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
+    kinds.append({"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True})
+    neutral = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False}
+    for kind in kinds:
+        for mode in modes:
+            values = {**neutral, **kind, "activation_checkpointing": mode}
+            yield changed(run, values)
+
+
+def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice:
+    """The recipe with other arguments of the strategy, and perhaps with adapters."""
+    now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
+    changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
+    model = run.model
+    if lora is not None:
+        model = dataclasses.replace(run.model, lora=lora)
+        changes["model.lora"] = {"target_modules": lora.target_modules, "quantize": lora.quantize}
+    strategy_config = dataclasses.replace(run.strategy, **now)
+    return Choice(dataclasses.replace(run, strategy=strategy_config, model=model), changes)
+
+
+def judge(choice: Choice, gib: float, time_of: Callable[[RunConfig], StepTime | None]) -> Result:
+    """Simulate a choice at the largest micro-batch that fits."""
+    one = rank_memory(with_rows(choice.run, 1))
+    rows = largest_rows(choice.run, gib, one)
+    run = with_rows(choice.run, max(1, rows))
+    memory = one if rows <= 1 else rank_memory(run)
+    key = {"data.micro_batch_size": rows} if rows and rows != choice.run.data.micro_batch_size else {}
+    known = Choice(run, {**choice.changes, **key})
+    return Result(known, memory, rows > 0, rows, time_of(run) if rows else None)
+
+
+def search(
+    run: RunConfig, gib: float, time_of: Callable[[RunConfig], StepTime | None], tell: Callable[[str], None]
+) -> list[Result]:
+    """Judge every choice: those that fit, the fastest first, then those that do not, the smallest first."""
+    found = []
+    for choice in choices(run):
+        tell(choice.words)
+        found.append(judge(choice, gib, time_of))
+    return sorted(found, key=lambda r: (not r.fits, -r.tokens_per_second, r.memory.peak))
+
+
+def recommend(
+    run: RunConfig, gib: float, time_of: Callable[[RunConfig], StepTime | None]
+) -> tuple[Result | None, list[str]]:
+    """The first choice that fits, in the order in which they cost time, and what was wrong with those before it.
+
+    With adapters where the whole model cannot be trained: on a bf16 base, then on one of 4 bits.
+    """
+    reasons = []
+    for choice in [*choices(run, ("none", "full")), *_with_adapters(run)]:
+        state = 0 if choice.run.strategy.offloads else state_bytes(choice.run)
+        if state > gib * 2**30:
+            reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
+            continue
+        memory = rank_memory(with_rows(choice.run, 1))
+        if memory.fits(gib):
+            return judge(choice, gib, time_of), reasons
+        reasons.append(f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row")
+    return None, reasons
+
+
+def _with_adapters(run: RunConfig) -> Iterator[Choice]:
+    if run.model.lora is not None or not run.strategy.is_sharded:
+        return
+    for quantize in (None, "nf4"):
+        try:
+            lora = LoraConfig(target_modules="all-linear", quantize=quantize)
+        except ConfigError:  # not to be had in this build
+            return
+        yield changed(run, {"activation_checkpointing": "full", "cpu_offload": False}, lora)
+
+
+def time_on(gpu: Gpu | None, share: float, network: float) -> Callable[[RunConfig], StepTime | None]:
+    """What tells the time of a step on this GPU; nothing without one, or where no operations are known."""
+
+    def of(run: RunConfig) -> StepTime | None:
+        if gpu is None:
+            return None
+        try:
+            return step_time(run, gpu, share, network)
+        except ValueError:
+            return None
+
+    return of

@@ -1,0 +1,382 @@
+"""The memory of one training step, found by running it with tensors that hold nothing.
+
+The model with two blocks is sharded by the engine's own code over a process group that only pretends, and one
+micro-batch goes forward and backward under torch's ``FakeTensorMode``: every tensor has its shape, dtype and lifetime,
+and no memory. What two blocks need more than one is what each further block needs; so 80 blocks cost no more time than
+two, and no architecture needs a formula.
+
+All tokens are taken to be supervised, and ``torch.compile``, which may need less, to be off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.loss import causal_lm_forward, plan_loss
+from lit_fsdp.parallel.activation import prepare_blocks
+from lit_fsdp.parallel.base import REPLICATE, SHARD
+from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
+from lit_fsdp.parallel.units import plan_for
+
+_BLOCKS = 3
+"""Simulated: of the first, input and output may differ from those of the others."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a rank holds at the highest moment of a step, beside parameters and optimizer state."""
+
+    kept: int
+    """Activations that all blocks keep for the backward pass."""
+    at_work: int
+    """What else exists at that moment: one block at work, or head and loss; gradients of activations; logits."""
+    gathered: int
+    """Unsharded weights, in use and prefetched."""
+    reduced: int
+    """Unsharded gradients, and what is sent of them."""
+    moment: str
+    """``forward`` (which ends with the loss, chunked with its gradient), ``head`` (the backward pass of the head),
+    ``blocks`` (that of a block) or ``optimizer``."""
+    gradients: int
+    """Gradient shards that exist already at that moment."""
+
+    @property
+    def total(self) -> int:
+        """Bytes beside parameters and optimizer state."""
+        return self.kept + self.at_work + self.gathered + self.reduced + self.gradients
+
+
+@dataclass
+class _Live:
+    """Bytes that are alive, by kind."""
+
+    work: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.work + self.gathered + self.reduced + self.gradients
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of every storage from its making to its end, by the kind of work in which it was made."""
+
+    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.live, self.kind, self.phase = _Live(), "work", "forward"
+        self.highest: dict[str, _Live] = {}
+        self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> _Watch:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore  # how engines free what they gathered
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = _with_all_rows(op, args)
+        out = op(*args, **(kwargs or {})) if out is None else out
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+                self._add(tensor.untyped_storage())
+        return out
+
+    def move(self, tensors: Iterator[torch.Tensor], kind: str) -> None:
+        """Count what these tensors hold as another kind."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            before, size = self._sizes.get(key, ("", 0))
+            if before and before != kind:
+                self._set(key, 0)
+                self._sizes[key] = (kind, 0)
+                self._set(key, size)
+
+    @contextlib.contextmanager
+    def inside(self, kind: str) -> Iterator[None]:
+        """What is made inside is of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._sizes[key] = (self.kind, 0)
+        self._set(key, storage.nbytes())
+        weakref.finalize(storage, self._end, key)
+
+    def _end(self, key: int) -> None:
+        self._set(key, 0)
+        del self._sizes[key]
+
+    def _set(self, key: int, size: int) -> None:
+        kind, before = self._sizes[key]
+        if not kind:  # was there before
+            return
+        self._sizes[key] = (kind, size)
+        setattr(self.live, kind, getattr(self.live, kind) + size - before)
+        if self.phase not in self.highest or self.live.total > self.highest[self.phase].total:
+            self.highest[self.phase] = copy.copy(self.live)
+
+
+def _with_all_rows(op: Any, args: Any) -> Any:
+    """The answer of an indexing by a mask, which without data nobody knows: all rows."""
+    if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
+        (mask, *others) = args[1]
+        if mask is not None and mask.dtype == torch.bool and not others:
+            rows = args[0].reshape(-1, *args[0].shape[mask.dim() :])
+            return rows.clone() if op is torch.ops.aten.index.Tensor else args[0]
+    return None
+
+
+class _Engine(FSDP2Strategy):
+    """The engine's own sharding on ranks that do not exist."""
+
+    root_device = torch.device("cpu")
+
+    def _broadcast(self, module: nn.Module) -> None:
+        """Nothing: there are no values."""
+
+
+def step_memory(
+    hf_config: Any,
+    model: ModelConfig,
+    strategy: StrategyConfig,
+    shape: tuple[int, int],
+    mesh: tuple[int, int],
+    gradient_bytes: int,
+    accumulates: bool,
+) -> StepMemory:
+    """Simulate a step and read its highest moment.
+
+    Args:
+        hf_config: The architecture, whole.
+        model: The recipe's ``model`` section.
+        strategy: The recipe's strategy, whose precision is settled; fsdp1 is taken to do as fsdp2 does.
+        shape: Rows and tokens of a micro-batch.
+        mesh: Copies of the model, and ranks that share one.
+        gradient_bytes: Of all gradients of a rank between steps.
+        accumulates: Whether a step has several micro-batches.
+
+    Raises:
+        ConfigError: The architecture cannot be shortened, or does what tensors without values cannot.
+    """
+    text = hf_config.get_text_config()
+    num_blocks = int(text.num_hidden_layers)
+    small = copy.deepcopy(text)
+    small.num_hidden_layers = min(_BLOCKS, num_blocks)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    try:
+        with _process_group(mesh[0] * mesh[1]):
+            watch, ends = _simulate(small, model, strategy, shape, *mesh)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            "plan",
+            f"a step of {hf_config.model_type} without values ({' '.join(str(error).split())[:200]})",
+            "architectures whose blocks run on tensors without values",
+            "measure a run of one step: peak_memory_gib in metrics.csv",
+        ) from error
+    found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
+    if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
+        found = dataclasses.replace(found, reduced=2 * gradient_bytes)
+    return found
+
+
+@contextlib.contextmanager
+def _process_group(world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _simulate(
+    hf_config: Any,
+    model_config: ModelConfig,
+    strategy: StrategyConfig,
+    shape: tuple[int, int],
+    copies: int,
+    shards: int,
+) -> tuple[_Watch, dict[str, list[_Live]]]:
+    model: Any = build_trainable(hf_config, dataclasses.replace(model_config, attn_implementation=None))[0]
+    row = strategy.precision_config.row
+    holder: Any = nn.Module()
+    holder.model, holder.automatic_optimization = model, True
+    cast_parameters(holder, strategy)
+    units = plan_for(holder, dataclasses.replace(strategy, compile=False), "strategy")
+    blocks = list(units.blocks)
+    prepare_blocks(blocks, strategy.activation_config)
+    loss_plan = plan_loss(model, model_config.loss)
+    holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
+    sizes, names = ((copies, shards), (REPLICATE, SHARD)) if copies > 1 else ((shards,), (SHARD,))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _without_values(holder)
+        root = holder
+        if strategy.is_sharded:
+            engine = _Engine(dataclasses.replace(strategy, engine="fsdp2", cpu_offload=False, compile=False))
+            engine.mesh = mesh
+            engine.replicated = [p for p in holder.parameters() if not p.dim()]
+            root = engine._shard(holder, units, SimpleNamespace(fill=lambda module: None))  # type: ignore[arg-type]
+        rows, tokens = shape
+        ids = torch.ones(rows, tokens, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        if rows > 1:  # padded or packed: SDPA gets a mask
+            batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
+        autocast = row.compute != row.param and not strategy.is_sharded
+        known = [*holder.parameters(), *holder.buffers(), *batch.values()]
+        with _Watch(_locals(known)) as watch, _engine_kinds(watch), _phases(watch, blocks, holder) as ends:
+            with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
+                loss = root(batch)
+            watch.phase = "head"
+            loss.backward()
+    return watch, ends
+
+
+def _locals(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        yield local.detach()
+
+
+def _without_values(module: nn.Module) -> None:
+    """Put tensors that hold nothing, on a device that exists, in place of those on meta; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None:
+                if id(param) not in made:
+                    empty = torch.empty(param.shape, dtype=param.dtype)
+                    made[id(param)] = nn.Parameter(empty, param.requires_grad)
+                child._parameters[name] = made[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+@contextlib.contextmanager
+def _engine_kinds(watch: _Watch) -> Iterator[None]:
+    """Tell what the engine gathers and reduces from what the model computes."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
+    originals: dict[str, Any] = {name: getattr(FSDPParamGroup, name) for name in kinds}
+
+    def of_kind(original: Any, kind: str) -> Any:
+        def call(group: Any, *args: Any) -> Any:
+            grads = [p.unsharded_param.grad for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            watch.move((grad for grad in grads if grad is not None), "reduced")
+            with watch.inside(kind):
+                result = original(group, *args)
+            shards = [p.sharded_param.grad for p in group.fsdp_params if p.sharded_param.grad is not None]
+            watch.move(_locals(shards), "gradients")
+            return result
+
+        return call
+
+    for name, kind in kinds.items():
+        setattr(FSDPParamGroup, name, of_kind(originals[name], kind))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+@contextlib.contextmanager
+def _phases(watch: _Watch, blocks: list[nn.Module], holder: nn.Module) -> Iterator[dict[str, list[_Live]]]:
+    """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
+    ends: dict[str, list[_Live]] = {"forward": [], "backward": []}
+    handles: list[Any] = []
+
+    def begin(number: int) -> Any:
+        def hook(grad: torch.Tensor) -> None:
+            watch.phase = f"block {number}"
+            ends["backward"].append(copy.copy(watch.live))
+
+        return hook
+
+    def after(number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if watch.phase != "forward":  # recomputed
+                return
+            ends["forward"].append(copy.copy(watch.live))
+            first = next(t for t in tree_leaves(output) if torch.is_tensor(t))
+            first.register_hook(begin(number))
+
+        return hook
+
+    for number, block in enumerate(blocks):
+        handles.append(block.register_forward_hook(after(number)))
+    try:
+        yield ends
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _highest(
+    watch: _Watch, ends: dict[str, list[_Live]], num_blocks: int, gradient_bytes: int, accumulates: bool
+) -> StepMemory:
+    """The highest moment of a model with all blocks, from those of a short one."""
+    forward, backward = ends["forward"], ends["backward"]
+    simulated = len(forward)
+    further = num_blocks - simulated
+    kept = forward[-1].work - forward[-2].work
+    each = backward[-1].gradients - backward[-2].gradients
+    stays = forward[-1].gathered - forward[-2].gathered  # 0 where blocks are freed after their forward
+    found = [StepMemory(kept=0, at_work=0, gathered=0, reduced=0, moment="optimizer", gradients=gradient_bytes)]
+    for phase, live in watch.highest.items():
+        # in the first blocks of the backward pass all activations are there, in the last ones all gradients
+        is_early = phase in ("forward", "head", f"block {simulated - 1}")
+        all_kept = kept * (num_blocks if is_early else 1)
+        gradients = live.gradients + (0 if is_early else each * further)
+        if accumulates or phase == "forward":  # Lightning drops the gradients of the step before after the forward
+            gradients = gradient_bytes
+        found.append(
+            StepMemory(
+                kept=all_kept,
+                at_work=live.work + (kept * further if is_early else 0) - all_kept,
+                gathered=live.gathered + (stays * further if is_early else 0),
+                reduced=live.reduced,
+                moment=phase.partition(" ")[0].replace("block", "blocks"),
+                gradients=gradients,
+            )
+        )
+    return max(found, key=lambda memory: memory.total)
