@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonargparse
 import lightning
+import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
@@ -390,6 +391,8 @@ class RecipeCLI(LightningCLI):
         function = getattr(self.trainer, verb)
         function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
         is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
+        if is_real and dist.is_initialized():
+            dist.destroy_process_group()
         if is_real and self.trainer.is_global_zero:
             print(compared_memory(self._declared, Path(self.trainer.default_root_dir)), file=sys.stderr)
 

@@ -7,6 +7,7 @@ token counts together and the gradients are scaled once.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -227,9 +228,10 @@ class CausalLMModule(LightningModule):
             for (use_muon, decayed), params in groups.items()
             if params
         ]
-        arguments = dict(optim.optimizer_args or {})
+        known = inspect.signature(cls).parameters
+        own = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        arguments = {name: value for name, value in own.items() if name in known} | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
-            arguments = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps} | arguments
             arguments.setdefault(
                 "fused", isinstance(self.trainer.strategy, EngineStrategy)
             )  # Lightning's clips no fused

@@ -116,7 +116,8 @@ class PreferenceModule(CausalLMModule):
     def on_fit_start(self) -> None:
         """Compute what the loss compares with, unless it is in the cache; a checkpoint is loaded after this."""
         self._references.clear()
-        self._identity = None
+        if isinstance(self.trainer.strategy, EngineStrategy) or not self.trainer.ckpt_path:
+            self._identity = None  # Lightning's own strategies have loaded the checkpoint by now
         for split in ("train", "val"):
             self._refer_to(split)
 

@@ -109,6 +109,8 @@ def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, base: Base | N
             value = read_tensor(manifest, saved)
         elif base is not None and base_name(name) in base.specs:
             value = base.read(base_name(name))
+            if value.shape != target.shape:  # rows of added tokens, which a copy of the module has
+                value = nn.functional.pad(value, (0, 0) * (value.dim() - 1) + (0, len(target) - len(value)))
         else:
             raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
         value = value.to(getattr(torch, plan.dtype)) if saved in rounded else value

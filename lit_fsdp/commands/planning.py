@@ -111,7 +111,11 @@ def run_plan(argv: Sequence[str]) -> int:
     gib = options.memory or (gpu.memory_gib if gpu else None)
     share, network = options.peak_share or memory.PEAK_SHARE, options.network or memory.NETWORK_GB_PER_SECOND
     time_of = search.time_on(gpu, share, network)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, global_batch_size=_global_batch(run)))
+    run = dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, global_batch_size=_global_batch(run)),
+        trainer={**run.trainer, "accumulate_grad_batches": None},
+    )
     found = memory.rank_memory(run)
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
@@ -137,7 +141,7 @@ def run_plan(argv: Sequence[str]) -> int:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
             record["search"] = [_result_record(result) for result in results]
             lines += ["", _search_table(results)]
-            best = results[0] if results[0].fits else None
+            best = results[0] if results[0].fits and results[0].time else None
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = None if best is None else _result_record(best)
@@ -167,6 +171,9 @@ def _global_batch(run: Any) -> int:
     from lit_fsdp.config.data import DEFAULT_BATCH
 
     per_forward = run.data.micro_batch_size * run.world_size
+    steps = run.trainer["accumulate_grad_batches"]
+    if run.data.global_batch_size is None and steps:
+        return int(steps) * per_forward
     return max(1, round((run.data.global_batch_size or DEFAULT_BATCH) / per_forward)) * per_forward
 
 
@@ -256,6 +263,8 @@ def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
         *parents, last = key.split(".")
         for part in parents:
             section = section.setdefault(part, {})
+            if part == "model" and "init_args" in section:
+                section = section["init_args"]
         section[last] = value
     values["data"]["global_batch_size"] = best.choice.run.data.global_batch_size
     values["trainer"].pop("accumulate_grad_batches", None)

@@ -24,11 +24,11 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decay per step relative to the learning rate, for parameters of two or more dimensions only."""
     beta1: float = 0.9
-    """AdamW's decay of the first moment per step."""
+    """Decay of the first moment per step, of AdamW and what takes betas too."""
     beta2: float = 0.95
-    """AdamW's decay of the second moment per step."""
+    """Decay of the second moment per step, of AdamW and what takes betas too."""
     eps: float = 1e-8
-    """Added by AdamW to the root of the second moment."""
+    """Added to the root of the second moment, by AdamW and what takes eps too."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls from its peak to min_lr_ratio of it over the run; wsd: linearly, at its end only."""
     decay_steps: int | float | None = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat, Sources
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.formats import find_format, is_plain, to_conversation
+from lit_fsdp.data.formats import find_format, is_plain, preference_sides, to_conversation
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.errors import DataError
 
@@ -63,6 +63,8 @@ def read_prompts(
 
 
 def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: RowEncoder) -> Prompt:
+    if form == "preference":  # what should be answered is the chosen completion
+        row, form = preference_sides(row, location)[0], "prompt_completion"
     if form == "text" or (form == "prompt_completion" and is_plain(row) and not row.get("completion")):
         return Prompt(encoder.open_text(row["text" if form == "text" else "prompt"], location))
     if form not in ("tokens", "prompt_completion") or not is_plain(row):

@@ -49,7 +49,7 @@ class EmbeddingNoise:
             self._lengths_BT = None
 
     def _add(self, module: nn.Module, args: Any, embedded_BTD: torch.Tensor) -> torch.Tensor:
-        if self._lengths_BT is None:
+        if self._lengths_BT is None or not module.training:  # as under the reference of a preference
             return embedded_BTD
         seed = int(torch.randint(2**62, ())) + self._rank
         own = torch.Generator(embedded_BTD.device).manual_seed(seed)

@@ -92,6 +92,15 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
     return packed
 
 
+def give_shapes(layer: Any) -> None:
+    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
+    numel = layer.in_features * layer.out_features
+    scales = torch.empty(math.ceil(numel / _BLOCK))
+    shape = torch.Size((layer.out_features, layer.in_features))
+    kind = {"blocksize": _BLOCK, "quant_type": "nf4", "dtype": torch.float32}
+    layer.quant_state = _bitsandbytes().functional.QuantState(scales, shape, torch.empty(16), **kind)
+
+
 def _quantization_bytes(numel: int, double: bool) -> int:
     """Of a layer's scales and code book; the code book of doubly quantized scales is one for all layers."""
     blocks, code_bytes = math.ceil(numel / _BLOCK), 16 * 4

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from lit_fsdp.audit import audit_recipe, settled_strategy
 from lit_fsdp.callbacks.records import add_to_audit
-from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import mesh_shape
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
@@ -126,7 +124,7 @@ def rank_memory(run: RunConfig) -> RankMemory:
     params = _model(run.model).parameters()
     size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
     return RankMemory(
-        parameters=state["parameter_bytes"],
+        parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
         optimizer=state["optimizer_bytes"],
         step=step,
@@ -146,7 +144,7 @@ def _largest_state(run: RunConfig) -> dict[str, int]:
 
 
 def _state_of(rank: dict[str, int]) -> int:
-    return sum(rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer"))
+    return sum(size for kind, size in rank.items() if kind.endswith("_bytes"))
 
 
 def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
@@ -168,8 +166,9 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     if kind not in gpu.tflops:
         raise ValueError(f"{gpu.name} does not multiply in {kind}")
     formula = flop_formula(model)
-    global_rows = run.data.global_batch_size or 16
-    tokens = float(global_rows * run.data.max_seq_length)
+    global_rows = run.data.global_batch_size or DEFAULT_BATCH
+    pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
+    tokens = float(global_rows * pair * run.data.max_seq_length)
     counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": tokens * run.data.max_seq_length}
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
@@ -198,13 +197,11 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
 def compared_memory(run: RunConfig, folder: Path) -> str:
     """Put what was predicted of a run beside what it measured into its ``audit.json``, and say both in one line.
 
-    For the end of the first process of a run: its process group gives way to one that only pretends.
+    For the end of a process, whose process group is gone: the simulated step has one that only pretends.
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
     try:
         predicted = rank_memory(run).peak
-    except ConfigError as error:
+    except Exception as error:  # a prediction ends no run
         return f"peak memory was not predicted: {error}"
     measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
     return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_fsdp.config.data import DEFAULT_BATCH
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
 from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import Gpu
@@ -105,19 +105,25 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Itera
     for kind in kinds:
         for mode in modes:
             values = {**neutral, **kind, "activation_checkpointing": mode}
-            yield changed(run, values)
+            if (choice := changed(run, values)) is not None:
+                yield choice
 
 
-def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice:
-    """The recipe with other arguments of the strategy, and perhaps with adapters."""
+def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice | None:
+    """The recipe with other arguments of the strategy, and perhaps with adapters; None if a rule forbids it."""
     now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
     changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
     model = run.model
     if lora is not None:
         model = dataclasses.replace(run.model, lora=lora)
         changes["model.lora"] = {"target_modules": lora.target_modules, "quantize": lora.quantize}
-    strategy_config = dataclasses.replace(run.strategy, **now)
-    return Choice(dataclasses.replace(run, strategy=strategy_config, model=model), changes)
+    try:
+        other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **now), model=model)
+        for rule in RULES:
+            rule(other)
+    except ConfigError:
+        return None
+    return Choice(other, changes)
 
 
 def judge(choice: Choice, gib: float, time_of: Callable[[RunConfig], StepTime | None]) -> Result:
@@ -139,7 +145,8 @@ def search(
     for choice in choices(run):
         tell(choice.words)
         found.append(judge(choice, gib, time_of))
-    return sorted(found, key=lambda r: (not r.fits, -r.tokens_per_second, r.memory.peak))
+    # what moves to the host comes last: how long that takes is not counted
+    return sorted(found, key=lambda r: (not r.fits, r.memory.offloads, -r.tokens_per_second, r.memory.peak))
 
 
 def recommend(
@@ -151,26 +158,28 @@ def recommend(
     """
     reasons = []
     for choice in [*choices(run, ("none", "full")), *_with_adapters(run)]:
-        state = 0 if choice.run.strategy.offloads else state_bytes(choice.run)
-        if state > gib * 2**30:
-            reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
+        try:
+            state = 0 if choice.run.strategy.offloads else state_bytes(choice.run)
+            if state > gib * 2**30:
+                reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
+                continue
+            memory = rank_memory(with_rows(choice.run, 1))
+            if memory.fits(gib):
+                return judge(choice, gib, time_of), reasons
+        except ConfigError as error:  # a package that is not here
+            reasons.append(f"{choice.words}: {error.given}")
             continue
-        memory = rank_memory(with_rows(choice.run, 1))
-        if memory.fits(gib):
-            return judge(choice, gib, time_of), reasons
         reasons.append(f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row")
     return None, reasons
 
 
 def _with_adapters(run: RunConfig) -> Iterator[Choice]:
-    if run.model.lora is not None or not run.strategy.is_sharded:
+    if run.model.lora is not None:
         return
-    for quantize in (None, "nf4"):
-        try:
-            lora = LoraConfig(target_modules="all-linear", quantize=quantize)
-        except ConfigError:  # not to be had in this build
-            return
-        yield changed(run, {"activation_checkpointing": "full", "cpu_offload": False}, lora)
+    strategy = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": False, "activation_checkpointing": "full"}
+    for lora in (LoraConfig(target_modules="all-linear"), LoraConfig(target_modules="all-linear", quantize="nf4")):
+        if (choice := changed(run, strategy, lora)) is not None:
+            yield choice
 
 
 def time_on(gpu: Gpu | None, share: float, network: float) -> Callable[[RunConfig], StepTime | None]:

@@ -32,11 +32,12 @@ from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss
+from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.parallel.activation import prepare_blocks
 from lit_fsdp.parallel.base import REPLICATE, SHARD
 from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
-from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
-from lit_fsdp.parallel.units import plan_for
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs, cast_parameters
+from lit_fsdp.parallel.units import plan_for, quantized_layers
 
 _BLOCKS = 3
 """Simulated: of the first, input and output may differ from those of the others."""
@@ -202,14 +203,14 @@ def step_memory(
     try:
         with _process_group(mesh[0] * mesh[1]):
             watch, ends = _simulate(small, model, strategy, shape, *mesh)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ConfigError(
             "plan",
             f"a step of {hf_config.model_type} without values ({' '.join(str(error).split())[:200]})",
             "architectures whose blocks run on tensors without values",
             "measure a run of one step: peak_memory_gib in metrics.csv",
         ) from error
-    found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
     if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
         found = dataclasses.replace(found, reduced=2 * gradient_bytes)
     return found
@@ -248,6 +249,9 @@ def _simulate(
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _without_values(holder)
+        for layer in quantized_layers(holder).values():
+            give_shapes(layer)
+            cast_inputs(layer, TORCH_DTYPES[row.compute])
         root = holder
         if strategy.is_sharded:
             engine = _Engine(dataclasses.replace(strategy, engine="fsdp2", cpu_offload=False, compile=False))
