@@ -229,7 +229,7 @@ class CausalLMModule(LightningModule):
             if params
         ]
         known = inspect.signature(cls).parameters
-        own = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         arguments = {name: value for name, value in own.items() if name in known} | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
             arguments.setdefault(

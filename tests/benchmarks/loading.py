@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=2 ... python loading.py ENGINE MODEL_FOLDER OUT
 
-loads once, up to the first training step, with fp32 weights at rest. What is counted is the resident set, mapped pages
+loads once, up to the first training step, with fp32 weights at rest; ``qlora`` is fsdp2 with a base in NF4. What is counted is the resident set, mapped pages
 of files included, above the one after the imports; the aim is (the rank's shard + the largest unit + an allowance).
 """
 
@@ -115,7 +115,7 @@ def load(engine: str, folder: str, out: Path) -> None:
         def on_train_start(self, trainer: Any, module: Any) -> None:
             audit = trainer.strategy.audit
             params = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in module.parameters()]
-            assert all(bool(param.isfinite().all()) for param in params)  # a file may be mapped but not read yet
+            assert sum(int(param.count_nonzero()) for param in params)  # a file may be mapped but not read yet
             record = {"imported_bytes": imported, "peak_bytes": peak_host_bytes(), "num_params": audit["num_params"]}
             record["held_bytes"] = sum({param.data_ptr(): param.nbytes for param in params if param.numel()}.values())
             record["largest_unit"] = max(unit["num_params"] for unit in audit["units"])
@@ -123,6 +123,13 @@ def load(engine: str, folder: str, out: Path) -> None:
             trainer.strategy.barrier()
             os._exit(0)  # nothing is to be trained
 
+    model: dict[str, Any] = {}
+    if engine == "qlora":
+        import bitsandbytes
+        import peft
+
+        assert bitsandbytes.__name__ != peft.__name__  # imported before anything is measured
+        engine, model = "fsdp2", {"lora": {"quantize": "nf4"}}
     strategy: Any = fsdp_strategy(engine=engine, wrap={"max_root_share": 1.0})  # type: ignore[arg-type]
     assert LlamaForCausalLM  # its code is imported before memory is counted
     reset_peak_host_bytes()
@@ -130,7 +137,7 @@ def load(engine: str, folder: str, out: Path) -> None:
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "max_steps": 1}
     trainer = Trainer(**options, strategy=strategy, callbacks=[Measure()], **dict.fromkeys(quiet, False))
-    trainer.fit(CausalLMModule(name=folder, optim={"schedule": "constant"}), DataLoader([torch.zeros(1)]))
+    trainer.fit(CausalLMModule(name=folder, optim={"schedule": "constant"}, **model), DataLoader([torch.zeros(1)]))
 
 
 if __name__ == "__main__":
