@@ -2,8 +2,9 @@
 
     RANK=0 WORLD_SIZE=2 ... python loading.py ENGINE MODEL_FOLDER OUT
 
-loads once, up to the first training step, with fp32 weights at rest; ``qlora`` is fsdp2 with a base in NF4. What is counted is the resident set, mapped pages
-of files included, above the one after the imports; the aim is (the rank's shard + the largest unit + an allowance).
+loads once, up to the first training step, with fp32 weights at rest; ``qlora`` is fsdp2 with a base in NF4. What is
+counted is the resident set, mapped pages of files included, above the one after the imports; the aim is (the rank's
+shard + the largest unit + an allowance).
 """
 
 from __future__ import annotations
