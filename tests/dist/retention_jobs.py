@@ -80,6 +80,7 @@ def fit_with_room(
         trainer.fit(WideNet(), rows, rows if validate else None, ckpt_path=ckpt_path)
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
+    run_folder.survey = survey
     return {
         "error": error,
         "loaded": str(getattr(trainer.strategy, "loaded_checkpoint", None)),

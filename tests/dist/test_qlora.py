@@ -74,7 +74,7 @@ def test_losses_are_those_of_peft_and_bitsandbytes(
 def test_the_first_loss_is_that_of_the_quantized_base(tiny_model: Path) -> None:
     """As B is zero."""
     strategy = {"engine": "fsdp2", "precision": "fp32"}
-    results = on_ranks("train_lora", 2, folder=str(tiny_model), strategy=strategy, model={"lora": NF4}, max_steps=1)
+    results = on_ranks("train_lora", 2, folder=str(tiny_model), strategy=strategy, model={"lora": NF4}, steps=1)
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_FP32)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=_FP32, quantization_config=bits).train()
     with torch.no_grad():
