@@ -16,7 +16,7 @@ from lit_fsdp.checkpoint.pieces import open_pieces
 from lit_fsdp.config.parser import check_recipe
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import peft_losses
-from tests.dist.reference import step_loss
+from tests.dist.reference import global_batch, step_loss
 
 ROOT = Path(__file__).parents[2]
 NF4 = {"r": 4, "alpha": 8, "target_modules": "all-linear", "quantize": "nf4"}
@@ -78,7 +78,7 @@ def test_the_first_loss_is_that_of_the_quantized_base(tiny_model: Path) -> None:
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_FP32)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=_FP32, quantization_config=bits).train()
     with torch.no_grad():
-        assert results[0]["losses"] == pytest.approx([float(step_loss(base, 0))], rel=1e-6)
+        assert results[0]["losses"] == pytest.approx([float(step_loss(base, global_batch(0)))], rel=1e-6)
 
 
 @pytest.mark.parametrize(
