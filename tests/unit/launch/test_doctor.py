@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from lit_fsdp.__main__ import main
 from lit_fsdp.host import GIB
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
@@ -114,3 +115,9 @@ def test_nodes_are_compared() -> None:
         ),
     ):
         assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
+
+
+def test_its_words_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
+        assert main(["doctor", *words]) == 2
+        assert said in capsys.readouterr().err
