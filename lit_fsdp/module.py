@@ -229,12 +229,11 @@ class CausalLMModule(LightningModule):
             if params
         ]
         known = inspect.signature(cls).parameters
-        own = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         arguments = {name: value for name, value in own.items() if name in known} | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
-            arguments.setdefault(
-                "fused", isinstance(self.trainer.strategy, EngineStrategy)
-            )  # Lightning's clips no fused
+            # Lightning's own strategies clip no fused one
+            arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
         try:
             optimizer = cls(options, **{"lr": optim.lr} | arguments)
         except (TypeError, ValueError) as error:
