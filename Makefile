@@ -74,7 +74,7 @@ slurm-programs:
 	  echo "SLURM IS NOT INSTALLED and cannot be installed here: tests/slurm WILL BE SKIPPED" >&2
 
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
-	LIT_FSDP_FAULTS=long $(BIN)/python -m pytest tests/faults
+	LIT_FSDP_FAULTS=long LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests/faults
 
 chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits against Lightning and plain DCP
 	$(BIN)/python -m tests.faults.peers

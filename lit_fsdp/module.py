@@ -232,9 +232,8 @@ class CausalLMModule(LightningModule):
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         arguments = {name: value for name, value in own.items() if name in known} | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
-            arguments.setdefault(
-                "fused", isinstance(self.trainer.strategy, EngineStrategy)
-            )  # Lightning's clips no fused
+            # Lightning's own strategies clip no fused one
+            arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
         try:
             optimizer = cls(options, **{"lr": optim.lr} | arguments)
         except (TypeError, ValueError) as error:

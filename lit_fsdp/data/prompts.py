@@ -55,7 +55,8 @@ def read_prompts(
             if isinstance(row, DataError):
                 raise row
             # an answer that is not there is no other row format
-            form = source.format if source.format != "auto" else find_format({*row, "completion", "output"}, location)
+            answers = set() if row.keys() >= {"chosen", "rejected"} else {"completion", "output"}
+            form = source.format if source.format != "auto" else find_format({*row, *answers}, location)
             prompts.append(_prompt(row, form, location, encoder))
     if not prompts:
         raise DataError(f"{sources}: no rows\n  fix:     a source of prompts needs at least one")

@@ -93,12 +93,23 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
 
 
 def give_shapes(layer: Any) -> None:
-    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
+    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read.
+
+    Args:
+        layer: Of :func:`apply_nf4`; gets its input in the dtype in which it computes.
+    """
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
     shape = torch.Size((layer.out_features, layer.in_features))
     kind = {"blocksize": _BLOCK, "quant_type": "nf4", "dtype": torch.float32}
-    layer.quant_state = _bitsandbytes().functional.QuantState(scales, shape, torch.empty(16), **kind)
+    library = _bitsandbytes()
+    layer.quant_state = library.functional.QuantState(scales, shape, torch.empty(16), **kind)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return library.matmul_4bit(x, layer.weight, quant_state=layer.quant_state, bias=bias)
+
+    layer.forward = forward  # its own makes a Params4bit of what was gathered, which a tensor without values refuses
 
 
 def _quantization_bytes(numel: int, double: bool) -> int:

@@ -43,7 +43,9 @@ CELLS = [
         fsdp1   hybrid_shard_zero2  patterns        every_n       fp16_mixed     no   3  4
         ddp     no_shard            auto            none          fp32           no   3  2
         ddp     no_shard            auto            full          low_precision  no   1  2
+        ddp     no_shard            auto            none          mixed          no   1  2
         single  no_shard            auto            full          fp16_mixed     no   1  1
+        single  no_shard            auto            none          mixed          no   1  1
     """.strip().splitlines()
 ]
 _VALUES: dict[str, Any] = {

@@ -128,7 +128,7 @@ def test_saved_stopped_and_resumed(
     whom: str,
     code: int,
 ) -> None:
-    process = start(tmp_path, running, 1_000_000)
+    process = start(tmp_path, running, 1_000_000, "--data.num_workers", "2")
     send(process, number, whom)
     output = finish(process)
     assert process.returncode == code, output

@@ -69,8 +69,9 @@ def test_an_unknown_verb_gets_the_nearest():
 def test_visible_damage_is_an_error_or_passed_over_loudly(
     recipe: list[str], checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint(1, val_loss=0.2)
     (checkpoint(2, val_loss=0.1) / "state.json").unlink()
+    assert "holds 1 checkpoint(s)" in refused("fit", *recipe).given  # nothing but damage is not nothing
+    checkpoint(1, val_loss=0.2)
     for word in ("last", "best"):
         with pytest.raises(CheckpointError, match=r"000002 is damaged: .*state.json(.|\n)*--resume.fallback true"):
             commands.run(["fit", *recipe, "--ckpt_path", word])
@@ -80,6 +81,19 @@ def test_visible_damage_is_an_error_or_passed_over_loudly(
         first, second = capsys.readouterr().err.splitlines()
         assert first.startswith("runs/small/checkpoints/step-00000002 is damaged: ")
         assert second == f"going on from runs/small/checkpoints/step-00000001 as {word} (resume.fallback)"
+
+
+def test_every_rank_refuses_a_used_run_folder(
+    recipe: list[str], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """But not one that Lightning started, for which the first process has looked before it trained."""
+    checkpoint(1)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    assert find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False) == Resume(None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match="holds 1 checkpoint"):
+        find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False)
 
 
 def test_a_checkpoint_that_is_not_there(recipe: list[str]):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -35,6 +36,19 @@ def test_one_row_per_step_and_columns_as_they_come(tmp_path: Path):
         "2,2.0,,0.5",
     ]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
+
+
+def test_nothing_is_rewritten_where_the_columns_are_known(tmp_path: Path):
+    logger = RunCSVLogger(tmp_path)
+    logger.log_metrics({"a": 1.0, "b": 1.0}, 0)
+    inode = (tmp_path / "metrics.csv").stat().st_ino
+    for step in (1, 2):
+        logger.log_metrics({"a": 2.0}, step)
+        logger.log_metrics({"b": 3.0}, step)
+        logger.log_metrics({"a": 2.5}, step)
+    assert (tmp_path / "metrics.csv").stat().st_ino == inode
+    second = [{"step": str(step), "a": "2.5", "b": "3.0"} for step in (1, 2)]
+    assert rows(tmp_path) == [{"step": "0", "a": "1.0", "b": "1.0"}, *second]
 
 
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
@@ -75,6 +89,25 @@ def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_befor
     trainer.fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
     assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
+
+
+class _KilledAfterTheSave(ModelCheckpoint):
+    def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
+        super().on_train_batch_end(trainer, *more)
+        if trainer.global_step == 2:
+            raise InterruptedError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")
+def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
+    """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    saved = _KilledAfterTheSave(tmp_path, every_n_train_steps=1)
+    logs = {"callbacks": [LoggerRuns(), saved], "logger": RunCSVLogger(tmp_path), "log_every_n_steps": 1}
+    with pytest.raises(InterruptedError):
+        Trainer(**options, **logs, max_steps=3, limit_val_batches=0).fit(_Counting())
+    assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -118,3 +118,10 @@ def test_it_speaks_by_itself_while_a_step_goes_on_and_not_after_the_end(
     bar.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+def test_other_ranks_are_silent(trainer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    bar = RunProgress()
+    bar.disable()
+    run(bar, trainer, monkeypatch, steps=4)
+    assert capsys.readouterr() == ("", "")

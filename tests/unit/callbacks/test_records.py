@@ -60,3 +60,15 @@ def test_a_stream_with_nothing_to_learn_stops_every_rank(tmp_path: Path):
         )
         with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
             DataRecord().setup(rank, None, "fit")  # type: ignore[arg-type]
+
+
+def test_data_are_shown_by_rank_0_of_anybodys_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = CausalLMDataModule(train="generated:12", num_tokenizers=1)
+    data.attach(miniature_tokenizer(), 0)
+    data.prepare(["train"])
+    for is_first in (False, True):
+        strategy = SimpleNamespace(broadcast=lambda refused: refused)
+        options = {"is_global_zero": is_first, "default_root_dir": str(tmp_path)}
+        rank: Any = SimpleNamespace(datamodule=data, strategy=strategy, **options)
+        DataRecord().setup(rank, None, "fit")  # type: ignore[arg-type]
+        assert ("rows read" in capsys.readouterr().err) == (tmp_path / "data.json").exists() == is_first

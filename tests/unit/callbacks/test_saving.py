@@ -119,6 +119,14 @@ def test_lightnings_last_is_the_newest(tmp_path: Path):
     assert run.steps(2).callback._find_last_checkpoints(run) == {str(tmp_path / "checkpoints" / "step-00000002")}
 
 
+def test_hyperparameters_are_saved_without_secrets(tmp_path: Path):
+    run = Run(tmp_path)
+    run.accumulate_grad_batches = 2
+    checkpoint = {"hyper_parameters": {"lr": 0.1, "api_key": "canary", "layers": (1, 2)}}
+    run.callback.on_save_checkpoint(run, None, checkpoint)
+    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "api_key": "***", "layers": (1, 2)}
+
+
 def test_the_lock_is_held_for_the_length_of_a_fit(tmp_path: Path):
     run = Run(tmp_path)
     assert f"process {os.getpid()} on host" in (tmp_path / "run.lock").read_text()

@@ -17,7 +17,7 @@ from lit_fsdp.checkpoint import export as export_module
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.conftest import flip
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -87,6 +87,19 @@ def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
     tensors = {f"model/model.{name}": t for name, t in model.state_dict().items() if name != TIED["lm_head.weight"]}
     export(checkpoint(tensors=tensors), tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
+    folder = checkpoint()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    for place in (out, folder / "hf"):
+        with pytest.raises(ConfigError, match="a new or empty folder outside of checkpoints"):
+            export(folder, place)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    (out / "thesis.tex").unlink()
+    assert export(folder, out).folder == out
 
 
 def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path, monkeypatch):

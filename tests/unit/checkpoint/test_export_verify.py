@@ -58,7 +58,15 @@ CHECK = functools.partial(
 class Saved:
     """A model with trained-looking values, its checkpoint, and its base as a folder."""
 
-    def __init__(self, tmp_path: Path, family: str, lora: dict[str, Any] | None, layout: Any, **changes: Any) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        family: str,
+        lora: dict[str, Any] | None,
+        layout: Any,
+        num_rows: int | None = None,
+        **changes: Any,
+    ) -> None:
         torch.manual_seed(2)
         self.model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
         self.base = tmp_path / "base"
@@ -67,6 +75,8 @@ class Saved:
         if lora is not None:
             config = ModelConfig(name=str(self.base))
             base = describe_base(resolve_model(config, 0), config, 0)
+            if num_rows is not None:
+                self.model.resize_token_embeddings(num_rows, mean_resizing=False)
             adapter = apply_lora(self.model, LoraConfig(**lora))
             for module in self.model.modules():
                 for name, param in module._parameters.items():
@@ -79,6 +89,8 @@ class Saved:
         state = {name: t for name, t in self.model.state_dict().items() if name not in tied and name not in frozen}
         tensors = {f"model/model.{name}": t for name, t in state.items()}
         hf = {f"hf/{path.name}": path.read_bytes() for path in self.base.iterdir() if path.suffix == ".json"}
+        if num_rows is not None:
+            hf["hf/config.json"] = self.model.config.to_json_string().encode()
         entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
         manifest = {"global_step": 5, "model": entry, "metrics": {"val_loss": 1.25, "bad": float("nan")}}
         self.folder = step_folder(tmp_path, 5)
@@ -186,6 +198,22 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
         torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
     narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=CHECK, open_base=_base_of)
     assert (narrow.plan.dtype, narrow.is_verified) == ("bfloat16", True)
+
+
+@_PEFTS_OWN
+def test_rows_of_added_tokens_which_the_base_has_not(tmp_path):
+    lora = {"modules_to_save": ["embed_tokens", "lm_head"], "r": 4}
+    made, ids = Saved(tmp_path, "untied", lora, "sharded", num_rows=50), torch.tensor([[3, 48, 49, 5]])
+    assert export(made.folder, tmp_path / "adapter", check=CHECK).is_verified
+    assert export(made.folder, tmp_path / "merged", lora="merge", check=CHECK, open_base=_base_of).is_verified
+    grown = AutoModelForCausalLM.from_pretrained(made.base)
+    grown.resize_token_embeddings(50, mean_resizing=False)
+    live = peft.PeftModel.from_pretrained(grown, tmp_path / "adapter").eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        wanted = made.model(ids).logits
+        assert torch.equal(live(input_ids=ids).logits, wanted)
+        torch.testing.assert_close(plain(ids).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tampered_adapter_is_not_published(saved, tmp_path):

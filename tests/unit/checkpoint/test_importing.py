@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,9 +152,38 @@ def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
         run(source)
 
 
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
 def sharded(folder: Path, **state: Any) -> Path:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_malice_is_refused_and_never_run(run: Run, tmp_path: Path) -> None:
+    evil = Evil(tmp_path / "executed")
+    for name in ("__0_0.distcp", "meta.pt", "optimizer.bin"):
+        source = tmp_path / name
+        if name == "optimizer.bin":
+            source.mkdir()
+            torch.save(WEIGHTS, source / "pytorch_model_fsdp.bin")
+        else:
+            torch.save({"global_step": 1}, sharded(source, state_dict=WEIGHTS) / "meta.pt")
+        if name == "__0_0.distcp":  # as long as before, so that its content is looked at
+            (source / name).write_bytes(pickle.dumps(evil).ljust((source / name).stat().st_size, b"\0"))
+        else:
+            torch.save(evil, source / name)
+        with pytest.raises(CheckpointError, match=r"refused|damaged"):
+            run(source)
+        assert not evil.marker.exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -148,4 +148,6 @@ def test_verify_names_every_file(run: Callable[..., Path], capsys: Out):
     first, second = json.loads(capsys.readouterr().out)
     assert first == {"path": str(good), "verified": True, "differences": {}}
     assert second["differences"] == {"extra": "not in the manifest", "state.json": "No such file or directory"}
-    assert commands.run(["ckpt", "verify", str(good)]) == 0
+    assert commands.run(["ckpt", "verify", "--sha256", str(good)]) == 0
+    sha256, path = capsys.readouterr().out.splitlines()[-1].split()
+    assert (len(sha256), path) == (64, str(good))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import os
 import random
 from collections import Counter
 from itertools import islice
@@ -38,6 +40,7 @@ _ROWS: list[dict[str, Any]] = [
 _ODD: list[Any] = [None, 0, -1.5, True, "", " ", "<|im_end|>", "\ud83d", "\x00", [], {}, [[]], [None], "[" * 3000]
 _ODD += [{"role": "user"}, ["user"], '{"a": NaN}', float("nan"), 10**30, -(2**63), 2**31, "{%", "x" * 3000]
 _ODD += [[{"role": "bot", "content": "x"}], [1] * 3000, [1.0, 2], [_TALK[0]], {"content": "x", "train": "no"}]
+_SUFFIXES = (".jsonl", ".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _PIECES = (b"\x00", b"\xff", b"\xe2\x82", b"\n", b'"', b",", b"\xef\xbb\xbf", b"]")
 
 
@@ -54,10 +57,12 @@ def _spoilt(value: Any, draw: random.Random) -> Any:
 
 def _write(path: Path, rows: list[Any], draw: random.Random) -> None:
     """The rows in a file of this kind, some of whose bytes may be cut off or replaced."""
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
+        delimiter = "," if path.suffix == ".csv" else "\t"
         with path.open("w", newline="", encoding="utf-8", errors="surrogatepass") as file:
-            csv.writer(file).writerows([[*rows[0]], *([str(value) for value in row.values()] for row in rows)])
-    elif path.suffix == ".parquet":
+            cells = ([str(value) for value in row.values()] for row in rows)
+            csv.writer(file, delimiter=delimiter).writerows([[*rows[0]], *cells])
+    elif path.suffix in (".parquet", ".arrow"):
         import pyarrow
         import pyarrow.parquet
 
@@ -65,11 +70,16 @@ def _write(path: Path, rows: list[Any], draw: random.Random) -> None:
             table = pyarrow.Table.from_pylist(rows)
         except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):  # different types in one column
             table = pyarrow.table({"text": [ascii(row) for row in rows]})
-        pyarrow.parquet.write_table(table, path, row_group_size=3)
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=3)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
     else:
         lines = [json.dumps(row) for row in rows]
         path.write_text(f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines), encoding="utf-8")
-    content = path.read_bytes()
+    content = path.read_bytes() if path.suffix != ".gz" else gzip.compress(path.read_bytes(), 1)
+    path.write_bytes(content)
     at, how = draw.randrange(len(content)), draw.random()
     if how < 0.1:
         path.write_bytes(content[:at])
@@ -98,9 +108,9 @@ def _became(tokenizer: Any, config: DataConfig) -> str:
 
 def test_spoilt_files(small: Any, tmp_path: Path):
     said: Counter[str] = Counter()
-    for number in range(100):
+    for number in range(2000 if os.environ.get("LIT_FSDP_LONG") else 150):
         draw = random.Random(number)
-        path = tmp_path / f"rows-{number}{draw.choice(('.jsonl', '.jsonl', '.json', '.csv', '.parquet'))}"
+        path = tmp_path / f"rows-{number}{draw.choice(_SUFFIXES)}"
         row = draw.choice(_ROWS)
         rows = [_spoilt(row, draw) if draw.random() < 0.08 else row for _ in range(draw.choice((1, 2, 12)))]
         rows = [one for one in rows if isinstance(one, dict) and one] or [row]

@@ -13,6 +13,7 @@ from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
+NO = {"role": "assistant", "content": "Five."}
 ASKED = "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n"
 WANTED = "Four.<|im_end|>"
 CASES: list[tuple[dict[str, Any], str, str | None]] = [
@@ -31,6 +32,9 @@ CASES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "2 + 2 =", "completion": " 4"}, "2 + 2 =", " 4<|im_end|>"),
     ({"prompt": "2 + 2 ="}, "2 + 2 =", None),
     ({"text": "Once upon"}, "Once upon", None),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [NO]}, ASKED, WANTED),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, NO]}, ASKED, WANTED),
+    ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, "2 + 2 =", " 4<|im_end|>"),
 ]
 
 

@@ -192,6 +192,16 @@ def test_files_that_are_damaged(tmp_path: Path):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
 
 
+def test_files_of_a_folder_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a.jsonl", "b.jsonl"):
+        _write(tmp_path / name, json.dumps(ROWS[0]))
+    assert len(_rows(tmp_path)) == 2
+    assert "left out" not in caplog.text
+    _write(tmp_path / "c.csv", "prompt,completion\na,b\n")
+    assert len(_rows(tmp_path)) == 2
+    assert f"1 of its files belong to no split and are left out, such as {tmp_path}/c.csv" in caplog.text
+
+
 def test_an_arrow_text_that_ends_beside_the_file(tmp_path: Path):
     """Reading it would take whatever lies in memory there."""
     import pyarrow
@@ -229,6 +239,17 @@ def test_a_folder_is_divided_as_datasets_does_it(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: cannot be read \(EmptyDatasetError"):
         find_sources(str(tmp_path / "empty"))
+
+
+def test_splits_of_a_saved_folder(tmp_path: Path):
+    import datasets
+
+    parts = {"train": ROWS[:1], "held_out": ROWS[:3]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    saved.save_to_disk(tmp_path / "saved")
+    assert [len(_rows(f"{tmp_path}/saved{split}")) for split in ("", ":held_out")] == [1, 3]
+    with pytest.raises(DataError, match="no split 'dev'\n  allowed: train, held_out"):
+        find_sources(f"{tmp_path}/saved:dev")
 
 
 def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch):

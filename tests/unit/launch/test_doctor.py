@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from lit_fsdp.__main__ import main
+from lit_fsdp.host import GIB
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
 from lit_fsdp.launch.doctor_ranks import judge_arrivals
@@ -62,6 +66,21 @@ def test_devices_are_held_against_the_recipe() -> None:
         assert grades(doctor.judge_devices(facts, wanted, processes)) == expected
 
 
+def test_room_is_held_against_what_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for free, num_bytes, count, expected in (
+        (5 * GIB, None, 0, ["ok", "ok"]),
+        (5 * GIB, GIB, 4, ["ok", "ok"]),
+        (3 * GIB, GIB, 4, ["fail", "ok"]),
+        (5 * GIB, None, 4, ["warn", "ok"]),
+        (GIB, None, 0, ["ok", "warn"]),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: Usage(9 * GIB, 0, free))
+        asked = {"checkpoint_bytes": num_bytes, "num_checkpoints": count}
+        wanted = Wanted(run_folder=tmp_path / "a" / "b", cache=tmp_path, **asked)
+        assert [row.grade for row in doctor.judge_disks(wanted)] == expected
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     (tmp_path / "config.json").write_text("{}")
@@ -96,3 +115,9 @@ def test_nodes_are_compared() -> None:
         ),
     ):
         assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
+
+
+def test_its_words_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
+        assert main(["doctor", *words]) == 2
+        assert said in capsys.readouterr().err

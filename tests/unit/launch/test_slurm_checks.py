@@ -112,3 +112,10 @@ def test_what_is_named_exists(tmp_path: Path):
     errors, _ = found({"env_file": "no.sh", "container": "./no.sif"}, data={"train": "x.csv", "global_batch_size": 64})
     assert list(errors) == ["slurm.env_file", "slurm.container"]  # the image brings the rest
     assert list(found(model={"name": "./no/model"})[0]) == ["model.name"]
+
+
+def test_lines_that_bash_cannot_read(tmp_path: Path):
+    (tmp_path / "env.sh").write_text("if true; then\n")
+    errors, _ = found({"setup": ["for x in"], "env_file": str(tmp_path / "env.sh")})
+    assert list(errors) == ["slurm.setup", "slurm.env_file"]
+    assert "syntax error" in errors["slurm.setup"]

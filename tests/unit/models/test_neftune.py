@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models.neftune import EmbeddingNoise
+from lit_fsdp.models.preference import evaluating
 
 ALPHA = 5.0
 
@@ -56,3 +57,13 @@ def test_it_follows_the_seed_and_differs_between_ranks(embedded):
     assert torch.equal(embedded(batch, seed=3), embedded(batch, seed=3))
     assert not torch.equal(embedded(batch, seed=3), embedded(batch, seed=4))
     assert not torch.equal(embedded(batch, seed=3, rank=1), embedded(batch, seed=3))
+
+
+def test_the_reference_of_a_preference_gets_none(tiny):
+    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99)).train()
+    noise, batch, embed = EmbeddingNoise(model, ALPHA), collate(samples(9, 5), 0), model.get_input_embeddings()
+    plain_BTD = embed(batch["input_ids"])
+    with noise.on(batch, 0):
+        with evaluating(model):
+            assert torch.equal(embed(batch["input_ids"]), plain_BTD)
+        assert not torch.equal(embed(batch["input_ids"]), plain_BTD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,6 +71,18 @@ def test_missing_and_misshapen_tensors_are_named(saved):
     _rewrite(folder, lambda stored: {n: t for n, t in stored.items() if "layers.1.mlp" not in n})
     with pytest.raises(CheckpointError, match=r"3 tensors of LlamaForCausalLM are missing: model\.layers\.1\.mlp"):
         _opened(folder)
+
+
+def test_unexpected_tensors_are_one_warning(saved, caplog):
+    folder = saved("llama")
+    extra = {"model.vision.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    _rewrite(folder, lambda stored: stored | extra)
+    with caplog.at_level(logging.WARNING):
+        _opened(folder)
+    (record,) = caplog.records
+    assert "1 tensors are not in LlamaForCausalLM" in record.message
+    assert "model.vision.weight" in record.message
+    assert "inv_freq" not in record.message
 
 
 def test_damaged_files_are_named(saved):

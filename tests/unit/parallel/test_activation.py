@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 
 import pytest
@@ -146,6 +147,27 @@ def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
     assert saved[0] < saved[1] / 2
     assert functorch_config.activation_memory_budget == 1.0  # only while a block is compiled
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) for torch.compile on this machine")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute")
+def test_the_default_backend_agrees():
+    x, found = torch.randn(ROWS, TOKENS, WIDTH), []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks = net.blocks[:2]
+        for block in net.blocks:
+            block.drop = nn.Identity()
+        prepare_blocks(net.blocks, ActivationConfig(mode="selective"), compile)
+        loss = net(x)
+        loss.backward()
+        found.append((loss.item(), [param.grad for param in net.parameters()]))
+    torch._dynamo.reset()
+    (loss, grads), (compiled_loss, compiled_grads) = found
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    for wanted, grad in zip(grads, compiled_grads, strict=True):
+        assert (grad - wanted).norm() <= 1e-5 * wanted.norm()
 
 
 def test_evaluation_recomputes_nothing(plain):

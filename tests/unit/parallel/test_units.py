@@ -9,9 +9,10 @@ from torchmetrics import MeanMetric
 from transformers import LlamaConfig
 
 from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import WrapConfig
+from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_for, plan_units, tied_names
 
 AUTO = WrapConfig()
@@ -200,6 +201,18 @@ def test_metrics_inside_do_not_disturb_the_order():
     made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
     made.last = MeanMetric()
     assert list(sizes(plan_units(made, AUTO))) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
+
+
+def test_blocks_are_recomputed_whatever_the_units_are():
+    for wrap in (WrapConfig(classes=["LlamaMLP"], max_root_share=1.0), WrapConfig(min_num_params=1)):
+        model = llama(tied=False)
+        plan = plan_units(model, wrap)
+        assert list(plan.blocks) == list(model.model.model.layers)
+        prepare_blocks(plan.blocks, ActivationConfig(mode="full"))
+        words = recompute_by_unit(plan)
+        for unit in plan.units:
+            expected = "full" if unit.name.startswith(tuple(LAYERS)) else "no" if unit.name else "2 blocks full"
+            assert words.get(unit.name, "no") == expected, unit.name
 
 
 def test_units_inside_blocks_cannot_be_compiled():

@@ -26,6 +26,12 @@ FAMILIES: dict[str, tuple[list[str], str, tuple[str, ...], list[str]]] = {
     "gpt_neox": (["gpt_neox.layers"], "GPTNeoXLayer", ("gpt_neox.embed_in", "lm_head"), []),
     "gpt2": (["transformer.h"], "GPT2Block", (), ["lm_head.weight"]),
     "bloom": (["transformer.h"], "BloomBlock", (), ["lm_head.weight"]),
+    "bert": (
+        ["bert.encoder.layer"],
+        "BertLayer",
+        (),
+        ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"],
+    ),
     "t5": (
         ["encoder.block", "decoder.block"],
         "T5Block",
@@ -49,6 +55,8 @@ def build(model_type: str) -> Holder:
         if model_type == "t5":
             config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, vocab_size=10)
             model: Any = transformers.T5ForConditionalGeneration(config)
+        elif model_type == "bert":
+            model = transformers.BertForMaskedLM(tiny(model_type))
         else:
             model = transformers.AutoModelForCausalLM.from_config(tiny(model_type))
     model.tie_weights()

@@ -21,8 +21,9 @@ RECIPE = ROOT / "recipes" / "llama3.1-8b_full_fsdp2_8x80gb.yaml"
 GIB = 2**30
 
 
-def loaded(*words: str) -> Any:
-    return load_recipe(["--config", str(RECIPE), "--trainer.accelerator=gpu", *words], "audit").run
+def loaded(*words: str, recipe: str = RECIPE.name) -> Any:
+    words = ("--config", str(RECIPE.with_name(recipe)), "--trainer.accelerator=gpu", *words)
+    return load_recipe(words, "audit").run
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -39,6 +40,24 @@ def test_states_are_the_audits_and_block_inputs_follow_from_shapes():
     assert memory.step.kept == 32 * tokens * 4096 * 2  # bf16 inputs of 32 blocks that are recomputed
     # the loss needs the head in bf16, and what it was gathered in is still there; and the last norm, of the root
     assert memory.step.gathered == 2 * 128256 * 4096 * 2 + 4096 * 2
+
+
+def test_a_base_in_four_bits():
+    run = loaded(recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
+    memory, state = rank_memory(run), audit_recipe(run)["state_per_rank"][0]
+    assert memory.parameters == state["parameter_bytes"] + state["quantization_bytes"]
+    assert (memory.gradients, memory.optimizer) == (state["gradient_bytes"], state["optimizer_bytes"])
+    tokens = run.data.micro_batch_size * run.data.max_seq_length
+    assert memory.step.kept == 32 * tokens * 4096 * 2
+    assert memory.step.gathered == 128256 * 4096 * 2 + 4096 * 2
+
+
+def test_a_pair_is_two_rows():
+    pairs = loaded(recipe="smollm2-135m_dpo_fsdp2_2xcpu.yaml")
+    rows = 2 * pairs.data.micro_batch_size
+    words = (f"--data.micro_batch_size={rows}", f"--data.max_seq_length={pairs.data.max_seq_length}")
+    single = loaded(*words, recipe="smollm2-135m_full_fsdp2_2xcpu.yaml")
+    assert rank_memory(pairs) == rank_memory(single)
 
 
 def test_more_is_kept_without_recomputation_and_less_with_fewer_tokens():
