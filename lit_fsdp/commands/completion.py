@@ -75,7 +75,7 @@ def completion_script(shell: str, verbs: Mapping[str, str], run: Callable[[list[
     return str(shtab.complete(top, shell))
 
 
-def _recipe_flags(files: Mapping[str, str]) -> argparse.ArgumentParser:
+def _recipe_flags(files: Any) -> argparse.ArgumentParser:
     """Flags of every verb that reads a recipe; those that take files complete by ``files``."""
     parser = argparse.ArgumentParser(add_help=False)
     for name in ("--print_config", "--verbose", "--debug"):
