@@ -19,9 +19,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of six steps on two processes under fsdp2, started as a user does it; not to be written to."""
     folder = tmp_path_factory.mktemp("spec") / "reference"
     words = [sys.executable, "-m", "lit_fsdp", "fit", *RECIPE, "--trainer.default_root_dir", str(folder)]
-    done = subprocess.run(
-        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # not in the checkout, where `make quickstart` may have left its model
+    done = subprocess.run(words, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
 
