@@ -390,9 +390,9 @@ class RecipeCLI(LightningCLI):
         options = {"return_predictions": False} if verb == "predict" else {}
         function = getattr(self.trainer, verb)
         function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
-        is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
-        if is_real and dist.is_initialized():
+        if dist.is_initialized():  # its threads, met by an interpreter that is shutting down, may abort the process
             dist.destroy_process_group()
+        is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
         if is_real and self.trainer.is_global_zero:
             print(compared_memory(self._declared, Path(self.trainer.default_root_dir)), file=sys.stderr)
 

@@ -123,7 +123,7 @@ def run_plan(argv: Sequence[str]) -> int:
         "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
         "zero": memory.zero_table(run),
     }
-    lines = [_memory_table(found, gib), "", _zero_line(record["zero"], run.world_size or 1)]
+    lines = [_memory_table(found), "", _zero_line(record["zero"], run.world_size or 1)]
     taken = time_of(run)
     if taken is not None:
         record["step"] = {**dataclasses.asdict(taken), "tokens_per_second": taken.tokens_per_second}
@@ -133,9 +133,9 @@ def run_plan(argv: Sequence[str]) -> int:
     best: Any = None
     reasons: list[str] = []
     if gib is not None:
-        record["fits"], rows = found.fits(gib), search.largest_rows(run, gib)
+        record["fits"], rows = found.room(gib) >= 0, search.largest_rows(run, gib)
         record["largest_micro_batch"] = rows
-        verdict = "fits" if record["fits"] else f"does not fit: {_short_of(found, gib)} GiB too much"
+        verdict = "fits" if record["fits"] else f"does not fit: {-found.room(gib) / 2**30:.1f} GiB too much"
         lines += ["", f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}"]
         if options.search:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
@@ -177,7 +177,7 @@ def _global_batch(run: Any) -> int:
     return max(1, round((run.data.global_batch_size or DEFAULT_BATCH) / per_forward)) * per_forward
 
 
-def _memory_table(found: Any, gib: float | None) -> str:
+def _memory_table(found: Any) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""
@@ -214,12 +214,6 @@ def _time_lines(taken: Any, share: float, network: float) -> str:
     )
 
 
-def _short_of(found: Any, gib: float) -> str:
-    from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE
-
-    return f"{(found.peak + OVERHEAD_BYTES) / 2**30 - gib * USABLE:.1f}"
-
-
 def _result_record(result: Any) -> dict[str, Any]:
     return {
         "choice": result.choice.words,
@@ -253,11 +247,8 @@ def _recommendation(best: Any, gib: float) -> str:
 
 
 def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
-    import copy
-
     import yaml
 
-    values = copy.deepcopy(values)
     for key, value in best.choice.changes.items():
         section: Any = values
         *parents, last = key.split(".")

@@ -54,16 +54,13 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """At the highest moment of a step, on the device."""
-        return self.step.total - self.step.gradients if self.offloads else self.host_peak
-
-    @property
-    def host_peak(self) -> int:
-        """The same as if all were in one place."""
+        if self.offloads:
+            return self.step.total - self.step.gradients
         return self.parameters + self.optimizer + self.step.total
 
-    def fits(self, gib: float) -> bool:
-        """Whether a GPU of this size has room."""
-        return self.peak + OVERHEAD_BYTES <= gib * USABLE * 2**30
+    def room(self, gib: float) -> float:
+        """Bytes that are left on a GPU of this size; below 0 if it does not fit."""
+        return gib * USABLE * 2**30 - OVERHEAD_BYTES - self.peak
 
 
 @dataclass(frozen=True)

@@ -72,24 +72,15 @@ def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> in
     total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
     one = at or rank_memory(with_rows(run, 1))
-    if not one.fits(gib):
+    if one.room(gib) < 0:
         return 0
     if len(allowed) == 1:
         return allowed[0]
     each = max(1, rank_memory(with_rows(run, allowed[1])).peak - one.peak) / (allowed[1] - 1)
-    most = max(rows for rows in allowed if one.peak + each * (rows - 1) <= one.peak + _room(one, gib))
-    while most > 1 and not rank_memory(with_rows(run, most)).fits(gib):
+    most = max(rows for rows in allowed if each * (rows - 1) <= one.room(gib))
+    while most > 1 and rank_memory(with_rows(run, most)).room(gib) < 0:
         most = max(rows for rows in allowed if rows < most)
     return most
-
-
-def _room(memory: RankMemory, gib: float) -> float:
-    low, high = 0, int(gib * 2**30)
-    while high - low > 2**20:  # what fits is one rule, and its own business
-        middle = (low + high) // 2
-        grown = dataclasses.replace(memory, step=dataclasses.replace(memory.step, kept=memory.step.kept + middle))
-        low, high = (middle, high) if grown.fits(gib) else (low, middle)
-    return low
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
@@ -164,7 +155,7 @@ def recommend(
                 reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
                 continue
             memory = rank_memory(with_rows(choice.run, 1))
-            if memory.fits(gib):
+            if memory.room(gib) >= 0:
                 return judge(choice, gib, time_of), reasons
         except ConfigError as error:  # a package that is not here
             reasons.append(f"{choice.words}: {error.given}")

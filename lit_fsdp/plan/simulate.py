@@ -1,9 +1,9 @@
 """The memory of one training step, found by running it with tensors that hold nothing.
 
-The model with two blocks is sharded by the engine's own code over a process group that only pretends, and one
-micro-batch goes forward and backward under torch's ``FakeTensorMode``: every tensor has its shape, dtype and lifetime,
-and no memory. What two blocks need more than one is what each further block needs; so 80 blocks cost no more time than
-two, and no architecture needs a formula.
+The model with three blocks is sharded by the engine's own code over torch's fake process group, and one micro-batch
+goes forward and backward under ``FakeTensorMode``: every tensor has its shape, dtype and lifetime, and no memory. What
+the third block adds is what each further block needs; so 80 blocks cost no more time than three, and no architecture
+needs a formula.
 
 All tokens are taken to be supervised, and ``torch.compile``, which may need less, to be off.
 """
@@ -265,7 +265,7 @@ def _simulate(
             batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
         known = [*holder.parameters(), *holder.buffers(), *batch.values()]
-        with _Watch(_locals(known)) as watch, _engine_kinds(watch), _phases(watch, blocks, holder) as ends:
+        with _Watch(_locals(known)) as watch, _engine_kinds(watch), _phases(watch, blocks) as ends:
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
                 loss = root(batch)
             watch.phase = "head"
@@ -324,7 +324,7 @@ def _engine_kinds(watch: _Watch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _phases(watch: _Watch, blocks: list[nn.Module], holder: nn.Module) -> Iterator[dict[str, list[_Live]]]:
+def _phases(watch: _Watch, blocks: list[nn.Module]) -> Iterator[dict[str, list[_Live]]]:
     """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
     ends: dict[str, list[_Live]] = {"forward": [], "backward": []}
     handles: list[Any] = []
