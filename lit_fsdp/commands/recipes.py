@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ def _ls(argv: Sequence[str]) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     cells = [[str(cell or "-") for cell in row.values()] for row in rows]
+    if options.configs:
+        room = shutil.get_terminal_size().columns - max(len(name) for name, _ in cells) - 2
+        cells = [
+            ["" if line else name, part]
+            for name, what in cells
+            for line, part in enumerate(textwrap.wrap(what, max(room, 20)))
+        ]
     print(columns([["config" if options.configs else "recipe", *list(rows[0])[1:]], *cells], right=("parameters",)))
     return 0
 

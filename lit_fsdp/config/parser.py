@@ -315,7 +315,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         while parent and parent not in every:
             parent = parent.rpartition(".")[0]
         beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
-        near = _nearest(full.removesuffix("+"), beside) or _nearest(full.removesuffix("+"), every)
+        wanted_key = full.removesuffix("+")
+        near = _meant(wanted_key, beside) or _meant(wanted_key, every)
+        near = near or _nearest(wanted_key, beside) or _nearest(wanted_key, every)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
         fix = f"write {near}" if near else "remove it"
@@ -357,12 +359,16 @@ def not_allowed(key: str, path: str) -> ConfigError:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """The nearest of ``names``; learning_rate is meant by lr, and what contains a word may mean it."""
+    """The nearest of ``names``, by meaning or by letters."""
     names = sorted(names)
+    return _meant(name, names) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
+
+
+def _meant(name: str, names: Iterable[str]) -> str | None:
+    """The first of ``names`` that has the same last word, or its initials: learning_rate is meant by lr."""
     last = name.rpartition(".")[2]
     meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
-    by_word = [one for one in names if one.rpartition(".")[2] in meant]
-    return next(iter(by_word or difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
+    return next((one for one in sorted(names) if one.rpartition(".")[2] in meant), None)
 
 
 # -- typed sections

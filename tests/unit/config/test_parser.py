@@ -154,6 +154,7 @@ def test_python_callers_are_told_the_same() -> None:
     assert (made.optim.lr, made.lora.r) == (1e-3, 16)
     assert build(ModelConfig, {"optim": made.optim}, "model").optim == made.optim
     assert refused(build, ModelConfig, {"optim": {"lrr": 1}}, "model").fix == "write model.optim.lr"
+    assert refused(build, ModelConfig, {"learning_rate": 1}, "model").fix == "write model.optim.lr"
     assert (
         check_recipe({"trainer": {"max_steps": 1}, "model": {"name": "x"}, "data": {"train": "r"}}, "fit").num_nodes
         == 1
