@@ -275,7 +275,7 @@ def _data(run: RunFiles) -> str:
     if not record:
         return ""
     tables = [splits_table(record)]
-    tables += [sources_table(name, split) for name, split in record["splits"].items() if len(split["sources"]) > 1]
+    tables += [sources_table(name, split) for name, split in record["splits"].items() if len(split.get("sources", ())) > 1]
     warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in record["warnings"])
     return "<h3>Data</h3>" + "".join(_rich(table) for table in tables) + warnings
 
