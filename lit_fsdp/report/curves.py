@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 350, 10, 166
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 338, 10, 166
 _MAX_MARKED, _MAX_STRETCHES = 40, 400
 Points = Sequence[tuple[int, float]]
 

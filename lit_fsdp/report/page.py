@@ -177,12 +177,14 @@ def _charts(runs: Sequence[RunFiles]) -> str:
     for name in columns:
         charts.setdefault(known.get(name) or name.removeprefix("train_").removeprefix("val_"), []).append(name)
     steps = [step for run in runs for points in run.metrics.values() for step, _ in points]
+    neighbors = len({run.folder.parent for run in runs}) == 1
     drawn = []
     for title, names in charts.items():
         curves = []
         for i, run in enumerate(runs):
             for j, name in enumerate(names):
-                label, look = (f"{run.folder} {name}", (i, j)) if len(runs) > 1 else (name, (j, 0))
+                whose = run.folder.name if neighbors else run.folder
+                label, look = (f"{whose} {name}", (i, j)) if len(runs) > 1 else (name, (j, 0))
                 curves.append(Curve(_said(label), run.metrics.get(name, ()), *look))
         if names:
             drawn.append(chart(_said(title), curves, min(steps), max(steps)))
@@ -275,7 +277,9 @@ def _data(run: RunFiles) -> str:
     if not record:
         return ""
     tables = [splits_table(record)]
-    tables += [sources_table(name, split) for name, split in record["splits"].items() if len(split.get("sources", ())) > 1]
+    tables += [
+        sources_table(name, split) for name, split in record["splits"].items() if len(split.get("sources", ())) > 1
+    ]
     warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in record["warnings"])
     return "<h3>Data</h3>" + "".join(_rich(table) for table in tables) + warnings
 

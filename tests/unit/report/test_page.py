@@ -12,6 +12,7 @@ import yaml
 from lit_fsdp.commands import run as lit_fsdp
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.report.curves import thinned, ticks
+from lit_fsdp.report.page import report_of
 from tests.pages import Page
 
 EVIL = "<script>alert('x')</script>"
@@ -85,8 +86,8 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ["model.optim.schedule", "null", EVIL],
     ]
     assert ["train_loss", "2", "3"] in page.tables["Last logged"]
-    assert page.curves["runs/a train_loss"] == 3
-    assert page.curves["runs/b train_loss"] == 2
+    assert page.curves["a train_loss"] == 3
+    assert page.curves["b train_loss"] == 2
     assert "The recipes are equal" in page_of("runs/a", "runs/a", "-o", "both.html", capsys=capsys).text
 
 
@@ -104,6 +105,11 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(ConfigError) as caught:
             lit_fsdp(["report", *words])
         assert given in str(caught.value)
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path):
+    (tmp_path / "report.html").mkdir()
+    assert report_of(tmp_path).startswith(f"{tmp_path}/report.html was not written: ")
 
 
 def test_ticks_hold_the_curve_and_long_curves_keep_their_peaks():
