@@ -61,6 +61,7 @@ from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.redaction import redact_values
+from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import FLAGS
 from lit_fsdp.speak import speak
 
@@ -388,13 +389,17 @@ class RecipeCLI(LightningCLI):
 
     def _run(self, verb: str) -> None:
         options = {"return_predictions": False} if verb == "predict" else {}
-        function = getattr(self.trainer, verb)
-        function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
-        if dist.is_initialized():  # its threads, met by an interpreter that is shutting down, may abort the process
-            dist.destroy_process_group()
-        is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
-        if is_real and self.trainer.is_global_zero:
-            print(compared_memory(self._declared, Path(self.trainer.default_root_dir)), file=sys.stderr)
+        function, folder = getattr(self.trainer, verb), Path(self.trainer.default_root_dir)
+        try:
+            function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
+            if dist.is_initialized():  # its threads, met by an interpreter that is shutting down, may abort the process
+                dist.destroy_process_group()
+            is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
+            if is_real and self.trainer.is_global_zero:
+                print(compared_memory(self._declared, folder), file=sys.stderr)
+        finally:  # also of a run that was stopped or failed, once it has taken a step
+            if verb == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
+                print(report_of(folder), file=sys.stderr)
 
     def _recipe_text(self) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,3 +27,45 @@ def script(page: Path) -> str:
 def cells(page: Path) -> list[str]:
     """Commands that are a cell of a table."""
     return _CELL.findall(page.read_text(encoding="utf-8"))
+
+
+class Page(HTMLParser):
+    """A ``report.html`` as a reader finds it; one that is not well-formed is a failure."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.tables, self.curves, self.tags = text, {}, {}, set()
+        self._open: list[str] = []
+        self._title, self._said = "", ""
+        self._points: list[int] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in ("meta", "line", "polyline"):
+            self._open.append(tag)
+        given = dict(attrs)
+        assert not given.keys() & {"src", "href", "onload", "onclick"}
+        if tag == "polyline":
+            self._points.append(len(str(given["points"]).split()))
+        if tag == "table":
+            self.tables[self._title] = []
+        if tag == "tr":
+            self.tables[self._title].append([])
+        self._said = "" if tag not in ("b", "svg", "line") else self._said
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_data(self, data: str) -> None:
+        self._said += data
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+        if tag in ("h2", "h3"):
+            self._title = self._said
+        if tag in ("th", "td"):
+            self.tables[self._title][-1].append(self._said)
+        if tag == "span":  # of a legend, in the order of the curves
+            self.curves[self._said.rpartition(" ")[0]] = self._points.pop(0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
@@ -73,7 +74,10 @@ class DataRecord(Callback):
 
 
 class RunRecord(Callback):
-    """Prints the FSDP units before step 1 and the realized dtypes after it; ``audit.json`` and ``dtypes.json``."""
+    """Prints the FSDP units before step 1 and the realized dtypes after it; ``audit.json`` and ``dtypes.json``.
+
+    ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
+    """
 
     def __init__(self) -> None:
         self._before_bytes = 0
@@ -99,7 +103,7 @@ class RunRecord(Callback):
             return
         ranks = gathered(trainer, {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()})
         if trainer.is_global_zero:
-            record = {**strategy.audit, "peak_host_memory_per_rank": ranks}
+            record = {**strategy.audit, "peak_host_memory_per_rank": ranks, "versions": versions()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
             print_audit(record)
         if strategy.rank_summary is not None:
@@ -110,9 +114,13 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the realized dtypes once the first optimizer step has been compared with the declared ones."""
+        """Log the gradient norm, and write the dtypes once the first step has been compared with the declared ones."""
         strategy = trainer.strategy
-        if self._dtypes_written or not isinstance(strategy, EngineStrategy) or strategy.contract.watching:
+        if not isinstance(strategy, EngineStrategy):
+            return
+        if strategy.precision_plugin.last_grad_norm is not None:
+            pl_module.log("grad_norm", strategy.precision_plugin.last_grad_norm)
+        if self._dtypes_written or strategy.contract.watching:
             return
         self._dtypes_written = True
         if trainer.is_global_zero:

@@ -169,7 +169,7 @@ class Writer(StorageWriter):
             metrics=extra.pop("metrics"),
             world_size=len(results),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=versions(),
             tensors=snapshot.specs,
             chunks={name: tuple(parts) for name, parts in chunks.items()},
             files=dict(sorted(written.items())),
@@ -334,7 +334,8 @@ def _result(name: str, entry: FileEntry, parts: list[Any]) -> WriteResult:
     return WriteResult(MetadataIndex(name), entry.num_bytes, (entry, parts))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of python and the packages that a run rests on."""
     found = {"python": platform.python_version()}
     for package in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -27,6 +27,7 @@ _GROUPS = {
         "slurm": "submit a recipe to a cluster, or print the sbatch file",
     },
     "use the result": {
+        "report": "a run as one page, or several runs beside each other",
         "ckpt": "list the checkpoints of a run, or verify them",
         "export": "a checkpoint as a Hugging Face folder",
         "generate": "ask an exported model",
@@ -91,6 +92,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         models,
         planning,
         recipes,
+        report,
         slurm,
     )
 
@@ -105,6 +107,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "model": planning.run_model,
         "plan": planning.run_plan,
         "recipes": recipes.run_recipes,
+        "report": report.run_report,
         "slurm": slurm.run_slurm_verb,
     }
     return verbs[verb](argv)

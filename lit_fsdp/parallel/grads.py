@@ -130,6 +130,7 @@ class GuardedSteps(Precision):
     has_copies: bool = False
     comm_device: torch.device = torch.device("cpu")
     last_grad_norm: torch.Tensor | None = None
+    """Of the last optimizer step, before clipping; an fp32 scalar, equal on all ranks of a copy."""
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -221,6 +222,7 @@ class GuardedSteps(Precision):
         assert self.last_grad_norm is not None
         norm = self.last_grad_norm.to(self.comm_device)
         if self.has_copies:  # a copy that alone went wrong must not be the only one to skip
+            norm = norm.clone()
             dist.all_reduce(norm)
         return norm
 

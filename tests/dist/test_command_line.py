@@ -16,6 +16,7 @@ import yaml
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.forks import command
+from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")]
@@ -60,7 +61,8 @@ def test_the_run_folder(smoke: Path) -> None:
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000004"]
     names = sorted(path.name for path in run.iterdir())
-    assert names == ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml", "run.lock"]
+    records = ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml"]
+    assert names == [*records, "report.html", "run.lock"]
     with (run / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
@@ -124,6 +126,11 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     assert "step-00000006" in {path.name for path in (smoke / "run/checkpoints").iterdir()}
     assert json.loads((smoke / "run/audit.json").read_text())["shard_degree"] == 1
     assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
+    page = Page((smoke / "run/report.html").read_text())
+    assert page.curves["train_loss"] == 6
+    changed = {row[0]: row[-1] for row in page.tables["Recipe changed by a resume"][1:]}
+    assert changed.keys() == {line.split(":")[0].strip() for line in said if " → " in line and line.startswith("  ")}
+    assert changed["trainer.strategy.init_args.engine"] == "fsdp1"
 
 
 def test_validate_test_and_predict(smoke: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import command
+from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
@@ -136,9 +137,16 @@ def test_saved_stopped_and_resumed(
     (step,) = check_nothing_half_written(tmp_path / "run")
     assert f"stopped by a signal after step {step}; the checkpoint is complete; resume with --ckpt_path last" in output
     words = ["fit", "--config", "run/recipe.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 1)]
+    assert steps_on_page(tmp_path / "run") == f"{step} of 1,000,000"
     resumed = command(2, words, tmp_path)
     assert [rank.code for rank in resumed] == [0, 0], resumed[0].err
+    assert steps_on_page(tmp_path / "run") == f"{step + 1} of {step + 1}"
     assert check_nothing_half_written(tmp_path / "run") == [step, step + 1]
+
+
+def steps_on_page(run: Path) -> str:
+    """What ``report.html`` says of the run's length."""
+    return dict(Page((run / "report.html").read_text()).tables["At a glance"])["optimizer steps"]
 
 
 def send(process: subprocess.Popen[str], number: signal.Signals, whom: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.pages import Page
 from tests.spec.running import FACTORY, checkpoint, fit, logged, run
 
 
@@ -29,8 +30,9 @@ WAYS = {  # ranks, flags
 def test_the_same_losses(way: str, reference: Path, tmp_path: Path) -> None:
     ranks, flags = WAYS[way]
     fit(tmp_path / "run", *flags, ranks=ranks)
-    ours, wanted = ([float(loss) for loss in logged(run).values()] for run in (tmp_path / "run", reference))
-    assert ours == pytest.approx(wanted, rel=1e-5)
+    for name in ("train_loss", "grad_norm"):
+        ours, wanted = ([float(value) for value in logged(run, name).values()] for run in (tmp_path / "run", reference))
+        assert ours == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
@@ -49,7 +51,7 @@ def test_a_plain_loop(engine: str, reference: Path, tmp_path: Path) -> None:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.0}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    losses = []
+    losses, norms = [], []
     for first in range(0, 12, 4):
         rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts[first : first + 4]]
         outs = [model(torch.tensor([row])).logits[0, :-1] for row in rows]
@@ -60,7 +62,15 @@ def test_a_plain_loop(engine: str, reference: Path, tmp_path: Path) -> None:
         loss = torch.stack(sums).sum() / sum(len(row) - 1 for row in rows)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         losses.append(loss.item())
-    assert [float(loss) for loss in logged(tmp_path / "run").values()] == pytest.approx(losses, rel=1e-5)
+    for name, values in (("train_loss", losses), ("grad_norm", norms)):
+        assert [float(value) for value in logged(tmp_path / "run", name).values()] == pytest.approx(values, rel=1e-5)
+    audit, page = (
+        json.loads((tmp_path / "run/audit.json").read_text()),
+        Page((tmp_path / "run/report.html").read_text()),
+    )
+    peaks = [audit["predicted_peak_bytes"], *sorted(audit["measured_peak_bytes_per_rank"], reverse=True)]
+    shown = [words for _, words in page.tables["Memory, planned and measured"][:3]]
+    assert shown == [f"{peak / 2**30:.3g} GiB" for peak in peaks]

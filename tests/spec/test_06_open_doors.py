@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.pages import Page
 from tests.spec.running import ROOT, run
 
 MINE = '''
@@ -129,6 +130,9 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     assert told()["step"] == 6
     rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
     assert {"4", "5"} <= {row["step"] for row in rows}
+    page = Page(Path("run/report.html").read_text())
+    assert (page.curves["train_loss"], page.curves["grad_norm"]) == (2, 2)
+    assert dict(page.tables["At a glance"])["model"].startswith("mine.Net, ")
 
 
 def test_a_script_of_ones_own(here: Path) -> None:
@@ -162,6 +166,7 @@ def test_a_strategy_of_lightning(here: Path) -> None:
     said_by(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
     assert (told()["strategy"], told()["step"], told()["dtypes"]) == ("DDPStrategy", 2, ["torch.float32"])
     assert Path("run/checkpoints/last.ckpt").is_file()
+    assert "last.ckpt" in {row[0] for row in Page(Path("run/report.html").read_text()).tables["Checkpoints"]}
     said_by(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert told()["step"] == 3
 

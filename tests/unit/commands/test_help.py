@@ -20,7 +20,9 @@ from lit_fsdp.config.parser import load_recipe, read_yaml
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-WITHOUT_RECIPE = "recipes ls|recipes show|recipes cp|convert|ckpt ls|ckpt verify|ckpt import|export|generate".split("|")
+WITHOUT_RECIPE = (
+    "recipes ls|recipes show|recipes cp|convert|ckpt ls|ckpt verify|ckpt import|report|export|generate".split("|")
+)
 WITH_RECIPE = "doctor|data inspect|data prepare|model prepare|audit|slurm render|slurm submit".split("|")
 
 

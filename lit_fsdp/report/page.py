@@ -1,0 +1,353 @@
+"""``report.html``: what a run folder holds as one page for people, with nothing to fetch; several runs side by side."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from lit_fsdp.checkpoint.files import replace_bytes
+from lit_fsdp.checkpoint.run_folder import FOLDER, Found, ranked, survey
+from lit_fsdp.config.parser import leaves
+from lit_fsdp.host import GIB
+from lit_fsdp.redaction import redact
+from lit_fsdp.report.curves import Curve, chart, number
+from lit_fsdp.report.data_tables import sources_table, splits_table
+from lit_fsdp.report.samples import visible_lines
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
+
+NAME = "report.html"
+MAX_RUNS = 8
+"""On one page: as many as there are colors."""
+_STYLE = Path(__file__).with_name("page.css")
+_CHARTS = {
+    "Loss": ("train_loss", "val_loss"),
+    "Learning rate": ("lr",),
+    "Gradient norm, before clipping": ("grad_norm",),
+    "Tokens per second, all ranks": ("tokens_per_second", "supervised_tokens_per_second"),
+    "Peak memory of rank 0, GiB": ("peak_memory_gib", "peak_reserved_gib"),
+    "Share of the time that waits for data": ("data_wait_share",),
+    "Token accuracy": ("train_token_accuracy", "val_token_accuracy"),
+    "Share of the device's peak rate": ("mfu", "hfu"),
+}
+"""Columns of ``metrics.csv`` by chart; any other has one of its own, a ``train_`` one together with its ``val_``."""
+_MAX_CHARACTERS = 600
+"""Of a prompt or an answer; of a prompt the end is shown."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run folder holds, as far as it is there: a killed run, or one of somebody else's module, has less."""
+
+    folder: Path
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """By column: optimizer steps done and finite values."""
+    not_finite: dict[str, int] = field(default_factory=dict)
+    """How many values of a column are inf or nan."""
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved one."""
+        return _recipe(self.folder)
+
+    @cached_property
+    def audit(self) -> dict[str, Any]:
+        """``audit.json``."""
+        return self.json("audit")
+
+    @cached_property
+    def checkpoints(self) -> list[Found]:
+        """Complete or not, oldest first."""
+        return survey(self.folder / FOLDER)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A record of the run, by the name of its file."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read ``metrics.csv``, if it is there; a line that a kill has cut off is left out."""
+    run, path = RunFiles(folder), folder / "metrics.csv"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])):
+        done = int(row.pop("step")) + 1  # a row counts its step from 0
+        for name, cell in row.items():
+            if not cell or name == "epoch":
+                continue
+            if math.isfinite(float(cell)):
+                run.metrics.setdefault(name, []).append((done, float(cell)))
+            else:
+                run.not_finite[name] = run.not_finite.get(name, 0) + 1
+    return run
+
+
+def report_of(folder: Path) -> str:
+    """Write the page of a run that has just ended, and say where it is; without it the run is as good."""
+    try:
+        write_page([read_run(folder)], folder / NAME)
+    except Exception as error:
+        return f"{folder / NAME} was not written: {type(error).__name__}: {error}"
+    return f"report: {folder / NAME}"
+
+
+def write_page(runs: Sequence[RunFiles], out: Path) -> None:
+    """Write the page of one run, or of several beside each other; a reader sees the old one or the new one.
+
+    Whatever comes from files is escaped, and secrets are ``***``.
+    """
+    replace_bytes(out, _page(runs).encode(errors="xmlcharrefreplace"))
+
+
+def _page(runs: Sequence[RunFiles]) -> str:
+    names = [str(run.folder) for run in runs]
+    several = len(runs) > 1
+    parts = [_beside("At a glance", names, [_facts(run) for run in runs], colored=several)]
+    if several:
+        recipes = [run.recipe for run in runs]
+        parts.append(_differences("Where the recipes differ", names, recipes) or "<p>The recipes are equal.</p>")
+    parts += [_charts(runs), _beside("Memory, planned and measured", names, [_memory(run) for run in runs])]
+    parts.append("<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>")
+    parts.append(_logged(runs))
+    parts.append(_beside("Versions", names, [_versions(run) for run in runs]))
+    for run, name in zip(runs, names, strict=True):
+        parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
+        parts += [_checkpoints(run), _changes(run), _samples(run), _data(run), _model(run), _yaml(run)]
+    title = _text(f"{len(runs)} runs" if several else names[0])
+    style = _STYLE.read_text(encoding="utf-8")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "\n".join(part for part in parts if part)
+    return f"<!DOCTYPE html>\n<html lang=en><head>{head}<style>{style}</style></head>\n" + (
+        f"<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _differences(title: str, names: Sequence[str], recipes: Sequence[Mapping[str, Any]]) -> str:
+    """A table of every key that two of the recipes do not have alike; nothing where there is none."""
+    flat = [dict(leaves(recipe)) for recipe in recipes]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    differing = [key for key in keys if any(values.get(key) != flat[0].get(key) for values in flat)]
+    return _beside(title, names, [{key: _yaml_word(values.get(key)) for key in differing} for values in flat])
+
+
+def _facts(run: RunFiles) -> dict[str, str]:
+    audit, trainer = run.audit, run.recipe.get("trainer", {})
+    logged = [points[-1][0] for points in run.metrics.values()]
+    done = max([*logged, *(found.step for found in run.checkpoints if not found.damage)], default=0)
+    limit = trainer.get("max_steps") or -1
+    facts = {"optimizer steps": f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"}
+    if points := run.metrics.get("train_loss"):
+        facts["training loss, last"] = number(points[-1][1])
+    if points := run.metrics.get("val_loss"):
+        step, value = min(points, key=lambda point: point[1])
+        facts["validation loss, lowest"] = f"{number(value)} after step {step:,}"
+    if points := run.metrics.get("tokens_per_second"):
+        facts["tokens per second, median"] = number(sorted(value for _, value in points)[len(points) // 2])
+    if audit:
+        copies = audit["replicate_degree"]
+        ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
+        facts["engine"] = f"{audit['engine']}, {audit['sharding']}, {ranks}"
+        facts["model"] = ", ".join([*_model_words(run.recipe.get("model") or {}), parameter_counts(audit)])
+    if mode := run.json("dtypes").get("mode"):
+        facts["precision"] = mode
+    return facts
+
+
+def _model_words(section: Mapping[str, Any]) -> Iterable[str]:
+    if name := section.get("name") or section.get("class_path"):
+        yield str(name)
+    if section.get("miniature"):
+        yield "a miniature of random weights"
+
+
+def _charts(runs: Sequence[RunFiles]) -> str:
+    columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    charts: dict[str, list[str]] = {title: [] for title in _CHARTS}
+    known = {name: title for title, names in _CHARTS.items() for name in names}
+    for name in columns:
+        charts.setdefault(known.get(name) or name.removeprefix("train_").removeprefix("val_"), []).append(name)
+    steps = [step for run in runs for points in run.metrics.values() for step, _ in points]
+    neighbors = len({run.folder.parent for run in runs}) == 1
+    drawn = []
+    for title, names in charts.items():
+        curves = []
+        for i, run in enumerate(runs):
+            for j, name in enumerate(names):
+                whose = run.folder.name if neighbors else run.folder
+                label, look = (f"{whose} {name}", (i, j)) if len(runs) > 1 else (name, (j, 0))
+                curves.append(Curve(_said(label), run.metrics.get(name, ()), *look))
+        if names:
+            drawn.append(chart(_said(title), curves, min(steps), max(steps)))
+    lost = [f"{run.folder}: {name} {count}" for run in runs for name, count in run.not_finite.items()]
+    note = f"<p class=note>Not drawn, as they are inf or nan: {_text(', '.join(lost))}.</p>" if lost else ""
+    what = f"<div class=charts>{''.join(drawn)}</div>" if drawn else "<p>No step was logged.</p>"
+    return f"<h2>By optimizer step</h2>{what}{note}"
+
+
+def _memory(run: RunFiles) -> dict[str, str]:
+    predicted, measured = run.audit.get("predicted_peak_bytes"), run.audit.get("measured_peak_bytes_per_rank")
+    found = {}
+    if predicted is not None:
+        found["predicted, rank that holds most"] = _gib(predicted)
+    if measured:
+        found[f"measured, highest of {len(measured)}"] = _gib(max(measured))
+        found["measured, lowest"] = _gib(min(measured))
+    if predicted and measured and max(measured) > 0:
+        found["predicted ÷ measured"] = f"{predicted / max(measured):.1%}"
+    return found
+
+
+def _logged(runs: Sequence[RunFiles]) -> str:
+    """Every column in numbers: the whole range of one run, the last value of several."""
+    if len(runs) > 1:
+        last = [{name: number(points[-1][1]) for name, points in run.metrics.items()} for run in runs]
+        return _beside("Last logged", [str(run.folder) for run in runs], last)
+    rows = [
+        [name, *(number(value) for value in (ys[0], ys[-1], min(ys), max(ys))), str(len(ys))]
+        for name, points in runs[0].metrics.items()
+        for ys in ([value for _, value in points],)
+    ]
+    return _table("Logged", ["", "first", "last", "lowest", "highest", "rows"], rows, look="numbers")
+
+
+def _versions(run: RunFiles) -> dict[str, str]:
+    return dict(run.audit.get("versions", {}))
+
+
+def _checkpoints(run: RunFiles) -> str:
+    section = run.recipe.get("checkpoint") or {}
+    monitor, mode = section.get("monitor", "val_loss"), section.get("mode", "min")
+    complete = [found for found in run.checkpoints if not found.damage]
+    means = {"last": complete[-1:], "best": ranked(complete, monitor, mode)[:1]}
+    rows = []
+    for found in run.checkpoints:
+        value = found.metrics.get(monitor)
+        words = [word for word, meant in means.items() if found in meant]
+        rows.append(
+            [
+                found.path.name,
+                found.created.replace("T", " ").removesuffix("+00:00"),
+                _gib(found.num_bytes),
+                "–" if value is None else number(value),
+                found.damage or ", ".join(words),
+            ]
+        )
+    others = sorted((run.folder / FOLDER).glob("*.ckpt"))  # of Lightning's own strategies
+    rows += [[path.name, "", _gib(path.stat().st_size), "", ""] for path in others]
+    return _table("Checkpoints", ["", "time (UTC)", "size", monitor, ""], rows)
+
+
+def _changes(run: RunFiles) -> str:
+    """What a run that was resumed does otherwise than when its checkpoints were saved."""
+    saved = [found for found in run.checkpoints if not found.damage and (found.path / "recipe.yaml").is_file()]
+    names = [*(f"until step {found.step}" for found in saved), "now"]
+    recipes = [*(_recipe(found.path) for found in saved), run.recipe]
+    without = [{key: value for key, value in recipe.items() if key != "ckpt_path"} for recipe in recipes]
+    return _differences("Recipe changed by a resume", names, without)
+
+
+def _samples(run: RunFiles) -> str:
+    path = run.folder / "samples.csv"
+    if not path.is_file():
+        return ""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file) if len(row) == 4]
+    head, asked = rows[0], rows[1:]
+    shown = {row[0] for row in (*asked[:1], *asked[-1:])}
+    cut = [
+        [step, *(("…" if len(text) > _MAX_CHARACTERS else "") + text[-_MAX_CHARACTERS:] for text in texts)]
+        for step, *texts in asked
+        if step in shown
+    ]
+    return _table("Samples, first and last time asked", head, cut, look="long")
+
+
+def _data(run: RunFiles) -> str:
+    record = run.json("data")
+    if not record:
+        return ""
+    tables = [splits_table(record)]
+    tables += [
+        sources_table(name, split) for name, split in record["splits"].items() if len(split.get("sources", ())) > 1
+    ]
+    warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in record["warnings"])
+    return "<h3>Data</h3>" + "".join(_rich(table) for table in tables) + warnings
+
+
+def _model(run: RunFiles) -> str:
+    dtypes = run.json("dtypes")
+    tables = [("FSDP units", units_table(run.audit))] if run.audit else []
+    tables += [("Dtypes, as read back", dtypes_table(dtypes))] if dtypes else []
+    return "".join(f"<h3>{title}</h3>{_rich(table)}" for title, table in tables)
+
+
+def _yaml(run: RunFiles) -> str:
+    if not run.recipe:
+        return ""
+    text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
+    return f"<h3>Recipe</h3><details><summary>recipe.yaml</summary><pre>{_text(text)}</pre></details>"
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    path = folder / "recipe.yaml"
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+
+
+def _yaml_word(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"
+
+
+def _said(text: str) -> str:
+    """Of a file, to be shown: no secrets, and nothing that changes how the rest is read."""
+    return redact(visible_lines(text))
+
+
+def _text(text: Any) -> str:
+    return html.escape(_said(str(text)))
+
+
+def _beside(title: str, names: Sequence[str], columns: Sequence[Mapping[str, str]], colored: bool = False) -> str:
+    """One row per key and one column per run."""
+    rows = [
+        [key, *(column.get(key, "–") for column in columns)]
+        for key in dict.fromkeys(key for column in columns for key in column)
+    ]
+    return _table(title, ["", *names] if len(names) > 1 else [], rows, look="facts", swatches=colored)
+
+
+def _rich(table: Table) -> str:
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return _table(None, [str(column.header) for column in table.columns], rows, caption=str(table.title or ""))
+
+
+def _table(
+    title: str | None,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    look: str = "",
+    swatches: bool = False,
+) -> str:
+    """Escaped, in a box that scrolls; nothing where there are no rows."""
+    lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
+    if not lines:
+        return ""
+    colors = [f' class="swatch c{n - 1}"' if swatches and n else "" for n in range(len(head))]
+    heads = "".join(f"<th{color}>{_text(cell)}</th>" for color, cell in zip(colors, head, strict=True))
+    above = (f"<h3>{_text(title)}</h3>" if title else "") + (f"<p class=note>{_text(caption)}</p>" if caption else "")
+    inner = f"<thead><tr>{heads}</tr></thead>" * any(head) + "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'{above}<div class=box><table class="{look}">{inner}</table></div>'

@@ -1,0 +1,124 @@
+"""``report.html``: the numbers of a run's files, escaped, in a page that fetches nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_fsdp.commands import run as lit_fsdp
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.report.curves import thinned, ticks
+from lit_fsdp.report.page import report_of
+from tests.pages import Page
+
+EVIL = "<script>alert('x')</script>"
+GIB = 2**30
+RECIPE: dict[str, Any] = {
+    "trainer": {"max_steps": 6, "default_root_dir": "runs/a"},
+    "model": {"name": EVIL, "optim": {"lr": 1e-4, "warmup_steps": 10}},
+    "data": {"train": ["a.jsonl", EVIL]},
+}
+ROWS = ["step,train_loss,lr,val_loss,mine", "0,4.0,0.1,,", "1,3.0,0.2,3.5,nan", "2,inf,0.3,,7", "3,2.0,0.4,2.5,8"]
+
+
+def run_folder(folder: Path, recipe: dict[str, Any] = RECIPE, rows: list[str] = ROWS, **files: Any) -> Path:
+    """A run of somebody, with as much in it as is given."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def page_of(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Page:
+    assert lit_fsdp(["report", *map(str, words)]) == 0
+    page = Page(Path(capsys.readouterr().out.strip()).read_text())
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+    assert "http" not in page.text
+    assert "url(" not in page.text
+    return page
+
+
+def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_TOKEN", "tell-nobody")
+    peaks = {"predicted_peak_bytes": 3 * GIB, "measured_peak_bytes_per_rank": [2 * GIB, 4 * GIB]}
+    units: dict[str, Any] = {"wrapped_by": "hand", "units": [], "num_params": 1234, "num_trainable": 1234}
+    mesh = {"engine": "fsdp2", "sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 4}
+    folder = run_folder(tmp_path / "run", audit={**peaks, **units, **mesh, "versions": {"torch": "2.99"}})
+    answers = [f'1,"{EVIL} tell-nobody",wanted,first', "2,asked,wanted,between", '3,"two\nlines",wanted,"last\x1b[2J"']
+    (folder / "samples.csv").write_text("\n".join(["step,prompt,wanted,got", *answers]) + "\n")
+    page = page_of(folder, capsys=capsys)
+    assert page.curves == {"train_loss": 3, "val_loss": 2, "lr": 4, "mine": 2}
+    assert f"inf or nan: {folder}: mine 1, {folder}: train_loss 1." in page.text
+    assert page.tables["Logged"][1:3] == [
+        ["train_loss", "4", "2", "2", "4", "3"],
+        ["lr", "0.1", "0.4", "0.1", "0.4", "4"],
+    ]
+    memory = dict(page.tables["Memory, planned and measured"])
+    assert list(memory.values()) == ["3 GiB", "4 GiB", "2 GiB", "75.0%"]
+    glance = dict(page.tables["At a glance"])
+    assert glance["optimizer steps"] == "4 of 6"
+    assert glance["validation loss, lowest"] == "2.5 after step 4"
+    assert glance["engine"] == "fsdp2, hybrid_shard, 8 ranks, 4 copies"
+    assert page.tables["Versions"] == [["torch", "2.99"]]
+    prompts = [row[1] for row in page.tables["Samples, first and last time asked"]]
+    assert prompts == ["prompt", f"{EVIL} ***", "two\nlines"]
+    assert ("⟨U+001B⟩" in page.text, "\x1b" in page.text) == (True, False)
+
+
+def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    other = json.loads(json.dumps(RECIPE))
+    other["model"]["optim"] = {"lr": 1e-3, "schedule": EVIL}
+    run_folder(Path("runs/a"))
+    run_folder(Path("runs/b"), other, [*ROWS[:3], "2,1.0,0."])  # killed in the middle of a line
+    (tmp_path / "runs/b/metrics.csv").write_text((tmp_path / "runs/b/metrics.csv").read_text().rstrip("\n"))
+    page = page_of("runs/a", "runs/b", capsys=capsys)
+    assert page.tables["Where the recipes differ"] == [
+        ["", "runs/a", "runs/b"],
+        ["model.optim.lr", "0.0001", "0.001"],
+        ["model.optim.warmup_steps", "10", "null"],
+        ["model.optim.schedule", "null", EVIL],
+    ]
+    assert ["train_loss", "2", "3"] in page.tables["Last logged"]
+    assert page.curves["a train_loss"] == 3
+    assert page.curves["b train_loss"] == 2
+    assert "The recipes are equal" in page_of("runs/a", "runs/a", "-o", "both.html", capsys=capsys).text
+
+
+def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run_folder(Path("runs/a"))
+    run_folder(Path("runs/empty"), rows=ROWS[:1])
+    for words, given in (
+        (["runs"], "runs, which has no step in a metrics.csv\n  allowed: a run folder with logged steps: runs/a, "),
+        (["runs/a", "runs/empty"], "runs/empty, which has no step"),
+        (["nowhere"], "nowhere, which is no folder"),
+        (["runs/a"] * 9, "9 run folders\n  allowed: at most 8"),
+        (["runs/a", "--out", "no/where.html"], "no/where.html\n  allowed: a file in a folder that exists\n  fix: "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            lit_fsdp(["report", *words])
+        assert given in str(caught.value)
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path):
+    (tmp_path / "report.html").mkdir()
+    assert report_of(tmp_path).startswith(f"{tmp_path}/report.html was not written: ")
+
+
+def test_ticks_hold_the_curve_and_long_curves_keep_their_peaks():
+    for low, high in ((0.0, 1.0), (0.0, 5.84), (1e-5, 2e-5), (-3.0, 7000.0), (99.9, 100.1), (1, 2), (1, 80)):
+        found = ticks(low, high)
+        assert found[0] <= low < high <= found[-1]
+        assert 2 <= len(found) <= 7
+    points = [(step, 100.0 if step == 77_777 else step % 7 - 0.5 * (step == 5)) for step in range(100_000)]
+    kept = thinned(points)
+    assert len(kept) <= 800
+    assert ((77_777, 100.0) in kept, (5, 4.5) in kept) == (True, False)
+    assert kept == sorted(kept)
