@@ -1,4 +1,4 @@
-"""Writes down what each of the first steps of a run comes to, for ``lit-fsdp parity``."""
+"""Notes what each of the first steps of a run comes to, for ``lit-fsdp parity``."""
 
 from __future__ import annotations
 
@@ -9,54 +9,47 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.config.strategy import LIGHTNING_PRECISION, DtypeRow, PrecisionConfig
-from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
 from lit_fsdp.parallel.units import clean_name
-from lit_fsdp.parity.trace import sampled, write_step
+from lit_fsdp.parity.trace import Trace
 
 
 class StepTrace(Callback):
-    """Writes loss, gradient norm and trained weights after each step, and ends the run after so many.
+    """Notes loss, gradient norm and trained weights after each step, and ends the run after so many.
 
     Args:
-        folder: What is written to; see :func:`lit_fsdp.parity.trace.write_step`.
-        steps: After which the run ends; its schedule is not changed.
+        file: What is written at the end; see :class:`lit_fsdp.parity.trace.Trace`.
+        steps: Optimizer steps after which the run ends; its schedule is not changed.
     """
 
-    def __init__(self, folder: str, steps: int) -> None:
-        self.folder, self.steps = Path(folder), steps
-        self._seen = 0
+    def __init__(self, file: str, steps: int) -> None:
+        self.file, self.steps = Path(file), steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down the weights that it starts from."""
-        self._write(trainer, pl_module)
+        """Note the weights that it starts from."""
+        given = getattr(trainer.strategy, "config", None)
+        somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
+        row = given.precision_config.row if given else somebody_elses.row
+        self.trace = Trace(row.compute, row.reduce)
+        self._note(trainer, pl_module, 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write down a step that has been taken."""
-        if trainer.global_step != self._seen:
-            self._seen = trainer.global_step
-            self._write(trainer, pl_module)
-            trainer.should_stop = trainer.should_stop or self._seen >= self.steps
+        """Note a step that has been taken."""
+        if trainer.global_step == len(self.trace.losses):
+            self._note(trainer, pl_module, float(trainer.callback_metrics.get("train_loss", math.nan)))
+            trainer.should_stop = trainer.should_stop or trainer.global_step >= self.steps
 
-    def _write(self, trainer: Trainer, module: LightningModule) -> None:
-        trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
-        weights = {}
-        for name, tensor in sorted(trainer.strategy.lightning_module_state_dict().items()):
-            if name in trained:
-                on_device = tensor.to(trainer.strategy.root_device)  # what is offloaded could not be gathered
-                weights[name] = sampled(on_device.full_tensor() if isinstance(on_device, DTensor) else on_device)
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write all of it down."""
         if trainer.is_global_zero:
-            loss = trainer.callback_metrics.get("train_loss", 0.0 if self._seen == 0 else math.nan)
-            norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
-            write_step(
-                self.folder, self._seen, float(loss), None if norm is None else float(norm), weights, _dtypes(trainer)
-            )
+            self.trace.save(self.file)
 
-
-def _dtypes(trainer: Trainer) -> DtypeRow:
-    if isinstance(trainer.strategy, EngineStrategy):
-        return trainer.strategy.config.precision_config.row
-    mode = LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision")  # of somebody else's strategy
-    return PrecisionConfig(mode=mode).row
+    def _note(self, trainer: Trainer, module: LightningModule, loss: float) -> None:
+        trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
+        state = trainer.strategy.lightning_module_state_dict()
+        here = ((name, state[name].to(trainer.strategy.root_device)) for name in sorted(trained & state.keys()))
+        whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in here)  # on all ranks together
+        norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
+        self.trace.add(loss, None if norm is None else float(norm), whole)

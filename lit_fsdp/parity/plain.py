@@ -32,13 +32,15 @@ def train_plain(model: Any, batches: Iterable[list[Row]], optim: dict[str, Any])
     Args:
         model: Its forward gives logits.
         batches: The rows of every global batch.
-        optim: ``lr``, ``betas``, ``eps``, ``weight_decay`` of AdamW; ``clip`` and ``clip_algorithm``, norm or value;
-            ``schedule``, ``warmup_steps``, ``decay_steps``, ``min_lr_ratio`` and the ``total_steps`` it is made for.
+        optim: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` of AdamW; ``clip`` and ``clip_algorithm``,
+            norm or value; ``schedule``, ``warmup_steps``, ``decay_steps``, ``min_lr_ratio``, and the ``total_steps``
+            it is made for.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim["lr"], betas=optim["betas"], eps=optim["eps"])
+    betas = optim["beta1"], optim["beta2"]
+    optimizer = torch.optim.AdamW(groups, lr=optim["lr"], betas=betas, eps=optim["eps"])
     for step, rows in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = optim["lr"] * lr_share(step, optim)

@@ -1,21 +1,16 @@
-"""What a run leaves of each optimizer step for a comparison, and how far two runs are apart."""
+"""What a run comes to after each optimizer step, and how far two runs are apart."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from lit_fsdp.config.strategy import DtypeRow
-
-_MOST = 2**16
+_MOST = 2**14
 """Elements kept of a parameter, evenly spread over it, or nearly twice as many; of a miniature that is all."""
 
 
@@ -23,111 +18,91 @@ class Apart(NamedTuple):
     """Relative differences of two runs in one step, or how large they may be."""
 
     loss: float
-    grad_norm: float
+    gradient_norm: float
     weights: float
-    """‖Δ‖ of all weights by how far the first run has moved them from its start; of step 0 by ‖w‖."""
+    """‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
 
 
-TOLERANCES = {"fp32": Apart(1e-5, 1e-4, 1e-3), "fp16": Apart(1e-3, 1e-2, 1e-1), "bf16": Apart(1e-2, 5e-2, 5e-1)}
-"""By the coarsest dtype of two runs, finest first; in fp32 only the order of summation differs."""
+TOLERANCES = {"fp32": Apart(1e-5, 1e-4, 1e-3), "fp16": Apart(1e-3, 1e-2, 2e-1), "bf16": Apart(1e-2, 5e-2, 5e-1)}
+"""By dtype, the finest first; in fp32 only the order of summation may differ."""
 
 
-def sampled(weight: torch.Tensor) -> np.ndarray:
-    """The elements of a whole parameter that are compared, fp32 of one dimension."""
-    flat = weight.detach().flatten()
-    return np.asarray(flat[:: max(1, len(flat) // _MOST)].to("cpu", torch.float32, copy=True).numpy())
+@dataclass
+class Trace:
+    """What a run has come to before its first step and after each."""
 
+    compute_dtype: str
+    reduce_dtype: str
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float | None] = field(default_factory=list)
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-def write_step(
-    folder: Path, step: int, loss: float, grad_norm: float | None, weights: dict[str, np.ndarray], dtypes: DtypeRow
-) -> None:
-    """Write down what a step (0: before the first) has come to.
+    def add(self, loss: float, gradient_norm: float | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note a step.
 
-    Args:
-        folder: Of the run.
-        step: Optimizer steps taken.
-        loss: Of the global batch, before the step.
-        grad_norm: Of all gradients, before clipping; None where it is not known.
-        weights: What is trained, by its name; see :func:`sampled`.
-        dtypes: Of the run.
-    """
-    numbers = {"loss": loss, "grad_norm": grad_norm, "dtypes": [dtypes.compute, dtypes.reduce]}
-    save_file(weights, _file(folder, step), {"numbers": json.dumps(numbers)})
+        Args:
+            loss: Of the global batch, before the step.
+            gradient_norm: Of all gradients, before clipping; None where it is not known.
+            weights: What is trained by its name, whole.
+        """
+        self.losses.append(loss)
+        self.gradient_norms.append(gradient_norm)
+        flat = ((name, weight.detach().flatten()) for name, weight in weights)
+        kept = {name: w[:: max(1, len(w) // _MOST)].to("cpu", torch.float32, copy=True) for name, w in flat}
+        self.weights.append(kept)
 
+    def save(self, file: Path) -> None:
+        """Write it for another process."""
+        torch.save(vars(self), file)
 
-def tolerance(one: Path, other: Path) -> tuple[str, Apart]:
-    """The coarsest dtype that one of two runs computes in, or both sum gradients in, and what it may make differ.
-
-    Gradients that only one of them sums in a coarser dtype than it computes in are a difference to be found.
-    """
-    order = list(TOLERANCES)
-    compute, reduce = zip(*(_numbers(_file(folder, 0))["dtypes"] for folder in (one, other)), strict=True)
-    dtype = max(*compute, min(reduce, key=order.index), key=order.index)
-    return dtype, TOLERANCES[dtype]
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """Read what :meth:`save` has written."""
+        return cls(**torch.load(file, weights_only=True))
 
 
 @dataclass(frozen=True)
-class StepDifference:
-    """How far two runs are apart in one step."""
+class Comparison:
+    """Two runs beside each other."""
 
-    step: int
-    """From 1; 0 is before the first."""
-    losses: tuple[float, float]
-    """Of the two runs."""
-    apart: Apart
-    parameter: str
-    """The one that the weights differ most in."""
+    dtype: str
+    """That decides what is allowed."""
+    allowed: Apart
+    losses: list[tuple[float, float]]
+    """Of both; step 0 is before the first."""
+    steps: list[Apart]
 
-    def beyond(self, allowed: Apart) -> list[str]:
-        """What differs by more than is allowed, in words."""
-        pairs = zip(self.apart._fields, self.apart, allowed, strict=True)
-        return [f"{name.replace('_', ' ')} {found:.1e}" for name, found, limit in pairs if not found <= limit]
+    @property
+    def first(self) -> int | None:
+        """The first step in which they differ by more than is allowed."""
+        return next((step for step in range(len(self.steps)) if self.beyond(step)), None)
 
+    def beyond(self, step: int) -> str:
+        """What differs in a step by more than is allowed, in words."""
+        found = zip(Apart._fields, self.steps[step], self.allowed, strict=True)
+        return ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value, most in found if not value <= most)
 
-def differences(one: Path, other: Path) -> list[StepDifference]:
-    """Compare two runs step by step, as far as both have gone; step 0 shows whether they begin alike."""
-    start, found = _weights(_file(one, 0)), []
-    for step in range(len(list(one.glob("step-*")))):
-        files = _file(one, step), _file(other, step)
-        if not files[1].is_file():
-            break
-        ours, theirs = map(_weights, files)
-        numbers = [_numbers(file) for file in files]
-        if ours.keys() == theirs.keys():
-            squared = {name: _squared(ours[name] - theirs[name]) for name in ours}
-        else:  # other parameters are trained
-            squared = dict.fromkeys(ours.keys() ^ theirs.keys(), math.inf)
-        moved = sum(_squared(ours[name] - start[name] if step else start[name]) for name in ours)
-        found.append(
-            StepDifference(
-                step,
-                (numbers[0]["loss"], numbers[1]["loss"]),
-                Apart(
-                    *(_relative(*(one[name] for one in numbers)) for name in ("loss", "grad_norm")),
-                    math.sqrt(sum(squared.values()) / max(moved, 1e-30)),
-                ),
-                max(squared, key=lambda name: squared[name]),
-            )
-        )
-    return found
+    @property
+    def size(self) -> float:
+        """The largest difference in units of what is allowed."""
+        return max(value / most for step in self.steps for value, most in zip(step, self.allowed, strict=True))
 
 
-def _file(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:04d}.safetensors"
+def compare(one: Trace, other: Trace) -> Comparison:
+    """Compare two runs, by the coarsest dtype that one of them computes in, or in which both sum gradients.
 
-
-def _numbers(file: Path) -> dict[str, Any]:
-    with safe_open(file, "numpy") as opened:
-        return dict(json.loads(opened.metadata()["numbers"]))
-
-
-def _weights(file: Path) -> dict[str, np.ndarray]:
-    with safe_open(file, "numpy") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-
-
-def _squared(values: np.ndarray) -> float:
-    return float(np.square(values, dtype=np.float64).sum())
+    Gradients that only one of them sums in a coarser dtype are a difference to be found.
+    """
+    order = list(TOLERANCES)
+    reduce = min(one.reduce_dtype, other.reduce_dtype, key=order.index)
+    dtype = max(one.compute_dtype, other.compute_dtype, reduce, key=order.index)
+    losses = list(zip(one.losses, other.losses, strict=False))
+    norms = list(zip(one.gradient_norms, other.gradient_norms, strict=False))
+    steps = [
+        Apart(_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
+        for step in range(len(losses))
+    ]
+    return Comparison(dtype, TOLERANCES[dtype], losses, steps)
 
 
 def _relative(one: float | None, other: float | None) -> float:
@@ -135,3 +110,12 @@ def _relative(one: float | None, other: float | None) -> float:
         return 0.0
     apart = abs(one - other) / max(abs(one), abs(other))
     return math.inf if math.isnan(apart) else apart
+
+
+def _weights_apart(one: Trace, other: Trace, step: int) -> float:
+    ours, theirs, start = one.weights[step], other.weights[step], one.weights[0]
+    if ours.keys() != theirs.keys():
+        return math.inf  # other parameters are trained
+    apart = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
+    moved = sum(float((ours[name] - start[name] * bool(step)).double().square().sum()) for name in ours)
+    return math.sqrt(apart / max(moved, 1e-30))
