@@ -109,8 +109,9 @@ def plain_side(recipe: Recipe) -> Recipe:
 
 def in_fp32(recipe: Recipe) -> Recipe:
     """The recipe computing in fp32; what it says of reductions alone holds."""
-    reduce = recipe.get(f"{PRECISION}.reduce_dtype")
-    return _replaced(recipe, {PRECISION: {"mode": "fp32", "reduce_dtype": reduce} if reduce else "fp32"})
+    has_own = recipe.get(f"{PRECISION}.reduce_dtype")
+    changes = {f"{PRECISION}.mode": "fp32", f"{PRECISION}.fp8_skip": None} if has_own else {PRECISION: "fp32"}
+    return _replaced(recipe, changes)
 
 
 def _is_in(key: str, sections: Iterable[str]) -> bool:
@@ -150,7 +151,7 @@ def differing(one: Recipe, other: Recipe) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Two runs between which one choice was turned, or several of which none can be turned alone."""
+    """Two runs between which one choice was turned, or several of which none could be turned alone."""
 
     name: str
     before: str
@@ -169,25 +170,23 @@ def turns(one: Recipe, other: Recipe, goal: Trace, run: Callable[[Recipe], Trace
         goal: The run of ``other``, or the loop that it comes nearest to.
         run: Runs a recipe; raises :class:`RunRefused`.
     """
-    here, trace, found = one, run(one), []
-    waiting: list[tuple[str, str, str]] = []
-    for name, keys in differing(one, other).items():
-        waiting.append((name, _text(one, keys), _text(other, keys)))
-        here = _turned(here, other, keys)
-        try:
-            now = run(here)
-        except RunRefused:
-            continue  # together with the next, as an argument that only another engine takes
-        found.append(_turn(waiting, compare(trace, now)))
-        trace, waiting = now, []
+    here, trace, found, left = one, run(one), [], differing(one, other)
+    while left:
+        for names in [*([name] for name in left), list(left)]:  # all at once where none can be turned alone
+            keys = [key for name in names for key in left[name]]
+            try:
+                now = run(_turned(here, other, keys))
+            except RunRefused:
+                continue  # tried again later, as what only the other engine takes
+            break
+        else:
+            break
+        before, after = _text(one, keys), _text(other, keys)
+        found.append(Turn(" + ".join(names), before, after, compare(trace, now)))
+        here, trace, left = _turned(here, other, keys), now, {name: left[name] for name in left if name not in names}
         if compare(trace, goal).first is None:
             return found
-    return [*found, _turn([*waiting, ("all else", "lit_fsdp", "the plain loop")], compare(trace, goal))]
-
-
-def _turn(waiting: list[tuple[str, str, str]], found: Comparison) -> Turn:
-    name, before, after = (" + ".join(texts) for texts in zip(*waiting, strict=True))
-    return Turn(name, before, after, found)
+    return [*found, Turn(" + ".join([*left, "all else"]), "lit_fsdp", "the plain loop", compare(trace, goal))]
 
 
 def _text(recipe: Recipe, keys: list[str]) -> str:
