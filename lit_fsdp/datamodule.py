@@ -228,6 +228,13 @@ class CausalLMDataModule(LightningDataModule):
 
         return self._loader("train", indices, num_micro_batches(order, micro, ranks))
 
+    def rows_of_step(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids and supervision of every row of optimizer step ``step`` (from 0), also of those of its packs."""
+        order, samples = self._order(), self._split("train")
+        epoch, index = divmod(step, order.batches_per_epoch)
+        items = order.global_batch(order.permutation(epoch), index)
+        return [samples.rows.row(int(row)) for item in items for row in samples.members(int(item))]
+
     def position_at(self, step: int) -> tuple[int, int, int]:
         """Where optimizer step ``step`` (>= 1) ends: epoch (from 0), micro-batches done in it, micro-batches it has."""
         trainer = self._trainer()

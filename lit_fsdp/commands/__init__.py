@@ -18,6 +18,7 @@ _GROUPS = {
         "model": "fetch or convert a model ahead of a run (prepare)",
         "audit": "what a recipe would do: FSDP units, mesh, dtypes, bytes per rank",
         "plan": "whether it fits a GPU, how fast it may be, and what to choose",
+        "parity": "whether it trains as another, or as a plain PyTorch loop",
     },
     "run": {
         "fit": "train a model by a recipe",
@@ -90,6 +91,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         data,
         doctor,
         models,
+        parity,
         planning,
         recipes,
         report,
@@ -105,6 +107,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "export": models.run_export,
         "generate": models.run_generate,
         "model": planning.run_model,
+        "parity": parity.run_parity,
         "plan": planning.run_plan,
         "recipes": recipes.run_recipes,
         "report": report.run_report,

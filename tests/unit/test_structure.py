@@ -16,7 +16,7 @@ FLOORS = (
     "errors redaction",
     "host",
     "speak signals ending config",
-    "metrics data models checkpoint convert",
+    "metrics data models checkpoint convert parity",
     "parallel report launch",
     "strategy module datamodule callbacks audit",
     "preference plan",

@@ -1,0 +1,55 @@
+"""Notes what each of the first steps of a run comes to, for ``lit-fsdp parity``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
+from lit_fsdp.parallel.units import clean_name
+from lit_fsdp.parity.trace import Trace
+
+
+class StepTrace(Callback):
+    """Notes loss, gradient norm and trained weights after each step, and ends the run after so many.
+
+    Args:
+        file: What is written at the end; see :class:`lit_fsdp.parity.trace.Trace`.
+        steps: Optimizer steps after which the run ends; its schedule is not changed.
+    """
+
+    def __init__(self, file: str, steps: int) -> None:
+        self.file, self.steps = Path(file), steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the weights that it starts from."""
+        given = getattr(trainer.strategy, "config", None)
+        somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
+        row = given.precision_config.row if given else somebody_elses.row
+        self.trace = Trace(row.compute, row.reduce)
+        self._note(trainer, pl_module, 0.0)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note a step that has been taken."""
+        if trainer.global_step == len(self.trace.losses):
+            self._note(trainer, pl_module, float(trainer.callback_metrics.get("train_loss", math.nan)))
+            trainer.should_stop = trainer.should_stop or trainer.global_step >= self.steps
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write all of it down."""
+        if trainer.is_global_zero:
+            self.trace.save(self.file)
+
+    def _note(self, trainer: Trainer, module: LightningModule, loss: float) -> None:
+        trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
+        state = trainer.strategy.lightning_module_state_dict()
+        here = ((name, state[name].to(trainer.strategy.root_device)) for name in sorted(trained & state.keys()))
+        whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in here)  # on all ranks together
+        norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
+        self.trace.add(loss, None if norm is None else float(norm), whole)

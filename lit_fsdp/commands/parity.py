@@ -1,0 +1,334 @@
+"""``lit-fsdp parity``: whether two recipes, or a recipe and a plain PyTorch loop, train alike; else, by which choice.
+
+Every run is a real one, by the way of ``fit``, on ranks that are forked from a process with all imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, options_and_recipe, verb_parser
+from lit_fsdp.config.locations import shipped
+from lit_fsdp.errors import require
+from lit_fsdp.host import free_port
+
+_BATCH, _GRACE_SECONDS = 4, 10.0
+_LAUNCHED = ("RANK", "GROUP_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+"""How names of variables begin that would make the runs part of another job."""
+
+
+def run_parity(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp parity`` and return the exit code: 1 if the two sides differ, or a run failed."""
+    text = (
+        "Whether two recipes train alike, or a recipe and a plain PyTorch loop: loss, gradient norm and weights after "
+        "each step. If not, one choice after the other is turned until one can be named. Both sides have the model "
+        "and the rows of --config, flags hold for both, and all is in miniature unless --full is given."
+    )
+    example = "lit-fsdp parity --config recipes/quickstart.yaml --against plain"
+    parser = verb_parser("parity", text, example, RECIPE)
+    parser.add_argument("--against", default="plain", help="a recipe, a fragment over the first, or plain (default)")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare; default: 5")
+    parser.add_argument("--full", action="store_true", help="the recipe's own model, rows, batches and devices")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
+        return 0
+    require(options.steps >= 1, "--steps", options.steps, "a number of optimizer steps >= 1", "write --steps 5")
+    is_plain = options.against == "plain"
+    sides = [words] if is_plain else [words, _words_against(options.against, words)]
+    recipes = [_checked(side, flags_of(parser), options.full, is_plain) for side in sides]
+    from lit_fsdp.parity.choices import RunRefused, plain_side, with_shared
+
+    with tempfile.TemporaryDirectory(prefix="lit_fsdp_parity_") as folder:
+        runs = _Runs(Path(folder), options.steps)
+        try:
+            found = [runs.resolved(side, recipe.run, options.full) for side, recipe in zip(sides, recipes, strict=True)]
+            other = plain_side(found[0]) if is_plain else with_shared(found[1], found[0])
+            if not is_plain:
+                _tell_left_out([recipe.values for recipe in recipes], found[0], other)
+            return _compare(runs, found[0], other, options)
+        except RunRefused as refused:
+            text, code = refused.args
+            print(text, file=sys.stderr)
+            return int(code)
+
+
+def _words_against(path: str, words: Sequence[str]) -> list[str]:
+    """The words of the other side: a fragment goes over the files of the first one, a recipe in their place."""
+    from lit_fsdp.config.parser import read_command_line, read_yaml
+
+    line, content = read_command_line(words), read_yaml(Path(path))
+    model: Any = content.get("model") or {}
+    is_whole = {"name", "class_path"} & set(model) and content.get("data")
+    files = [path] if is_whole else [*line.files, path]
+    flags = [word for word in line.words if not word.startswith("--config=")]
+    return [*(f"--config={file}" for file in files), *flags, *(f"--allow-imports={one}" for one in line.allow_imports)]
+
+
+def _checked(words: Sequence[str], flags: Sequence[str], full: bool, is_plain: bool) -> Any:
+    from lit_fsdp.config.model import PreferenceModelConfig
+    from lit_fsdp.config.parser import PREFERENCE, load_recipe
+
+    recipe = load_recipe(words, "fit", flags)
+    nodes, model = recipe.run.num_nodes if full else 1, recipe.run.model
+    require(nodes == 1, "trainer.num_nodes", nodes, "1: all ranks are started here", "leave --full out")
+    if is_plain:
+        allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
+        require(not isinstance(model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
+        require(not recipe.run.data.streaming, "data.streaming", "true", f"{allowed} in an order of its own", fix)
+    return recipe
+
+
+def _tell_left_out(givens: Sequence[Any], one: Any, other: Any) -> None:
+    """Name the keys in which the recipes differ as they are given, but not as they are run."""
+    from lit_fsdp.config.parser import changed_values
+
+    run = {line.partition(":")[0].replace(".init_args", "") for line in changed_values(one, other)}
+    for line in changed_values(*givens):
+        key = line.partition(":")[0].replace(".init_args", "")
+        if key.startswith(("model.", "data.", "trainer.", "seed_")) and key not in run:
+            print(f"not compared: {line}", file=sys.stderr)
+
+
+def _compare(runs: _Runs, one: Any, other: Any, options: Any) -> int:
+    from lit_fsdp.config.model import FLASH_ATTENTION
+    from lit_fsdp.parity.choices import MODEL, in_fp32, turns
+    from lit_fsdp.parity.trace import compare
+
+    pairs = {"as the recipes say": (one, other)}
+    if not {recipe.get(f"{MODEL}.attn_implementation") for recipe in (one, other)} & {*FLASH_ATTENTION}:
+        pairs["computing in fp32, where less hides behind rounding"] = (in_fp32(one), in_fp32(other))
+    rounds = {}
+    for title, pair in pairs.items():
+        goal = runs.plain(pair[1]) if options.against == "plain" else runs(pair[1])
+        found = compare(runs(pair[0]), goal)
+        rounds[title] = found, turns(*pair, goal, runs) if found.first is not None else []
+        if found.first is not None or found.dtype == "fp32":
+            break
+    names = _named(rounds[title][1])
+    if options.json:
+        record = {
+            title: {**dataclasses.asdict(found), "turned": [dataclasses.asdict(turn) for turn in turned]}
+            for title, (found, turned) in rounds.items()
+        }
+        print(json.dumps({"equal": not names, "named": names, "rounds": record}, indent=1))
+    else:
+        print("\n\n".join(_tables(title, *found) for title, found in rounds.items()))
+        print(f"\ndifferent: {', '.join(names)}" if names else "\nequal")
+    return 1 if names else 0
+
+
+def _named(turned: Sequence[Any]) -> list[str]:
+    """What makes a difference of its own; where each is within its tolerance, the largest."""
+    found = [turn.name for turn in turned if turn.found.first is not None]
+    return found or [turn.name for turn in sorted(turned, key=lambda turn: turn.found.size)[-1:]]
+
+
+def _tables(title: str, found: Any, turned: Sequence[Any]) -> str:
+    heads = ("step", "loss", "the other's", "Δ loss", "Δ gradient norm", "Δ weights")
+    rows = [
+        (str(step), *(f"{loss:.6f}" for loss in losses), *(f"{value:.1e}" for value in apart))
+        for step, (losses, apart) in enumerate(zip(found.losses, found.steps, strict=True))
+    ]
+    rows.append((f"allowed in {found.dtype}", "", "", *(f"{value:.0e}" for value in found.allowed)))
+    text = f"{title}:\n{columns([heads, *rows], right=heads)}"
+    cells = []
+    for turn in turned:
+        first = turn.found.first
+        by = ("-", "-") if first is None else (str(first), turn.found.beyond(first))
+        cells.append((turn.name, turn.before, turn.after, *by))
+    table = columns([("choice", "from", "to", "first step that differs", "by how much"), *cells])
+    return f"{text}\n\n{table}" if turned else text
+
+
+class _Runs:
+    """Runs recipes, each once, and keeps what they have come to.
+
+    Args:
+        folder: For their run folders.
+        steps: Optimizer steps of each.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
+        self._done: dict[str, Any] = {}
+        self._allowed: list[str] = []
+
+    def resolved(self, words: Sequence[str], run: Any, full: bool) -> dict[str, Any]:
+        """The whole recipe as ``fit`` reads it, in miniature unless ``full``."""
+        from lit_fsdp.config.parser import read_command_line
+        from lit_fsdp.parity.choices import flat
+
+        self._allowed = [f"--allow-imports={one}" for one in read_command_line(words).allow_imports]
+        miniature = [] if full else _miniature(run, self._steps)
+        return flat(json.loads(self._start(1, _resolve, [*words, *miniature]).read_text(encoding="utf-8")))
+
+    def __call__(self, recipe: dict[str, Any]) -> Any:
+        """Run a recipe as ``fit`` does, on its ranks.
+
+        Raises:
+            RunRefused: It cannot be run.
+        """
+        from lit_fsdp.parity.choices import nested, num_ranks
+
+        return self._once(num_ranks(recipe), _fit, nested(recipe), self._allowed)
+
+    def plain(self, recipe: dict[str, Any]) -> Any:
+        """Run the plain loop on the model and the rows of a recipe."""
+        from lit_fsdp.parity.choices import nested
+
+        return self._once(1, _train_plain, nested(recipe))
+
+    def _once(self, ranks: int, act: Callable[..., int], *args: Any) -> Any:
+        from lit_fsdp.parity.choices import RunRefused
+        from lit_fsdp.parity.trace import Trace
+
+        key = json.dumps([act.__name__, args], sort_keys=True)
+        if key not in self._done:
+            print(f"run {len(self._done) + 1} ...", file=sys.stderr)
+            try:
+                self._done[key] = Trace.load(self._start(ranks, act, *args, self._steps))
+            except RunRefused as refused:
+                self._done[key] = refused
+        if isinstance(self._done[key], RunRefused):
+            raise self._done[key]
+        return self._done[key]
+
+    def _start(self, ranks: int, act: Callable[..., int], *args: Any) -> Path:
+        """Call ``act(file, *args)`` on some ranks; the file is what it leaves."""
+        from lit_fsdp.parity.choices import RunRefused
+
+        context, port = multiprocessing.get_context("forkserver"), free_port()
+        context.set_forkserver_preload(["lit_fsdp.cli"])
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        logs = [folder / f"log-{rank}" for rank in range(ranks)]
+        common = ranks, port, act, (folder / "found", *args)
+        children = [context.Process(target=_be_rank, args=(rank, log, *common)) for rank, log in enumerate(logs)]
+        try:
+            for child in children:
+                child.start()
+            while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
+                wait([child.sentinel for child in children if child.is_alive()])
+            for child in children:
+                child.join(_GRACE_SECONDS)
+        finally:
+            for child in children:
+                child.kill()
+        failed = [rank for rank, child in enumerate(children) if child.exitcode]
+        if failed:
+            text = logs[failed[0]].read_text(encoding="utf-8", errors="replace")
+            said = text[text.rfind("error: ") :] if "error: " in text else text[-4000:]
+            raise RunRefused(said.strip(), 2 if any(child.exitcode == 2 for child in children) else 1)
+        return folder / "found"
+
+
+def _miniature(run: Any, steps: int) -> list[str]:
+    """The smoke fragment, with one rank or several, and accumulation or none, as the recipe has it."""
+    from lit_fsdp.config.data import accumulation_steps
+
+    ranks = 1 if run.world_size == 1 else 2
+    accumulates = accumulation_steps(run.data, run.world_size or 1, run.trainer["accumulate_grad_batches"]) > 1
+    flags = {
+        "trainer.max_steps": steps,
+        "trainer.devices": ranks,
+        "data.global_batch_size": _BATCH,
+        "data.micro_batch_size": 1 if accumulates else _BATCH // ranks,
+    }
+    return [f"--config={shipped('debug') / 'smoke.yaml'}", *(f"--{key}={value}" for key, value in flags.items())]
+
+
+# -- in processes of their own
+
+
+def _be_rank(rank: int, log: Path, ranks: int, port: int, act: Callable[..., int], args: Sequence[Any]) -> None:
+    """Be one of the ranks that Lightning would have started; what it says goes to a file."""
+    from lit_fsdp.ending import ended
+
+    for name in [name for name in os.environ if name.startswith(_LAUNCHED)]:
+        del os.environ[name]
+    where = {"LOCAL_RANK": rank, "WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    sys.exit(ended(lambda: act(*args)))
+
+
+def _resolve(file: Path, words: Sequence[str]) -> int:
+    import torch
+
+    from lit_fsdp.cli import resolved_recipe
+
+    values = resolved_recipe(words, "fit")
+    if values["trainer"]["devices"] in ("auto", -1):
+        values["trainer"]["devices"] = max(1, torch.cuda.device_count())
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return 0
+
+
+def _fit(file: Path, values: dict[str, Any], allowed: Sequence[str], steps: int) -> int:
+    import yaml
+
+    from lit_fsdp.commands.training import run_training_verb
+
+    trainer, recipe = values["trainer"], file.with_name(f"recipe-{os.environ['LOCAL_RANK']}.yaml")
+    arguments = {"file": str(file), "steps": steps}
+    given = trainer["callbacks"] or []
+    trainer["callbacks"] = [
+        *(given if isinstance(given, list) else [given]),
+        {"class_path": "lit_fsdp.callbacks.trace.StepTrace", "init_args": arguments},
+    ]
+    trainer["default_root_dir"] = str(file.with_name("run"))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return run_training_verb("fit", [f"--config={recipe}", *allowed])
+
+
+def _train_plain(file: Path, values: dict[str, Any], steps: int) -> int:
+    """Start the plain loop on the weights, and the rows in the order, that a recipe starts on."""
+    import torch
+
+    from lit_fsdp import CausalLMDataModule, CausalLMModule
+    from lit_fsdp.parity.plain import load_plain, train_plain
+    from lit_fsdp.parity.trace import Trace
+
+    seed, trainer = values["seed_everything"], values["trainer"]
+    torch.manual_seed(seed)
+    module, data = CausalLMModule(**values["model"]["init_args"]), CausalLMDataModule(**values["data"]["init_args"])
+    module.configure_model()
+    data.attach(module.tokenizer, seed, takes_pairs=False)
+    num_items = len(data.prepare(("train",))["train"])
+    data.fix_batches(1, None)
+    model: Any = module.model  # as it is with adapters, which from_pretrained would freeze
+    if module.config.lora is None:
+        model.save_pretrained(file.with_name("model"))
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        model = load_plain(str(file.with_name("model")), trained)
+    device = torch.device("cpu" if trainer["accelerator"] == "cpu" or not torch.cuda.is_available() else "cuda")
+    model.to(device)
+    epochs, per_epoch = trainer["max_epochs"] or 0, -(-num_items // (data.config.global_batch_size or 1))
+    total = min([n for n in (trainer["max_steps"], epochs * per_epoch) if n > 0], default=steps)
+    optim = dataclasses.asdict(module.config.optim) | {"total_steps": total, "clip": trainer["gradient_clip_val"]}
+    optim["clip_algorithm"] = trainer["gradient_clip_algorithm"]
+
+    def batch(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = [[torch.as_tensor(part).to(device, torch.int64) for part in row] for row in data.rows_of_step(step)]
+        return [(ids, ids.where(supervised.bool(), -100)) for ids, supervised in rows]
+
+    def weights() -> list[tuple[str, torch.Tensor]]:
+        return [(f"model.{name}", param) for name, param in model.named_parameters() if param.requires_grad]
+
+    trace = Trace("fp32", "fp32")
+    trace.add(0.0, None, weights())
+    for loss, norm in train_plain(model, map(batch, range(min(steps, total))), optim):
+        trace.add(loss, norm, weights())
+    trace.save(file)
+    return 0

@@ -1,0 +1,124 @@
+"""``lit-fsdp parity``: recipes that train as the plain loop does, and builds that do not and are found out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp import commands
+from lit_fsdp.errors import ConfigError
+from tests.dist.forks import ROOT
+
+STRATEGY = "--trainer.strategy.init_args"
+WORDS = ("--config", f"{ROOT}/recipes/quickstart.yaml", "--config", f"{ROOT}/configs/precision/fp32.yaml")
+WRONG = """
+from lit_fsdp import CausalLMDataModule, CausalLMModule
+
+
+class Scaled(CausalLMModule):
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(2)
+
+
+class Shifted(CausalLMDataModule):
+    def __init__(self, by: int = 1, **kwargs):
+        super().__init__(**kwargs)
+        self.by = by
+
+    def train_dataloader(self):
+        for batch in super().train_dataloader():
+            yield {**batch, "labels": batch["labels"].roll(self.by, dims=1)}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+
+
+def parity(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int) -> dict[str, Any]:
+    """What the command writes as JSON."""
+    assert commands.run(["parity", *WORDS, "--json", *map(str, words)]) == code, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def first_round(found: dict[str, Any]) -> dict[str, Any]:
+    """The comparison of the recipes as they are."""
+    return dict(found["rounds"]["as the recipes say"])
+
+
+def largest(found: dict[str, Any]) -> list[float]:
+    """The largest differences of losses, gradient norms and weights."""
+    return [max(values) for values in zip(*first_round(found)["steps"], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [
+        ("fsdp2", ("--data.packing", "true", f"{STRATEGY}.activation_checkpointing", "full")),
+        ("fsdp1", ("--model.lora", "{r: 4}", "--model.optim.schedule", "wsd", "--model.optim.lr", "1e-3")),
+    ],
+)
+def test_two_ranks_train_as_the_plain_loop(
+    capsys: pytest.CaptureFixture[str], engine: str, flags: tuple[str, ...]
+) -> None:
+    found = parity(capsys, f"{STRATEGY}.engine", engine, *flags, "--steps", "3", code=0)
+    assert found["equal"]
+    assert found["named"] == []
+    (only,) = found["rounds"].values()
+    assert only["steps"][0] == [0, 0, 0]  # both begin with the same weights
+    assert len({loss for loss, _ in only["losses"]}) == 4  # and learn
+    assert 0 < max(largest(found)) < 1e-3
+
+
+def test_a_wrong_build_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wrong.py").write_text(WRONG)
+    Path("scaled.yaml").write_text("model: {class_path: wrong.Scaled}")
+    Path("shifted.yaml").write_text("data: {class_path: wrong.Shifted, init_args: {by: 1}}")
+    Path("reduced.yaml").write_text("trainer: {strategy: {init_args: {precision: {mode: fp32, reduce_dtype: bf16}}}}")
+    for fragment, name, seen in (
+        ("scaled.yaml", "model.class_path", 1),  # which AdamW does not care about
+        ("shifted.yaml", "data.class_path", 0),
+        ("reduced.yaml", "precision", 2),
+    ):
+        words = ("--config", fragment, "--allow-imports", "wrong", "--steps", "2")
+        found = parity(capsys, *words, code=1)
+        assert found["named"] == [name], fragment
+        differs = [value > limit for value, limit in zip(largest(found), first_round(found)["allowed"], strict=True)]
+        assert differs[seen], (fragment, found)
+        assert first_round(found)["turned"][-1]["name"] == name  # and nothing is turned beyond it
+
+
+def test_two_recipes_are_compared_choice_by_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Precision is not seen through the rounding of bf16, but in fp32; the engine makes no difference."""
+    Path("other.yaml").write_text(
+        "trainer: {devices: 1, strategy: {init_args: {engine: fsdp1, activation_checkpointing: full}}}\n"
+        "model: {optim: {lr: 2.0e-4}}"
+    )
+    found = parity(capsys, "--against", "other.yaml", "--steps", "2", code=1)
+    assert found["named"] == ["model.optim"]
+    (turn,) = first_round(found)["turned"]
+    assert (turn["before"], turn["after"]) == ("0.0001", "0.0002")
+
+
+def test_words_that_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (("--steps", "0"), "--steps: got 0"),
+        (("--against", "nowhere.yaml"), "nowhere.yaml"),
+        (("--agains", "plain"), "write against"),
+        (("--full", "--trainer.num_nodes", "2", "--data.global_batch_size", "16"), "trainer.num_nodes: got 2"),
+        (("--data.streaming", "true"), "data.streaming: got true"),
+        (("--model.class_path", "lit_fsdp.PreferenceModule"), "model.class_path: got lit_fsdp.PreferenceModule"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            commands.run(["parity", *WORDS, *words])
+        assert said in str(caught.value)

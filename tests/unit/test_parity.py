@@ -1,0 +1,98 @@
+"""The way from one recipe to another, on runs that are made up, so that what each choice does is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lit_fsdp.config.model import OptimConfig, schedule_factor
+from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.parity.choices import RunRefused, in_fp32, turns
+from lit_fsdp.parity.plain import lr_share
+from lit_fsdp.parity.trace import Trace, compare
+
+ONE = {
+    f"{STRATEGY}.engine": "fsdp2",
+    f"{STRATEGY}.backward_prefetch": "pre",
+    f"{STRATEGY}.compile": False,
+    "trainer.devices": 2,
+    "data.class_path": "lit_fsdp.CausalLMDataModule",
+}
+OTHER = ONE | {
+    f"{STRATEGY}.engine": "fsdp1",
+    f"{STRATEGY}.backward_prefetch": "post",
+    "trainer.devices": 4,
+    "data.class_path": "own.Data",
+    "data.init_args.extra": 1,
+}
+
+
+def trace(loss: float, compute: str = "fp32", reduce: str = "fp32", norm: float | None = 1.0) -> Trace:
+    found = Trace(compute, reduce)
+    for step in range(3):
+        found.add(0.0 if step == 0 else loss, norm, [("w", torch.full((2, 3), float(step)))])
+    return found
+
+
+def made_up(harm: dict[str, Any]) -> Any:
+    """Runs of which those that hold all of ``harm`` have another loss, and post needs fsdp1."""
+
+    def run(recipe: dict[str, Any]) -> Trace:
+        if (recipe[f"{STRATEGY}.engine"], recipe[f"{STRATEGY}.backward_prefetch"]) == ("fsdp2", "post"):
+            raise RunRefused("post", 2)
+        assert ("data.init_args.extra" in recipe) == (recipe["data.class_path"] == "own.Data")
+        return trace(2.0 if harm.items() <= recipe.items() else 1.0)
+
+    return run
+
+
+def test_the_choice_that_makes_the_difference_is_named_wherever_it_stands():
+    for key, name in (
+        ("data.class_path", "data.class_path"),
+        ("trainer.devices", "ranks"),
+        (f"{STRATEGY}.engine", "engine"),
+        (f"{STRATEGY}.backward_prefetch", "trainer.strategy.backward_prefetch"),  # turned after the engine
+    ):
+        run = made_up({key: OTHER[key]})
+        found = turns(ONE, OTHER, run(OTHER), run)
+        assert [turn.name for turn in found if turn.found.first is not None] == [name]
+        assert found[-1].name == name  # no run is made beyond it
+
+
+def test_what_only_the_plain_loop_does_otherwise_is_all_else():
+    found = turns(ONE, OTHER, trace(3.0), made_up({}))
+    assert [turn.found.first for turn in found] == [None] * 4 + [1]
+    assert found[-1].name == "all else"
+
+
+def test_tolerances_follow_the_dtypes():
+    for one, other, dtype in (
+        (("fp32", "fp32"), ("fp32", "bf16"), "fp32"),  # a reduction that one of them rounds is to be found
+        (("fp32", "bf16"), ("fp32", "bf16"), "bf16"),
+        (("bf16", "fp32"), ("fp32", "fp32"), "bf16"),
+        (("fp16", "fp32"), ("fp32", "fp32"), "fp16"),
+    ):
+        assert compare(trace(1.0, *one), trace(1.0, *other)).dtype == dtype
+    close = compare(trace(1.0), trace(1.0 + 9e-6))
+    assert (close.first, close.steps[0]) == (None, (0, 0, 0))
+    assert compare(trace(1.0), trace(1.0 + 2e-5)).beyond(1) == "loss 2.0e-05"
+    assert compare(trace(1.0), trace(math.nan)).first == 1
+    assert compare(trace(1.0), trace(1.0, norm=1.01)).first == 0
+    assert compare(trace(1.0), trace(1.0, norm=None)).first is None
+
+
+def test_what_a_recipe_says_of_reductions_holds_in_fp32():
+    mode = {f"{STRATEGY}.precision.mode": "mixed", f"{STRATEGY}.precision.reduce_dtype": "bf16"}
+    assert in_fp32(mode)[f"{STRATEGY}.precision.reduce_dtype"] == "bf16"
+    assert in_fp32(mode)[f"{STRATEGY}.precision.mode"] == "fp32"
+    assert in_fp32({f"{STRATEGY}.precision": "low_precision"}) == {f"{STRATEGY}.precision": "fp32"}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_the_plain_loop_has_the_schedules_of_a_recipe(schedule: Any):
+    optim = OptimConfig(schedule=schedule, warmup_steps=3, min_lr_ratio=0.1)
+    for step in range(20):
+        assert lr_share(step, vars(optim) | {"total_steps": 20}) == pytest.approx(schedule_factor(optim, step, 20))
