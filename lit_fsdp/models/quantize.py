@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError, require
 
@@ -38,12 +39,8 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
     Raises:
         ConfigError: bitsandbytes is missing, or there is nothing to quantize.
     """
-    library, head = _bitsandbytes(), model.get_output_embeddings()
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and not any(f".{kept}." in f".{name}." for kept in keep)
-    }
+    library = _bitsandbytes()
+    linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
     given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
     require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
     for name, linear in linears.items():
@@ -65,6 +62,12 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
         model.set_submodule(name, layer)
     chosen_by: Any = model
     chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a plain model by name, but the head."""
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
 def is_quantized(module: nn.Module, attribute: str) -> bool:
@@ -90,6 +93,25 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
         quant_storage=_STORED,
     )
     return packed
+
+
+def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
+    """What a quantized layer computes with in place of ``weight``, which is on the CPU, in its dtype."""
+    layer: Any = SimpleNamespace(double_quantization=double_quantization)
+    packed = pack(weight, layer, weight.device)
+    again: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(packed, layer.quant_state)
+    return again
+
+
+def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
+    """How ``from_pretrained`` makes the same layers of the same weights."""
+    _bitsandbytes()
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double_quantization,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
 
 
 def give_shapes(layer: Any) -> None:

@@ -16,6 +16,7 @@ from tests.dist.preference_jobs import BETA, plain_dpo
 
 NAMES = ("loss", "rewards/chosen", "rewards/rejected")
 LORA = {"lora": {"r": 4, "alpha": 64, "target_modules": "all-linear"}}
+QLORA = {"lora": {**LORA["lora"], "quantize": "nf4"}}
 
 
 def worst(found: list[dict[str, float]], wanted: list[dict[str, float]], names: tuple[str, ...] = NAMES) -> float:
@@ -40,12 +41,18 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
         assert found["references"] == kept
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_with_adapters_the_reference_is_what_lies_below_them(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [("fsdp2", QLORA), ("fsdp1", LORA), ("ddp", LORA), ("ddp", QLORA)],
+    ids=["fsdp2-nf4", "fsdp1", "ddp", "ddp-nf4"],
+)
+def test_with_adapters_the_reference_is_what_lies_below_them(
+    tiny_model: Path, tmp_path: Path, engine: str, model: dict[str, Any]
+) -> None:
     """Each step sees all twelve pairs, so what they are compared with must stay the first step's model."""
     data = {"global_batch_size": 12}
-    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 4, "model": LORA, "data": data}
-    recompute = {"engine": engine, "activation_checkpointing": "full"}
+    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 4, "model": model, "data": data}
+    recompute = {"engine": engine, "activation_checkpointing": "none" if engine == "ddp" else "full"}
     found = on_ranks("train_pairs", 2, run=str(tmp_path / "a"), strategy=recompute, **job)[0]["steps"]
     (alone,) = on_ranks("train_pairs", 1, run=str(tmp_path / "b"), strategy={"engine": "single"}, **job)
     assert worst(found, alone["steps"]) < 2e-5

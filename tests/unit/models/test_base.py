@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import base, hub
-from lit_fsdp.models.base import describe_base, open_base, weights_hash
+from lit_fsdp.models.base import describe_base, find_base, open_base, weights_hash
 from lit_fsdp.models.resolve import resolve_model
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
@@ -69,6 +69,9 @@ def test_a_base_on_the_hub_has_a_revision(folder: Path, monkeypatch: pytest.Monk
     assert (found["name"], found["revision"]) == ("some/model", "abc")
     weights = open_base(found, CHECKPOINT)
     assert asked == [("some/model", None), ("some/model", "abc")]
+    for saved in (found, {"name": "some/model"}):  # an adapter of others names it alone
+        assert find_base(saved, CHECKPOINT).weights_folder == folder
+    assert asked[2:] == [("some/model", "abc"), ("some/model", None)]
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(weights.read(name), tensor) for name, tensor in stored.items())
 
