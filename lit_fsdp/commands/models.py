@@ -85,13 +85,11 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     options = parse(parser, argv)
     from transformers.utils.logging import disable_progress_bar
 
     from lit_fsdp.models.generate import chat
 
     disable_progress_bar()
-    asked = (options.model, options.prompt, options.system, options.max_new_tokens)
-    print(chat(*asked, base=options.base, trust_remote_code=options.trust_remote_code))
+    print(chat(options.model, options.prompt, options.system, options.max_new_tokens, options.base))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.hub import fetch
 from lit_fsdp.models.quantize import linear_layers, rounded
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import ModelSource, Weights, open_weights, stored_tensors
+from lit_fsdp.models.weights import ModelSource, open_weights, stored_tensors
 
 _QUANTIZED = ("quantize", "double_quantization")
 _DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a random initialization follow from
@@ -75,23 +75,20 @@ def weights_hash(folder: Path) -> str:
 
 
 class BaseWeights:
-    """The tensors of a base by the names of plain transformers, read from its source one at a time.
+    """The tensors of a base by the names of plain transformers, as its adapters were trained on them, one at a time.
 
     Args:
-        weights: Of the source.
-        shapes: By those names.
-        quantized: Names of weights of which is read what 4 bits leave of them.
-        double_quantization: Of their scales.
+        source: Of the base.
+        saved: What :func:`describe_base` said of it.
+        trust_remote_code: Run Python code that comes with it.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        shapes: Mapping[str, torch.Size],
-        quantized: Collection[str] = (),
-        double_quantization: bool = False,
-    ) -> None:
-        self._weights, self._quantized, self._double = weights, quantized, double_quantization
+    def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
+        model = build_on_meta(source.hf_config, "eager", trust_remote_code)
+        self._weights = open_weights(source, model, saved.get("seed", 0))
+        self._quantized = {f"{name}.weight" for name in linear_layers(model)} if saved.get("quantize") else set()
+        self._double = bool(saved.get("double_quantization"))
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.specs = {name: (self._dtype(name, shape), tuple(shape)) for name, shape in shapes.items()}
         """Dtype (``float32``) in its files, and shape."""
 
@@ -153,13 +150,8 @@ def find_base(
 def open_base(
     saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
 ) -> BaseWeights:
-    """The tensors of what :func:`find_base` finds, as the adapters were trained on them."""
-    source = find_base(saved, adapters, name, trust_remote_code)
-    model = build_on_meta(source.hf_config, "eager", trust_remote_code)
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    layers = linear_layers(model) if saved.get("quantize") else ()
-    weights = open_weights(source, model, saved.get("seed", 0))
-    return BaseWeights(weights, shapes, {f"{layer}.weight" for layer in layers}, bool(saved.get("double_quantization")))
+    """The tensors of what :func:`find_base` finds."""
+    return BaseWeights(find_base(saved, adapters, name, trust_remote_code), saved, trust_remote_code)
 
 
 def _words(base: Mapping[str, Any]) -> str:

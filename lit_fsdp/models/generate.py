@@ -19,12 +19,7 @@ from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 
 
 def chat(
-    folder: str,
-    prompt: str,
-    system: str | None = None,
-    max_new_tokens: int = 256,
-    base: str | None = None,
-    trust_remote_code: bool = False,
+    folder: str, prompt: str, system: str | None = None, max_new_tokens: int = 256, base: str | None = None
 ) -> str:
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
@@ -37,7 +32,6 @@ def chat(
         system: Message before it.
         max_new_tokens: Longest answer.
         base: Of an adapter; default: the one that its folder names.
-        trust_remote_code: Run Python code that comes with the model.
 
     Raises:
         ConfigError: The folder is neither, or the base is not to be had or another one.
@@ -48,13 +42,13 @@ def chat(
     is_known = is_adapter or (place / "config.json").is_file()
     require(is_known, "--model", folder, allowed, "name a folder that export has written")
     require(is_adapter or base is None, "--base", base, "nothing beside a whole model", "drop --base")
-    tokenizer = read_tokenizer(folder, trust_remote_code)
+    tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
     weights: Any = place
-    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     if is_adapter:
         saved = base_of_folder(place)
-        weights = find_base(saved, place, base, trust_remote_code).weights_folder
+        weights = find_base(saved, place, base).weights_folder
         require(weights, "--base", base or saved["name"], "a model with weights", "say with --base where it is")
         if saved.get("quantize"):
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"])

@@ -43,16 +43,11 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
     linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
     given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
     require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
+    options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
     for name, linear in linears.items():
-        layer = _layer_class()(
-            *(linear.in_features, linear.out_features, linear.bias is not None),
-            compress_statistics=double_quantization,
-            quant_type="nf4",
-            quant_storage=_STORED,
-            device="meta",
-        )
+        sizes = linear.in_features, linear.out_features
+        layer = _layer_class()(*sizes, linear.bias is not None, device="meta", **options)
         packed = torch.empty(math.ceil(linear.weight.numel() / 4), 1, dtype=_STORED, device="meta")
-        options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
         layer.weight = library.nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **options)
         layer.bias = linear.bias
         layer.double_quantization = double_quantization
@@ -105,13 +100,8 @@ def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
 
 def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
     """How ``from_pretrained`` makes the same layers of the same weights."""
-    _bitsandbytes()
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=double_quantization,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
 
 
 def give_shapes(layer: Any) -> None:
@@ -139,9 +129,8 @@ def _quantization_bytes(numel: int, double: bool) -> int:
     blocks, code_bytes = math.ceil(numel / _BLOCK), 16 * 4
     if not double:
         return blocks * 4 + code_bytes
-    return (
-        blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + 4 + code_bytes
-    )  # 4 of the mean that they are held against
+    mean = 4  # that the scales are held against
+    return blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + mean + code_bytes
 
 
 @functools.cache
