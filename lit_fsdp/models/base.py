@@ -141,7 +141,8 @@ def find_base(
         source = resolve_model(config, seed)
     except ConfigError as error:
         allowed = f"{_words(saved)}, where {adapters} has its base"
-        raise ConfigError("--base", error.given, allowed, "put it back, or say with --base where it is now") from error
+        fix = "put it back, or say with --base where it is now; for code of its own export has --trust_remote_code"
+        raise ConfigError("--base", error.given, allowed, fix) from error
     if len(saved) > 1:
         check_base(saved, describe_base(source, config, seed), "--base", adapters)
     return source
