@@ -331,11 +331,7 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)
-        if self.config.lora is not None:
-            names = ("quantize", "double_quantization")
-            entry["quantized"] = {name: getattr(self.config.lora, name) for name in names}
-        return {"model": entry}
+        return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)}
 
     def check_checkpoint(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other adapters or of another base, which its tensors alone do not tell.

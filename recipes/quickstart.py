@@ -2,6 +2,7 @@
 
 Called by ``make quickstart``; every step is a command that is printed, so that each can be run by hand. What is there
 already (the converted model, a finished training, an export) is used again; ``--fresh`` starts over.
+``--method lora`` and ``--method qlora`` train adapters instead (``pip install 'lit-fsdp[qlora]'``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path("runs/quickstart-data")
-RUN = Path("runs/quickstart")
+ADAPTERS = ["--model.lora.target_modules", "all-linear", "--model.optim.lr", "2e-3"]
+METHODS = {"full": [], "lora": ADAPTERS, "qlora": [*ADAPTERS, "--model.lora.quantize", "nf4"]}
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM = "Rewrite the date in words."
 HELD_OUT, VALIDATION = 20, 40
@@ -30,18 +32,22 @@ PROMPT = "1969-07-20"
 def main() -> int:
     """Prepare, measure before, train, export, measure after; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "--method", choices=list(METHODS), default="full", help="what is trained (default: all weights)"
+    )
     parser.add_argument("--fresh", action="store_true", help="train again even if a finished run is there")
     options = parser.parse_args()
     os.chdir(ROOT)
     started = time.perf_counter()
+    run = Path("runs/quickstart" if options.method == "full" else f"runs/quickstart-{options.method}")
     if options.fresh:
-        shutil.rmtree(RUN, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
     prepare_model()
     held_out = prepare_rows()
-    train()
-    export = newest_export()
-    show_scores(held_out, export)
-    show_results(export)
+    train(run, METHODS[options.method])
+    export = newest_export(run)
+    show_scores(run, held_out, export)
+    show_results(run, export)
     print(f"\nall of this took {time.perf_counter() - started:.0f} s")
     return 0
 
@@ -81,9 +87,11 @@ def prepare_rows() -> list[dict[str, object]]:
     return parts["heldout"]
 
 
-def train() -> None:
+def train(run: Path, flags: list[str]) -> None:
     """Two processes on a CPU, one per GPU where there are GPUs; a finished run is kept, an unfinished one resumed."""
     command = ["fit", "--config", "recipes/quickstart.yaml"]
+    if flags:
+        command += [*flags, "--trainer.default_root_dir", str(run)]
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -91,22 +99,22 @@ def train() -> None:
         micro = max(1, 8 // gpus)
         batches = [f"--data.micro_batch_size={micro}", f"--data.global_batch_size={micro * gpus}"]
         command += [f"--trainer.devices={gpus}", *batches]
-    if any((RUN / "checkpoints").glob("step-*")):
-        print(f"\n{RUN} holds a run already: it is resumed, or kept if it is finished (--fresh starts over)")
+    if any((run / "checkpoints").glob("step-*")):
+        print(f"\n{run} holds a run already: it is resumed, or kept if it is finished (--fresh starts over)")
         command += ["--ckpt_path", "last"]
     lit_fsdp(*command)
 
 
-def newest_export() -> Path:
+def newest_export(run: Path) -> Path:
     """Export the newest checkpoint, unless that has been done."""
-    newest = sorted((RUN / "checkpoints").glob("step-*"))[-1]
-    out = RUN / f"export-{newest.name}"
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    out = run / f"export-{newest.name}"
     if not out.is_dir():
         lit_fsdp("export", "--ckpt", str(newest), "--out", str(out), "--dtype", "bf16")
     return out
 
 
-def show_scores(held_out: list[dict[str, object]], export: Path) -> None:
+def show_scores(run: Path, held_out: list[dict[str, object]], export: Path) -> None:
     """The table before and after: day, month and year right on rows the model has not seen."""
     from rich.console import Console
     from rich.table import Table
@@ -119,7 +127,7 @@ def show_scores(held_out: list[dict[str, object]], export: Path) -> None:
     wanted = [row["messages"][2]["content"] for row in held_out]
     answers = {}
     for name, folder in (("before", base), ("after", export)):
-        cache = RUN / f"answers-{name}.json"
+        cache = run / f"answers-{name}.json"
         if name == "after" or not cache.is_file():
             cache.write_text(json.dumps(answer(str(folder), dates)), encoding="utf-8")
         answers[name] = json.loads(cache.read_text(encoding="utf-8"))
@@ -137,7 +145,7 @@ def show_scores(held_out: list[dict[str, object]], export: Path) -> None:
 
 
 def answer(folder: str, dates: list[str]) -> list[str]:
-    """What the model in ``folder`` makes of each date, in one batch."""
+    """What the model in ``folder``, or its adapter on the base, makes of each date, in one batch."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -155,14 +163,14 @@ def same_date(text: str, wanted: str) -> bool:
     return all(dates) and dates[0].groups() == dates[1].groups()  # type: ignore[union-attr]
 
 
-def show_results(export: Path) -> None:
+def show_results(run: Path, export: Path) -> None:
     """Speed, and where everything is."""
-    with (RUN / "metrics.csv").open(newline="") as file:
+    with (run / "metrics.csv").open(newline="") as file:
         rates = [float(row["tokens_per_second"]) for row in csv.DictReader(file) if row.get("tokens_per_second")]
     print(f"tokens/s while training, median: {sorted(rates)[len(rates) // 2]:,.0f}")
-    print(f"checkpoints       {RUN}/checkpoints/  (resume with --ckpt_path last)")
-    print(f"metrics           {RUN}/metrics.csv")
-    print(f"units, dtypes     {RUN}/audit.json, {RUN}/dtypes.json")
+    print(f"checkpoints       {run}/checkpoints/  (resume with --ckpt_path last)")
+    print(f"metrics           {run}/metrics.csv")
+    print(f"units, dtypes     {run}/audit.json, {run}/dtypes.json")
     print(f"exported model    {export}")
     ask = f"lit-fsdp generate --model {export} --system '{SYSTEM}' --prompt {PROMPT}"
     print(f"ask it            {Path(sys.executable).parent.relative_to(ROOT) if in_checkout() else ''}/{ask}")

@@ -152,7 +152,8 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     config = _model_config(manifest, plan.dtype)
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
-        return {**texts, "adapter_config.json": _json(plan.entry["adapter"])}
+        revision = (plan.entry.get("base") or {}).get("revision")
+        return {**texts, "adapter_config.json": _json({**plan.entry["adapter"], "revision": revision})}
     texts["config.json"] = config
     if len(plan.files) > 1:
         weight_map = {name: file for file, names in plan.files.items() for name in names}
@@ -200,7 +201,8 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
 
 def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) -> None:
     specs = {name: plan.specs[name] for name in names}
-    file = TensorFile(path, specs)
+    of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
+    file = TensorFile(path, specs, {"format": "pt", **of_base})
     with file.abandoned_on_failure():
         for name in file_order(specs):
             source, delta = plan.sources[name], plan.deltas.get(name)

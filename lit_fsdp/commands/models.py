@@ -33,6 +33,7 @@ def run_export(argv: Sequence[str]) -> int:
     parser.add_argument("--push-to-hub", metavar="NAME", help=text)
     parser.add_argument("--private", action="store_true", help="make that repository a private one")
     parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with that base")
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both", "add --push-to-hub you/model")
@@ -41,7 +42,8 @@ def run_export(argv: Sequence[str]) -> int:
     from lit_fsdp.models.hub import check_push, push
 
     def base_of(manifest: Manifest) -> Any:
-        return open_base(manifest.extra["model"]["base"], manifest.folder, options.base)
+        saved = manifest.extra["model"]["base"]
+        return open_base(saved, manifest.folder, options.base, options.trust_remote_code)
 
     if hub_name:
         check_push(hub_name)

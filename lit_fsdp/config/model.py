@@ -153,7 +153,7 @@ class LoraConfig:
             manifest: A :class:`lit_fsdp.checkpoint.manifest.Manifest`.
         """
         model = manifest.extra.get("model", {})
-        saved = {**(model.get("adapter") or {}), **(model.get("quantized") or {})}
+        saved = {**(model.get("adapter") or {}), **(model.get("base") or {})}
         keys = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora"}
         for name in (*keys, "quantize", "double_quantization"):
             now = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 
-from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.hub import fetch
+from lit_fsdp.models.quantize import linear_layers, rounded
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import ModelSource, Weights, open_weights, stored_tensors
+from lit_fsdp.models.weights import ModelSource, open_weights, stored_tensors
 
+_QUANTIZED = ("quantize", "double_quantization")
 _DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a random initialization follow from
 
 
@@ -26,19 +30,21 @@ def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[s
     """Where a base is and which one it is, as plain JSON, for the manifest of a checkpoint.
 
     ``xxh3`` is one hash of all bytes of its safetensors files, whatever these are called and wherever they lie; a
-    random initialization has ``seed`` instead.
+    random initialization has ``seed`` instead. How it was quantized belongs to it.
     """
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
         name = str(Path(name).expanduser().absolute())
+    quantized = {field: getattr(config.lora, field, None) for field in _QUANTIZED}
     if folder is None:
-        return {"name": name, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
+        return {"name": name, "seed": seed, **quantized, **{field: getattr(config, field) for field in _DRAWN_FROM}}
     is_snapshot = source.hub_name is not None and folder.parent.name == "snapshots"
-    return {"name": name, "revision": folder.name if is_snapshot else None, "xxh3": weights_hash(folder)}
+    revision = folder.name if is_snapshot else None
+    return {"name": name, "revision": revision, "xxh3": weights_hash(folder), **quantized}
 
 
 def check_base(saved: Mapping[str, Any], here: Mapping[str, Any], field: str, checkpoint: Path) -> None:
-    """Raise ConfigError unless ``here`` is the base that the adapters of a checkpoint were trained on."""
+    """Raise ConfigError unless ``here`` is the base that the adapters of a checkpoint, or a folder, were trained on."""
     given = f"{_words(here)}, which is another base than that of the adapters in {checkpoint}"
     same = saved == here or saved.get("xxh3", "") == here.get("xxh3")
     require(same, field, given, _words(saved), "name that model: adapters mean nothing beside another one")
@@ -69,29 +75,57 @@ def weights_hash(folder: Path) -> str:
 
 
 class BaseWeights:
-    """The tensors of a base by the names of plain transformers, read from its source one at a time."""
+    """The tensors of a base by the names of plain transformers, as its adapters were trained on them, one at a time.
 
-    def __init__(self, weights: Weights, shapes: Mapping[str, torch.Size]) -> None:
-        self._weights = weights
+    Args:
+        source: Of the base.
+        saved: What :func:`describe_base` said of it.
+        trust_remote_code: Run Python code that comes with it.
+    """
+
+    def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
+        model = build_on_meta(source.hf_config, "eager", trust_remote_code)
+        self._weights = open_weights(source, model, saved.get("seed", 0))
+        self._quantized = {f"{name}.weight" for name in linear_layers(model)} if saved.get("quantize") else set()
+        self._double = bool(saved.get("double_quantization"))
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.specs = {name: (self._dtype(name, shape), tuple(shape)) for name, shape in shapes.items()}
         """Dtype (``float32``) in its files, and shape."""
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """One tensor, or its ``rows`` in dim 0, on the CPU in memory of its own."""
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, in memory of its own."""
+        stored = self._stored(name)
+        return rounded(stored, self._double) if name in self._quantized else stored
+
+    def _stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
         owner, _, attribute = name.rpartition(".")
         return self._weights.read(owner, torch.nn.Module(), attribute, rows)
 
     def _dtype(self, name: str, shape: torch.Size) -> str:
-        return str(self.read(name, slice(0, 0) if shape else None).dtype).removeprefix("torch.")
+        return str(self._stored(name, slice(0, 0) if shape else None).dtype).removeprefix("torch.")
 
 
-def open_base(saved: Mapping[str, Any], checkpoint: Path, name: str | None = None) -> BaseWeights:
-    """The base that a checkpoint names, from its source; nothing large is in memory.
+def base_of_folder(adapter: Path) -> dict[str, Any]:
+    """What the folder of an adapter says of its base: as :func:`describe_base`; of one of others the name alone."""
+    weights = adapter / "adapter_model.safetensors"
+    if weights.is_file():
+        with safe_open(weights, "pt") as file:
+            said = (file.metadata() or {}).get("base")
+        if said:
+            return dict(json.loads(said))
+    return {"name": json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")}
+
+
+def find_base(
+    saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
+) -> ModelSource:
+    """The base of adapters from its source, at the revision that was trained from; nothing large is in memory.
 
     Args:
-        saved: What :func:`describe_base` said.
-        checkpoint: Named in errors.
+        saved: What :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
+        adapters: Their checkpoint or folder, named in errors.
         name: A folder, GGUF file or hub name in place of the one that was trained from.
+        trust_remote_code: Run Python code that comes with it.
 
     Raises:
         ConfigError: It is not there any more, or another one.
@@ -101,19 +135,27 @@ def open_base(saved: Mapping[str, Any], checkpoint: Path, name: str | None = Non
     where = name or saved["name"]
     try:
         if name is None and saved.get("revision"):
-            where = str(fetch(where, "model", False, saved["revision"]))
-        config = ModelConfig(name=where, **options)
+            where = str(fetch(where, "model", trust_remote_code, saved["revision"]))
+        lora = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})
+        config = ModelConfig(name=where, trust_remote_code=trust_remote_code, lora=lora, **options)
         source = resolve_model(config, seed)
-        model = build_on_meta(source.hf_config, "eager")
     except ConfigError as error:
-        allowed = f"{_words(saved)}, where {checkpoint} has its base"
-        raise ConfigError("--base", error.given, allowed, "put it back, or say with --base where it is now") from error
-    check_base(saved, describe_base(source, config, seed), "--base", checkpoint)
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    return BaseWeights(open_weights(source, model, seed), shapes)
+        allowed = f"{_words(saved)}, where {adapters} has its base"
+        fix = "put it back, or say with --base where it is now; for code of its own export has --trust_remote_code"
+        raise ConfigError("--base", error.given, allowed, fix) from error
+    if len(saved) > 1:
+        check_base(saved, describe_base(source, config, seed), "--base", adapters)
+    return source
+
+
+def open_base(
+    saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
+) -> BaseWeights:
+    """The tensors of what :func:`find_base` finds."""
+    return BaseWeights(find_base(saved, adapters, name, trust_remote_code), saved, trust_remote_code)
 
 
 def _words(base: Mapping[str, Any]) -> str:
     revision = f" at revision {base['revision']}" if base.get("revision") else ""
     which = f"xxh3 {base['xxh3']}" if base.get("xxh3") else f"random init, seed {base.get('seed')}"
-    return f"{base['name']}{revision} ({which})"
+    return f"{base['name']}{revision} ({which})" if len(base) > 1 else str(base["name"])

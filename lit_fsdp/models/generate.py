@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
+from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.export_files import fitting_generation
 from lit_fsdp.models.lora import load_adapter_folder
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.quantize import as_loaded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 
 
@@ -25,17 +24,17 @@ def chat(
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
     In bf16 on CUDA and on CPUs that multiply in it, where a 135M model answered about twice as fast as in fp32; else
-    in fp32.
+    in fp32. A base that was quantized for training is quantized again.
 
     Args:
         folder: Of a model, or of an adapter of peft.
         prompt: What the user says.
         system: Message before it.
         max_new_tokens: Longest answer.
-        base: Of an adapter; default: the one that its ``adapter_config.json`` names.
+        base: Of an adapter; default: the one that its folder names.
 
     Raises:
-        ConfigError: The folder is neither, or the base is not to be had.
+        ConfigError: The folder is neither, or the base is not to be had or another one.
     """
     place = Path(folder).expanduser()
     is_adapter = (place / "adapter_config.json").is_file()
@@ -45,8 +44,15 @@ def chat(
     require(is_adapter or base is None, "--base", base, "nothing beside a whole model", "drop --base")
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
-    weights = _base_folder(place, base) if is_adapter else place
-    model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, local_files_only=True)
+    weights: Any = place
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    if is_adapter:
+        saved = base_of_folder(place)
+        weights = find_base(saved, place, base).weights_folder
+        require(weights, "--base", base or saved["name"], "a model with weights", "say with --base where it is")
+        if saved.get("quantize"):
+            options["quantization_config"] = as_loaded(dtype, saved["double_quantization"])
+    model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     if is_adapter:
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings the rows of added tokens
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -56,19 +62,6 @@ def chat(
     conversation.append({"role": "user", "content": prompt})
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return answer_batch(model, tokenizer, [conversation], max_new_tokens)[0]
-
-
-def _base_folder(adapter: Path, base: str | None) -> Path:
-    """Where the base of an adapter's folder can be loaded from."""
-    named = base or json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
-    try:
-        weights = resolve_model(ModelConfig(name=named), seed=0).weights_folder
-    except ConfigError as error:
-        allowed = "the folder, GGUF file or hub name of the model that the adapter was trained on"
-        raise ConfigError("--base", error.given, allowed, "say with --base where it is") from error
-    require(weights, "--base", named, "a model with weights", "say with --base where it is")
-    assert weights is not None
-    return weights
 
 
 def answer_batch(

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError, require
 
@@ -38,24 +39,15 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
     Raises:
         ConfigError: bitsandbytes is missing, or there is nothing to quantize.
     """
-    library, head = _bitsandbytes(), model.get_output_embeddings()
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and not any(f".{kept}." in f".{name}." for kept in keep)
-    }
+    library = _bitsandbytes()
+    linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
     given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
     require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
+    options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
     for name, linear in linears.items():
-        layer = _layer_class()(
-            *(linear.in_features, linear.out_features, linear.bias is not None),
-            compress_statistics=double_quantization,
-            quant_type="nf4",
-            quant_storage=_STORED,
-            device="meta",
-        )
+        sizes = linear.in_features, linear.out_features
+        layer = _layer_class()(*sizes, linear.bias is not None, device="meta", **options)
         packed = torch.empty(math.ceil(linear.weight.numel() / 4), 1, dtype=_STORED, device="meta")
-        options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
         layer.weight = library.nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **options)
         layer.bias = linear.bias
         layer.double_quantization = double_quantization
@@ -65,6 +57,12 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
         model.set_submodule(name, layer)
     chosen_by: Any = model
     chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a plain model by name, but the head."""
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
 def is_quantized(module: nn.Module, attribute: str) -> bool:
@@ -92,6 +90,20 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
     return packed
 
 
+def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
+    """What a quantized layer computes with in place of ``weight``, which is on the CPU, in its dtype."""
+    layer: Any = SimpleNamespace(double_quantization=double_quantization)
+    packed = pack(weight, layer, weight.device)
+    again: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(packed, layer.quant_state)
+    return again
+
+
+def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
+    """How ``from_pretrained`` makes the same layers of the same weights."""
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
+
+
 def give_shapes(layer: Any) -> None:
     """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read.
 
@@ -117,9 +129,8 @@ def _quantization_bytes(numel: int, double: bool) -> int:
     blocks, code_bytes = math.ceil(numel / _BLOCK), 16 * 4
     if not double:
         return blocks * 4 + code_bytes
-    return (
-        blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + 4 + code_bytes
-    )  # 4 of the mean that they are held against
+    mean = 4  # that the scales are held against
+    return blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + mean + code_bytes
 
 
 @functools.cache

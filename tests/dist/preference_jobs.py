@@ -19,12 +19,14 @@ BETA, GLOBAL_BATCH, LEARNING_RATE = 0.3, 4, 1e-3
 OPTIM = {"lr": LEARNING_RATE, "schedule": "constant", "beta2": 0.999}
 
 
-def pair_rows(count: int = 12) -> list[dict[str, str]]:
-    """Sums as texts, the right one chosen, of different lengths."""
-    return [
+def pair_rows(count: int = 12, chat: bool = False) -> list[dict[str, Any]]:
+    """Sums as texts, or as messages, the right one chosen, of different lengths."""
+    rows: list[dict[str, Any]] = [
         {"prompt": f"{i} + {i * i} =", "chosen": f" {i + i * i}.", "rejected": f" {i * 7 % 10}{'?' * (i % 4)}"}
         for i in range(count)
     ]
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return [{k: [{"role": roles[k], "content": v}] for k, v in row.items()} for row in rows] if chat else rows
 
 
 class Logged(Callback):
@@ -69,13 +71,14 @@ def train_pairs(
     data: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
     fails: bool = False,
+    chat: bool = False,
 ) -> dict[str, Any]:
     """Train in file order; what each step logged, the state at the end, and the references in the cache."""
     torch.manual_seed(3)
     place = Path(run)
-    rows = place.parent / "pairs.jsonl"
+    rows = place.parent / f"pairs-{chat}.jsonl"
     rows.parent.mkdir(parents=True, exist_ok=True)
-    rows.write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in pair_rows(chat=chat)))
     logged = Logged()
     trainer = trainer_for(
         {"precision": "fp32", **strategy},
@@ -141,23 +144,36 @@ def plain_dpo(folder: str, steps: int = 10) -> list[dict[str, float]]:
     return found
 
 
-def trl_dpo(folder: str, run: str, steps: int = 10) -> list[dict[str, float]]:
-    """TRL's DPOTrainer on the same rows in the same order, in fp32; what it logs of each step."""
+def trl_losses(folder: str, run: str, loss: str = "dpo", chat: bool = False, steps: int = 10) -> list[dict[str, float]]:
+    """TRL's trainer of a loss on the same rows in the same order, in fp32; what it logs of each step."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+    kinds: dict[str, Any] = {"orpo": (ORPOTrainer, ORPOConfig), "simpo": (CPOTrainer, CPOConfig)}
+    trainer_class, config_class = kinds.get(loss, (DPOTrainer, DPOConfig))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    # it would count the line break behind the last turn too, which nobody has to learn
+    between = "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '\n' }}{% endfor %}", between)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     options = {"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "beta": BETA}
     options |= {"per_device_train_batch_size": GLOBAL_BATCH, "max_steps": steps, "logging_steps": 1, "bf16": False}
+    if loss in kinds:  # one pair at a time, as ORPO's plain loss is a mean over the tokens of a batch there
+        options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
+        tokenizer.bos_token = None  # which they add to every prompt, whatever the tokenizer does
+    if loss == "simpo":
+        options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
     options |= {"gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "use_cpu": True}
     options |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "output_dir": run}
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         model=model,
-        args=DPOConfig(**options),
-        train_dataset=Dataset.from_list(pair_rows()),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        args=config_class(**options),
+        train_dataset=Dataset.from_list(pair_rows(chat=chat)),
+        processing_class=tokenizer,
     )
     trainer.train()
     return [
-        {k: v for k, v in log.items() if k == "loss" or "/" in k} for log in trainer.state.log_history if "loss" in log
+        {k: v for k, v in log.items() if k.endswith("loss") or "/" in k} for log in trainer.state.log_history if "loss" in log
     ]

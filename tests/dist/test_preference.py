@@ -16,6 +16,7 @@ from tests.dist.preference_jobs import BETA, plain_dpo
 
 NAMES = ("loss", "rewards/chosen", "rewards/rejected")
 LORA = {"lora": {"r": 4, "alpha": 64, "target_modules": "all-linear"}}
+QLORA = {"lora": {**LORA["lora"], "quantize": "nf4"}}
 
 
 def worst(found: list[dict[str, float]], wanted: list[dict[str, float]], names: tuple[str, ...] = NAMES) -> float:
@@ -40,12 +41,18 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
         assert found["references"] == kept
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_with_adapters_the_reference_is_what_lies_below_them(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [("fsdp2", QLORA), ("fsdp1", LORA), ("ddp", LORA), ("ddp", QLORA)],
+    ids=["fsdp2-nf4", "fsdp1", "ddp", "ddp-nf4"],
+)
+def test_with_adapters_the_reference_is_what_lies_below_them(
+    tiny_model: Path, tmp_path: Path, engine: str, model: dict[str, Any]
+) -> None:
     """Each step sees all twelve pairs, so what they are compared with must stay the first step's model."""
     data = {"global_batch_size": 12}
-    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 4, "model": LORA, "data": data}
-    recompute = {"engine": engine, "activation_checkpointing": "full"}
+    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 4, "model": model, "data": data}
+    recompute = {"engine": engine, "activation_checkpointing": "none" if engine == "ddp" else "full"}
     found = on_ranks("train_pairs", 2, run=str(tmp_path / "a"), strategy=recompute, **job)[0]["steps"]
     (alone,) = on_ranks("train_pairs", 1, run=str(tmp_path / "b"), strategy={"engine": "single"}, **job)
     assert worst(found, alone["steps"]) < 2e-5
@@ -128,11 +135,20 @@ def test_a_recipe_trains_validates_and_predicts(tiny_model: Path, tmp_path: Path
 @pytest.mark.long(reason="trains with TRL, which is not among what tests need")
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed (pip install trl==1.16.0)")
 def test_losses_and_rewards_are_those_of_trl(tiny_model: Path, tmp_path: Path) -> None:
-    (wanted,) = on_ranks("trl_dpo", 1, folder=str(tiny_model), run=str(tmp_path / "trl"))
-    for engine, ranks in (("single", 1), ("fsdp2", 2), ("fsdp1", 2)):
-        job = {"folder": str(tiny_model), "run": str(tmp_path / engine), "strategy": {"engine": engine}}
-        found = on_ranks("train_pairs", ranks, **job)[0]["steps"]
-        names = (*NAMES, "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
-        difference = {name: worst(found, wanted, (name,)) for name in names}
-        print(engine, ranks, {name: f"{value:.1e}" for name, value in difference.items()})
-        assert max(difference.values()) < 1e-4, (engine, difference)
+    names = (*NAMES, "rewards/margins", "rewards/accuracies")
+    sums = ("logps/chosen", "logps/rejected")
+    for loss, chat, more in (
+        ("dpo", False, sums),
+        ("dpo", True, sums),
+        ("orpo", False, ("nll_loss",)),
+        ("simpo", False, ()),
+    ):
+        job: dict[str, Any] = {"folder": str(tiny_model), "chat": chat}
+        (wanted,) = on_ranks("trl_losses", 1, loss=loss, run=str(tmp_path / "trl"), **job)
+        for engine, ranks in (("single", 1), ("fsdp2", 2), ("fsdp1", 2)):
+            run = str(tmp_path / f"{loss}-{chat}-{engine}")
+            model = {"preference": {"loss": loss, "beta": BETA}}
+            found = on_ranks("train_pairs", ranks, run=run, strategy={"engine": engine}, model=model, **job)[0]["steps"]
+            difference = {name: worst(found, wanted, (name,)) for name in (*names, *more)}
+            print(loss, chat, engine, ranks, {name: f"{value:.1e}" for name, value in difference.items()})
+            assert max(difference.values()) < 1e-4, (loss, chat, engine, difference)

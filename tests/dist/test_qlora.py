@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.pieces import open_pieces
 from lit_fsdp.config.parser import check_recipe
+from lit_fsdp.models import generate
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.reference import global_batch, step_loss
@@ -112,6 +119,44 @@ def test_the_audit_counts_packed_weights_and_their_scales(
     expected_bytes = 3 * (sum(weights) // 2 + 2 * 48 * norm + adapters * trained)
     assert sum(unit["num_bytes"] for unit in said["units"]) == expected_bytes + (512 * 48 + 48) * norm
     assert sum(unit["quantization_bytes"] for unit in in_blocks) == said["state_per_rank"][0]["quantization_bytes"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
+def test_what_was_saved_is_the_model_that_was_trained(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, as an adapter and merged it has the loss that comes next, and refuses another base."""
+    lora, fp32 = {**NF4, "double_quantization": True}, {"precision": "fp32"}
+    job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": lora}}
+    (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path), strategy={"engine": "fsdp2", **fp32}, **job)
+    ckpt = tmp_path / "checkpoints/step-00000005"
+    (rest,) = on_ranks("train_lora", 1, strategy={"engine": "single", **fp32}, ckpt_path=str(ckpt), **job)
+    assert worst(rest["losses"], whole["losses"][5:]) < 1e-5
+    for form in ("adapter", "merge"):
+        (done,) = command(1, ["export", "--ckpt", ckpt, "--out", form, f"--{form}", "--verify"], tmp_path)
+        assert (done.code, done.err) == (0, "")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # answers in fp32 on every CPU
+    next_loss = torch.no_grad()(lambda model, *rest: [float(step_loss(model, global_batch(5)))])
+    monkeypatch.setattr(generate, "answer_batch", next_loss)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merge")
+    found = [generate.chat(str(tmp_path / "adapter"), "2 + 2?"), *next_loss(merged)]
+    assert found == pytest.approx([whole["losses"][5]] * 2, rel=1e-5)
+    rounded = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for name, layer in rounded.named_modules():
+        if type(layer) is nn.Linear and name != "lm_head":
+            packed = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
+            layer.weight.data = dequantize_4bit(*packed)
+    wanted = peft.PeftModel.from_pretrained(rounded, tmp_path / "adapter").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in merged.state_dict().items())
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    state = load_file(other / "model.safetensors")
+    state["model.norm.weight"][0] += 1e-3
+    save_file(state, other / "model.safetensors", {"format": "pt"})
+    asked = ["generate", "--model", "adapter", "--prompt", "2 + 2?"]
+    for words in (asked, ["export", "--ckpt", ckpt, "--out", "merged", "--merge"]):
+        (done,) = command(1, [*words, "--base", "other"], tmp_path)
+        assert done.code == 2
+        assert re.search(r"error: --base: got \S+/other \(xxh3 \w+\), which is another base", done.err)
 
 
 def test_a_recipe_in_miniature_resumes_bit_equal_and_another_base_is_refused(tmp_path: Path) -> None:

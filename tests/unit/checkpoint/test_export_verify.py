@@ -22,7 +22,7 @@ from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.models.base import describe_base, open_base
+from lit_fsdp.models.base import base_of_folder, describe_base, open_base, weights_hash
 from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
 from lit_fsdp.models.resolve import resolve_model
 
@@ -189,6 +189,7 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
         report = export(made.folder, place / "adapter", check=CHECK)
         assert (report.plan.form, report.is_verified) == ("adapter", True)
         assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        assert base_of_folder(place / "adapter")["xxh3"] == weights_hash(made.base)
         live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), place / "adapter")
         assert torch.equal(logits(live), made.logits()), lora
         merged = export(made.folder, place / "merged", lora="merge", check=CHECK, open_base=_base_of)

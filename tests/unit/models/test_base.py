@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import base, hub
-from lit_fsdp.models.base import describe_base, open_base, weights_hash
+from lit_fsdp.models.base import describe_base, find_base, open_base, weights_hash
 from lit_fsdp.models.resolve import resolve_model
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
@@ -69,8 +70,27 @@ def test_a_base_on_the_hub_has_a_revision(folder: Path, monkeypatch: pytest.Monk
     assert (found["name"], found["revision"]) == ("some/model", "abc")
     weights = open_base(found, CHECKPOINT)
     assert asked == [("some/model", None), ("some/model", "abc")]
+    for saved in (found, {"name": "some/model"}):  # an adapter of others names it alone
+        assert find_base(saved, CHECKPOINT).weights_folder == folder
+    assert asked[2:] == [("some/model", "abc"), ("some/model", None)]
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(weights.read(name), tensor) for name, tensor in stored.items())
+
+
+def test_a_base_with_code_of_its_own_is_run_only_where_that_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lines = ("from transformers import LlamaConfig, LlamaForCausalLM", 'class Own(LlamaConfig): model_type = "own"')
+    (folder / "own.py").write_text("\n".join([*lines, "class OwnLM(LlamaForCausalLM): config_class = Own"]))
+    values = json.loads((folder / "config.json").read_bytes()) | {"model_type": "own", "architectures": ["OwnLM"]}
+    values["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
+    (folder / "config.json").write_text(json.dumps(values))
+    saved = described(name=str(folder), trust_remote_code=True)
+    with pytest.raises(ConfigError, match="--trust_remote_code"):
+        open_base(saved, CHECKPOINT)
+    weights = open_base(saved, CHECKPOINT, trust_remote_code=True)
+    assert torch.equal(weights.read("lm_head.weight"), load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
 def test_a_base_of_random_values_is_drawn_again_from_its_seed(folder: Path) -> None:
