@@ -183,7 +183,7 @@ def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "prog
     """
     running = server().start(job, ranks, words=words, cwd=cwd)
     (first,) = running.wait(280, [0])
-    outcomes = running.wait(20 if first.code else 280)
+    outcomes = running.wait(3 if first.code else 280)
     server().end_jobs()
     return outcomes
 
