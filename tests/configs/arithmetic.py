@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
     config, params = model.config, num_parameters(model)
     tokens = run.data.micro_batch_size * longest_sample(run)
     ranks = mesh_shape(run.strategy, run.num_nodes, run.world_size)[1]
-    units = plan_units(Holder(model), run.strategy.wrap_config).units
+    units = once("units", run, lambda: plan_units(Holder(model), run.strategy.wrap_config).units)
     head = config.vocab_size * config.hidden_size
     terms = {
         "state": params * STATE_BYTES / ranks,
@@ -101,13 +101,26 @@ def gib_per_rank(run: RunConfig, model: Any) -> dict[str, float]:
     return {kind: num_bytes / GIB for kind, num_bytes in terms.items()}
 
 
-@functools.cache
-def with_adapters(recipe: str) -> Holder:
+_KNOWN: dict[tuple[Any, ...], Any] = {}
+
+
+def once(what: str, run: RunConfig, make: Callable[[], Any]) -> Any:
+    """What recipes have in common that differ in their hardware alone."""
+    key = (what, run.model.name, str(run.model.lora), str(run.strategy.wrap), str(run.strategy.precision))
+    if key not in _KNOWN:
+        _KNOWN[key] = make()
+    return _KNOWN[key]
+
+
+def with_adapters(run: RunConfig) -> Holder:
     """The model of a recipe with adapters on meta, in the dtypes it rests in."""
-    run = checked(README.with_name(f"{recipe}.yaml"))
-    holder = Holder(build_trainable(meta_model(str(run.model.name)).config, run.model)[0])
-    cast_parameters(holder, run.strategy)
-    return holder
+
+    def make() -> Holder:
+        holder = Holder(build_trainable(meta_model(str(run.model.name)).config, run.model)[0])
+        cast_parameters(holder, run.strategy)
+        return holder
+
+    return once("adapters", run, make)
 
 
 def num_trained(model: nn.Module) -> int:
@@ -117,8 +130,8 @@ def num_trained(model: nn.Module) -> int:
 
 def beside_a_frozen_base(run: RunConfig, ranks: int) -> dict[str, float]:
     """Of a recipe with adapters: bytes between steps, and of a unit in use."""
-    holder = with_adapters(Path(run.trainer["default_root_dir"]).name)
-    plan = plan_units(holder, run.strategy.wrap_config)
+    holder = with_adapters(run)
+    plan = once("units with adapters", run, lambda: plan_units(holder, run.strategy.wrap_config))
     state = state_per_rank(holder, plan, run.strategy, ranks)[0]
     layers = [layer.in_features * layer.out_features for layer in quantized_layers(holder).values()]
     units = [unit.num_bytes - 4 * unit.num_trainable + 8 * unit.num_trainable for unit in plan.units]
@@ -139,7 +152,7 @@ def row_of(recipe: Path) -> str:
     name = str(run.model.name)
     model = meta_model(QUICKSTART_MODEL if recipe.stem == "quickstart" else name)
     params, terms = num_parameters(model), gib_per_rank(run, model)
-    trained = params if run.model.lora is None else num_trained(with_adapters(recipe.stem))
+    trained = params if run.model.lora is None else num_trained(with_adapters(run))
     title = re.fullmatch(r"# .+ fine-tune, (.+)\.", recipe.read_text(encoding="utf-8").split("\n", 1)[0])
     samples, tokens = size_of_step(run)
     cells = [

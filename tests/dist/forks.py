@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.dist import preloaded
 from tests.ports import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +134,11 @@ class ForkServer:
             raise RankError("\n".join(f"rank {r} ended with {o.code}: {o.output}" for r, o in enumerate(outcomes)))
         return [o.answer for o in outcomes]
 
+    @functools.cached_property
+    def python(self) -> str:
+        """A program to be started in place of ``sys.executable``; see :mod:`tests.dist.preloaded`."""
+        return str(self.ask({"serve": tempfile.mkdtemp(dir=self._places.name)}))
+
     def end_jobs(self) -> None:
         """Kill what a test has left behind."""
         for job in self.jobs:
@@ -177,7 +183,7 @@ def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "prog
     """
     running = server().start(job, ranks, words=words, cwd=cwd)
     (first,) = running.wait(280, [0])
-    outcomes = running.wait(20 if first.code else 280)
+    outcomes = running.wait(3 if first.code else 280)
     server().end_jobs()
     return outcomes
 
@@ -248,13 +254,10 @@ def _wait(pids: list[int], timeout: float, ended: dict[int, int]) -> list[tuple[
     return [found[pid] for pid in pids]
 
 
-def _import_too(place: Path) -> None:
-    """What the job before had to import, so that the next one finds it; not what it found in its own folder."""
+def _imported(place: Path) -> None:
+    """What the job before had to import, so that the next one finds it."""
     for found in place.glob("imported-0"):
-        for name in json.loads(found.read_text()):
-            if name.partition(".")[0] in sys.modules:
-                with contextlib.suppress(ImportError):  # what only looks like a module
-                    importlib.import_module(name)
+        preloaded.import_too(json.loads(found.read_text()))
 
 
 def _serve() -> None:
@@ -272,9 +275,17 @@ def _serve() -> None:
             pids = _start(modules, request["start"])
             places.update(dict.fromkeys(pids, Path(request["start"]["place"])))
             print(json.dumps(pids), flush=True)
+        elif "serve" in request:
+            folder = Path(request["serve"])
+            listening = preloaded.listen(folder)
+            if os.fork() == 0:
+                _die_with_parent()
+                preloaded.serve(folder, listening)
+            listening.close()
+            print(json.dumps(str(preloaded.write_python(folder))), flush=True)
         else:
             print(json.dumps(_wait(request["wait"], request["timeout"], ended)), flush=True)
-            _import_too(places[request["wait"][0]])
+            _imported(places[request["wait"][0]])
     for pid in set(places) - set(ended):
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         os.waitpid(pid, 0)

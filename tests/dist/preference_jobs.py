@@ -175,5 +175,7 @@ def trl_losses(folder: str, run: str, loss: str = "dpo", chat: bool = False, ste
     )
     trainer.train()
     return [
-        {k: v for k, v in log.items() if k.endswith("loss") or "/" in k} for log in trainer.state.log_history if "loss" in log
+        {name: value for name, value in log.items() if name.endswith("loss") or "/" in name}
+        for log in trainer.state.log_history
+        if "loss" in log
     ]

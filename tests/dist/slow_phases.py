@@ -70,7 +70,7 @@ def main() -> int:
     }
     if phase == "exit":
         atexit.register(begin)
-    else:
+    elif phase in places:
         slow(*places[phase])
     return run()
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.dist.forks import command
+from tests.dist.forks import command, server
 from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,10 +23,10 @@ RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")]
 SMOKE = [*RECIPE, "--config", str(ROOT / "configs/debug/smoke.yaml")]
 
 
-def lit_fsdp(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable, **env: str) -> subprocess.CompletedProcess[str]:
     """Run ``lit-fsdp`` in a folder."""
     return subprocess.run(
-        [sys.executable, "-m", "lit_fsdp", *words],
+        [python, "-m", "lit_fsdp", *words],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]), **env},
         capture_output=True,
@@ -97,7 +97,7 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     with (smoke / "run/metrics.csv").open(newline="") as file:
         before = list(csv.DictReader(file))
     words = ["--verbose", "--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]
-    few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke)
+    few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke, python=server().python)
     assert few.returncode == 2
     assert "trainer.max_steps: got 3 with run/checkpoints/step-00000004" in few.stderr
     words += [
@@ -194,7 +194,7 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
 def test_refused_before_any_process_starts(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
     words = ("--trainer.default_root_dir", "other", "--data.train", "broken.jsonl")
-    done = lit_fsdp("fit", *SMOKE, *words, cwd=tmp_path)
+    done = lit_fsdp("fit", *SMOKE, *words, cwd=tmp_path, python=server().python)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rank 1" not in done.stderr
@@ -203,7 +203,7 @@ def test_refused_before_any_process_starts(tmp_path: Path) -> None:
 
 
 def test_help_of_a_verb_that_trains(tmp_path: Path) -> None:
-    lines = lit_fsdp("fit", "--help", cwd=tmp_path, COLUMNS="80").stdout.splitlines()
+    lines = lit_fsdp("fit", "--help", cwd=tmp_path, python=server().python, COLUMNS="80").stdout.splitlines()
     assert lines[0] == "usage: lit-fsdp fit --config RECIPE.yaml [--key value ...] [options]"
     assert lines[-2:] == ["example:", "  lit-fsdp fit -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"]
     whole = [line for line in lines if not line.startswith("  --")]  # a flag and its words stay on one line

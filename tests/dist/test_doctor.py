@@ -16,6 +16,7 @@ import pytest
 
 from lit_fsdp.launch import doctor_ranks
 from lit_fsdp.launch.doctor import Wanted
+from tests.dist.forks import server
 from tests.ports import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,11 +24,11 @@ RECIPE = ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"
 _RUN_RANK = doctor_ranks.run_rank
 
 
-def begin(tmp_path: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+def begin(tmp_path: Path, *words: str, python: str, **env: str) -> subprocess.Popen[str]:
     """``lit-fsdp doctor`` in an empty folder."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_fsdp", "doctor", *words],
+        [python, "-m", "lit_fsdp", "doctor", *words],
         cwd=tmp_path,
         env={**inherited, "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,
@@ -37,7 +38,9 @@ def begin(tmp_path: Path, *words: str, **env: str) -> subprocess.Popen[str]:
 
 
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
-    out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE))).communicate(timeout=400)
+    out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE), python=sys.executable)).communicate(
+        timeout=400
+    )
     assert out, err
     report = json.loads(out)
     rows = {row["name"]: row for row in report["rows"]}
@@ -55,8 +58,8 @@ def test_two_nodes_are_examined_together(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
     started = [
-        begin(tmp_path, "--json", "--nodes", "2", **step, SLURM_PROCID=f"{rank}", SLURMD_NODENAME=f"node{rank}")
-        for rank in range(2)
+        begin(tmp_path, "--json", "--nodes", "2", python=server().python, **environment)
+        for environment in (step | {"SLURM_PROCID": f"{rank}", "SLURMD_NODENAME": f"node{rank}"} for rank in range(2))
     ]
     (out, err), (other, _) = [process.communicate(timeout=250) for process in started]
     assert out, err
@@ -117,7 +120,7 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_what_ends_the_doctor_ends_its_ranks(tmp_path: Path) -> None:
     for number, code in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
-        process = begin(tmp_path)
+        process = begin(tmp_path, python=sys.executable)
         assert process.stderr is not None
         while "measuring" not in (line := process.stderr.readline()):
             assert line, "it ended before it measured"

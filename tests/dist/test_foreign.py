@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.errors import CheckpointError
 from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows, plain_losses
-from tests.dist.forks import on_ranks
+from tests.dist.forks import on_ranks, server
 
 engines = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
@@ -109,7 +108,7 @@ def test_averages_of_shards_are_refused(engine: str) -> None:
 
 def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     words, env = (
-        [sys.executable, *launcher, str(script)],
+        [server().python, *launcher, str(script)],
         {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )
     return subprocess.run(words, cwd=script.parent, env=env, capture_output=True, text=True, timeout=400, check=False)

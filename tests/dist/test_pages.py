@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.dist.forks import server
 from tests.pages import PAGES, ROOT, cells, script
 
 # In place of what a page downloads: the smoke fragment, in run folders as the page names them. Recipes of finished
@@ -30,6 +30,7 @@ def follow(commands: str, folder: Path) -> None:
     """Run commands in a folder; one that fails is a failure."""
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": server().python,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "SMOKE": str(folder / "smoke.yaml"),
@@ -46,7 +47,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bin").mkdir(parents=True)
     programs = {"python": "", "torchrun": "-m torch.distributed.run "}
     for name, words in programs.items():
-        (folder / "bin" / name).write_text(f'#!/bin/bash\nexec {sys.executable} {words}"$@"\n')
+        (folder / "bin" / name).write_text(f'#!/bin/bash\nexec "$PYTHON" {words}"$@"\n')
     (folder / "bin" / "lit-fsdp").write_text(LIT_FSDP)
     for program in (folder / "bin").iterdir():
         program.chmod(0o755)

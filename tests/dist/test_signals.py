@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
-from tests.dist.forks import command
+from tests.dist.forks import command, server
 from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,42 +26,103 @@ pytestmark = pytest.mark.timeout(900)
 FEW_STEPS = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "2", "--trainer.val_check_interval", "4"]
 
 
+class Command:
+    """The command in a session of its own: it starts its second rank itself."""
+
+    def __init__(self, cwd: Path, words: list[str], env: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, number: signal.Signals, whom: str) -> None:
+        """To all processes of the run, or to one."""
+        if whom == "all":
+            os.killpg(self._process.pid, number)
+        else:
+            os.kill(self._process.pid if whom == "first" else self._child(), number)
+
+    def _child(self) -> int:
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and output; no process of the session may be left."""
+        output, _ = self._process.communicate(timeout=PATIENCE)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return self._process.returncode, output
+            time.sleep(0.1)
+        raise AssertionError("a rank was left behind")
+
+    def end(self) -> None:
+        if self.is_alive():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+class Forked:
+    """Its two ranks as somebody else starts them, with their imports done; the code of the first one is that of all."""
+
+    def __init__(self, cwd: Path, words: list[str], env: dict[str, str]) -> None:
+        self._job = server().start("script", 2, env, words=words, cwd=cwd)
+
+    def is_alive(self) -> bool:
+        return self._job.wait(0)[0].code is None
+
+    def send(self, number: signal.Signals, whom: str) -> None:
+        self._job.kill({"all": None, "first": [0], "child": [1]}[whom], number)
+
+    def finish(self) -> tuple[int, str]:
+        first, second = self._job.wait(PATIENCE)
+        assert first.code is not None, first.output
+        assert second.code in (0, first.code), second.output
+        deadline = time.monotonic() + 60
+        while self._job.is_alive():
+            assert time.monotonic() < deadline, "a loader was left behind"
+            time.sleep(0.1)
+        return first.code, first.output + second.output
+
+    def end(self) -> None:
+        server().end_jobs()
+
+
+Run = Command | Forked
+Begin = Callable[..., Run]
+
+
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Start a miniature run on two processes."""
+    begun: list[Run] = []
+
+    def start(launch: type[Run], verb: str, *more: str, phase: str) -> Run:
+        words = [PHASES, verb, "--config", SMOKE[0], "--config", SMOKE[1], "--trainer.default_root_dir", "run", *more]
+        begun.append(launch(tmp_path, words, {"SLOW_PHASE": phase, "SLOW_SECONDS": "120"}))
+        return begun[-1]
+
+    yield start
+    for run in begun:
+        run.end()
 
 
-def begin(tmp_path: Path, entry: list[str], words: list[str], **env: str) -> subprocess.Popen[str]:
-    """A miniature run on two processes in a session of its own."""
-    verb, *more = words
-    words = [verb, "--config", SMOKE[0], "--config", SMOKE[1], "--trainer.default_root_dir", "run", *more]
-    return subprocess.Popen(
-        [sys.executable, *entry, *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def start(
-    tmp_path: Path, running: list[subprocess.Popen[str]], every: int, *more: str, phase: str | None = None
-) -> subprocess.Popen[str]:
-    """An endless run; returns once it takes steps. Its phase lasts until :func:`go_on`."""
+def train(begin: Begin, launch: type[Run], folder: Path, every: int, phase: str = "none") -> Run:
+    """An endless run with loaders; returns once it takes steps. Its phase lasts until :func:`go_on`."""
     words = ["fit", "--trainer.max_steps", "1000000", "--trainer.max_epochs", "-1", "--trainer.limit_val_batches", "0"]
-    words += ["--checkpoint.every_steps", str(every), *more]
-    entry = [PHASES] if phase else ["-m", "lit_fsdp"]
-    process = begin(tmp_path, entry, words, SLOW_PHASE=phase or "", SLOW_SECONDS="120")
-    running.append(process)
-    wait_for(tmp_path / "run" / "metrics.csv", process)
-    return process
+    run = begin(launch, *words, "--checkpoint.every_steps", str(every), "--data.num_workers", "2", phase=phase)
+    wait_for(folder / "run" / "metrics.csv", run)
+    return run
 
 
 def go_on(tmp_path: Path, phase: str) -> None:
@@ -71,39 +131,13 @@ def go_on(tmp_path: Path, phase: str) -> None:
     (tmp_path / f"{phase}-go").touch()
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = PATIENCE) -> None:
+def wait_for(path: Path, run: Run) -> None:
     """Until the file is there."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"no {path.name} after {seconds} s"
+        assert run.is_alive(), run.finish()
+        assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    """Further ranks that Lightning started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # gone in the meantime
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Output up to the end; no process of the session may be left."""
-    output, _ = process.communicate(timeout=PATIENCE)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return output
-        time.sleep(0.1)
-    raise AssertionError("a rank was left behind")
 
 
 def check_nothing_half_written(run: Path) -> list[int]:
@@ -118,21 +152,21 @@ def check_nothing_half_written(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "whom", "code"),
-    [(signal.SIGINT, "all", 130), (signal.SIGTERM, "first", 75), (signal.SIGUSR1, "child", 75)],
+    ("launch", "number", "whom", "code"),
+    [
+        (Command, signal.SIGINT, "all", 130),
+        (Forked, signal.SIGTERM, "first", 75),
+        (Forked, signal.SIGUSR1, "child", 75),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_saved_stopped_and_resumed(
-    tmp_path: Path,
-    running: list[subprocess.Popen[str]],
-    number: signal.Signals,
-    whom: str,
-    code: int,
+    tmp_path: Path, begin: Begin, launch: type[Run], number: signal.Signals, whom: str, code: int
 ) -> None:
-    process = start(tmp_path, running, 1_000_000, "--data.num_workers", "2")
-    send(process, number, whom)
-    output = finish(process)
-    assert process.returncode == code, output
+    run = train(begin, launch, tmp_path, 1_000_000)
+    run.send(number, whom)
+    found, output = run.finish()
+    assert found == code, output
     assert "Traceback" not in output
     (step,) = check_nothing_half_written(tmp_path / "run")
     assert f"stopped by a signal after step {step}; the checkpoint is complete; resume with --ckpt_path last" in output
@@ -149,62 +183,52 @@ def steps_on_page(run: Path) -> str:
     return dict(Page((run / "report.html").read_text()).tables["At a glance"])["optimizer steps"]
 
 
-def send(process: subprocess.Popen[str], number: signal.Signals, whom: str) -> None:
-    """To all processes of the run, or to one."""
-    if whom == "all":
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid if whom == "first" else children(process.pid)[0], number)
-
-
-def test_with_loaders_in_a_save(tmp_path: Path, running: list[subprocess.Popen[str]]) -> None:
+def test_with_loaders_in_a_save(tmp_path: Path, begin: Begin) -> None:
     """That save is completed, and so is the one at the end of the step after it; the loaders live as long."""
-    process = start(tmp_path, running, 3, "--data.num_workers", "2", phase="save")
-    wait_for(tmp_path / "save-0", process)
-    send(process, signal.SIGTERM, "all")
+    run = train(begin, Forked, tmp_path, 3, phase="save")
+    wait_for(tmp_path / "save-0", run)
+    run.send(signal.SIGTERM, "all")
     go_on(tmp_path, "save")
-    output = finish(process)
-    assert process.returncode == 75, output
+    code, output = run.finish()
+    assert code == 75, output
     assert check_nothing_half_written(tmp_path / "run") == [3, 4]
     assert "Traceback" not in output
 
 
-def test_ctrl_c_three_times_in_a_save(tmp_path: Path, running: list[subprocess.Popen[str]]) -> None:
+def test_ctrl_c_three_times_in_a_save(tmp_path: Path, begin: Begin) -> None:
     """The process ends at once; what was being written stays hidden."""
-    process = start(tmp_path, running, 3, phase="save")
-    wait_for(tmp_path / "save-0", process)
+    run = train(begin, Forked, tmp_path, 3, phase="save")
+    wait_for(tmp_path / "save-0", run)
     sent, begun = 0, time.monotonic()
-    while process.poll() is None and time.monotonic() - begun < 60:  # two that come at once are one
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
+    while run.is_alive() and time.monotonic() - begun < 60:  # two that come at once are one
+        run.send(signal.SIGINT, "all")
         sent += 1
         time.sleep(0.5)
-    output = finish(process)
+    code, output = run.finish()
     assert sent >= 3
     assert time.monotonic() - begun < 100  # the save would have taken 120 s
-    assert process.returncode == 130, output
+    assert code == 130, output
     assert check_nothing_half_written(tmp_path / "run") == []
     (hidden,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert hidden.name.startswith(".step-00000003.tmp-")
 
 
 @pytest.mark.parametrize(
-    ("phase", "verb", "number", "whom", "code", "steps"),
+    ("launch", "phase", "verb", "number", "whom", "code", "steps"),
     [
-        ("imports", "fit", signal.SIGTERM, "first", 75, []),
-        ("rows", "fit", signal.SIGUSR1, "first", 75, []),
-        ("setup", "fit", signal.SIGINT, "child", 130, []),  # after the first collective
-        pytest.param("setup", "fit", signal.SIGTERM, "child", 75, [], marks=pytest.mark.long("as the one above")),
-        pytest.param("setup", "fit", signal.SIGINT, "first", 130, [], marks=pytest.mark.long("as the one above")),
-        ("validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
-        ("exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
-        ("test", "test", signal.SIGTERM, "first", 75, []),
+        (Command, "imports", "fit", signal.SIGTERM, "first", 75, []),
+        (Command, "rows", "fit", signal.SIGUSR1, "first", 75, []),  # the other rank waits to be released
+        (Command, "setup", "fit", signal.SIGINT, "child", 130, []),  # after the first collective
+        (Forked, "validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
+        (Command, "exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
+        (Command, "test", "test", signal.SIGTERM, "first", 75, []),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_in_every_phase(
     tmp_path: Path,
-    running: list[subprocess.Popen[str]],
+    begin: Begin,
+    launch: type[Run],
     phase: str,
     verb: str,
     number: signal.Signals,
@@ -213,18 +237,16 @@ def test_in_every_phase(
     steps: list[int],
 ) -> None:
     """Neither half of a run nor a hang: what lit_fsdp/signals.py says, for every phase."""
-    words = [verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000"]
-    process = begin(tmp_path, [PHASES], words, SLOW_PHASE=phase, SLOW_SECONDS="120")
-    running.append(process)
-    wait_for(tmp_path / f"{phase}-{1 if whom == 'child' else 0}", process)
+    run = begin(launch, verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000", phase=phase)
+    wait_for(tmp_path / f"{phase}-{1 if whom == 'child' else 0}", run)
     for again in (number, *[signal.SIGTERM, signal.SIGUSR1] * (number != signal.SIGINT), *[signal.SIGINT] * (not code)):
-        if process.poll() is None:
-            send(process, again, whom)
+        if run.is_alive():
+            run.send(again, whom)
         time.sleep(0.1)
     go_on(tmp_path, phase)
-    output = finish(process)
-    assert process.returncode == code, output
+    found, output = run.finish()
+    assert found == code, output
     assert "Traceback" not in output
     assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
-    found = check_nothing_half_written(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
-    assert found == steps
+    saved = check_nothing_half_written(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
+    assert saved == steps
