@@ -222,7 +222,6 @@ class GuardedSteps(Precision):
         assert self.last_grad_norm is not None
         norm = self.last_grad_norm.to(self.comm_device, copy=True)
         if self.has_copies:  # a copy that alone went wrong must not be the only one to skip
-            norm = norm.clone()
             dist.all_reduce(norm)
         return norm
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.run_folder import FOLDER, Found, ranked, survey
 from lit_fsdp.config.parser import leaves
+from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.redaction import redact
 from lit_fsdp.report.curves import Curve, chart, number
@@ -77,18 +78,27 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read ``metrics.csv``, if it is there; a line that a kill has cut off is left out."""
+    """Read ``metrics.csv``, if it is there; a line that a kill has cut off is left out.
+
+    Raises:
+        DataError: It is something else.
+    """
     run, path = RunFiles(folder), folder / "metrics.csv"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])):
-        done = int(row.pop("step")) + 1  # a row counts its step from 0
-        for name, cell in row.items():
-            if not cell or name == "epoch":
-                continue
-            if math.isfinite(float(cell)):
-                run.metrics.setdefault(name, []).append((done, float(cell)))
-            else:
-                run.not_finite[name] = run.not_finite.get(name, 0) + 1
+    if not path.is_file():
+        return run
+    try:
+        text = path.read_text(encoding="utf-8")
+        for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])):
+            done = int(row.pop("step")) + 1  # a row counts its step from 0
+            for name, cell in row.items():
+                if not cell or name == "epoch":
+                    continue
+                if math.isfinite(float(cell)):
+                    run.metrics.setdefault(name, []).append((done, float(cell)))
+                else:
+                    run.not_finite[name] = run.not_finite.get(name, 0) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: no table of numbers by step: {error!r}") from error
     return run
 
 
@@ -116,10 +126,10 @@ def _page(runs: Sequence[RunFiles]) -> str:
     if several:
         recipes = [run.recipe for run in runs]
         parts.append(_differences("Where the recipes differ", names, recipes) or "<p>The recipes are equal.</p>")
-    parts += [_charts(runs), _beside("Memory, planned and measured", names, [_memory(run) for run in runs])]
-    parts.append("<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>")
-    parts.append(_logged(runs))
-    parts.append(_beside("Versions", names, [_versions(run) for run in runs]))
+    parts.append(_charts(runs))
+    if memory := _beside("Memory, planned and measured", names, [_memory(run) for run in runs]):
+        parts += [memory, "<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>"]
+    parts += [_logged(runs), _beside("Versions", names, [run.audit.get("versions", {}) for run in runs])]
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
         parts += [_checkpoints(run), _changes(run), _samples(run), _data(run), _model(run), _yaml(run)]
@@ -141,7 +151,7 @@ def _differences(title: str, names: Sequence[str], recipes: Sequence[Mapping[str
 
 
 def _facts(run: RunFiles) -> dict[str, str]:
-    audit, trainer = run.audit, run.recipe.get("trainer", {})
+    audit, trainer, model = run.audit, run.recipe.get("trainer") or {}, run.recipe.get("model") or {}
     logged = [points[-1][0] for points in run.metrics.values()]
     done = max([*logged, *(found.step for found in run.checkpoints if not found.damage)], default=0)
     limit = trainer.get("max_steps") or -1
@@ -157,17 +167,12 @@ def _facts(run: RunFiles) -> dict[str, str]:
         copies = audit["replicate_degree"]
         ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
         facts["engine"] = f"{audit['engine']}, {audit['sharding']}, {ranks}"
-        facts["model"] = ", ".join([*_model_words(run.recipe.get("model") or {}), parameter_counts(audit)])
+        words = [str(model[key]) for key in ("name", "class_path") if model.get(key)]
+        words += ["a miniature of random weights"] if model.get("miniature") else []
+        facts["model"] = ", ".join([*words, parameter_counts(audit)])
     if mode := run.json("dtypes").get("mode"):
         facts["precision"] = mode
     return facts
-
-
-def _model_words(section: Mapping[str, Any]) -> Iterable[str]:
-    if name := section.get("name") or section.get("class_path"):
-        yield str(name)
-    if section.get("miniature"):
-        yield "a miniature of random weights"
 
 
 def _charts(runs: Sequence[RunFiles]) -> str:
@@ -218,10 +223,6 @@ def _logged(runs: Sequence[RunFiles]) -> str:
         for ys in ([value for _, value in points],)
     ]
     return _table("Logged", ["", "first", "last", "lowest", "highest", "rows"], rows, look="numbers")
-
-
-def _versions(run: RunFiles) -> dict[str, str]:
-    return dict(run.audit.get("versions", {}))
 
 
 def _checkpoints(run: RunFiles) -> str:

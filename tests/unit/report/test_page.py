@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lit_fsdp.commands import run as lit_fsdp
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.report.curves import thinned, ticks
 from lit_fsdp.report.page import report_of
 from tests.pages import Page
@@ -105,6 +105,10 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(ConfigError) as caught:
             lit_fsdp(["report", *words])
         assert given in str(caught.value)
+
+    Path("runs/empty/metrics.csv").write_text("epoch,loss\n1,2\n")
+    with pytest.raises(DataError, match=r"^runs/empty/metrics\.csv: no table of numbers by step: KeyError"):
+        lit_fsdp(["report", "runs/empty"])
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path):
