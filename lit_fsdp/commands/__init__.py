@@ -24,6 +24,7 @@ _GROUPS = {
         "validate": "loss, perplexity and token accuracy on data.val",
         "test": "the same on data.test",
         "predict": "score every row of data.predict into predictions.jsonl",
+        "profile": "where the time of a step goes, as traces and a table",
         "slurm": "submit a recipe to a cluster, or print the sbatch file",
     },
     "use the result": {
@@ -90,6 +91,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         doctor,
         models,
         planning,
+        profiling,
         recipes,
         slurm,
     )
@@ -104,6 +106,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "generate": models.run_generate,
         "model": planning.run_model,
         "plan": planning.run_plan,
+        "profile": profiling.run_profile,
         "recipes": recipes.run_recipes,
         "slurm": slurm.run_slurm_verb,
     }
