@@ -24,6 +24,7 @@ _GROUPS = {
         "validate": "loss, perplexity and token accuracy on data.val",
         "test": "the same on data.test",
         "predict": "score every row of data.predict into predictions.jsonl",
+        "bench": "tokens/s and memory of a recipe with other values",
         "profile": "where the time of a step goes, as traces and a table",
         "slurm": "submit a recipe to a cluster, or print the sbatch file",
     },
@@ -85,6 +86,7 @@ def run(argv: list[str]) -> int:
 
 def _other_verb(verb: str, argv: list[str]) -> int:
     from lit_fsdp.commands import (
+        bench,
         checkpoints,
         convert,
         data,
@@ -98,6 +100,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
 
     verbs = {
         "audit": planning.run_audit,
+        "bench": bench.run_bench,
         "ckpt": checkpoints.run_ckpt,
         "convert": convert.run_convert,
         "data": data.run_data,

@@ -47,7 +47,10 @@ def run_profile(argv: Sequence[str]) -> int:
         found.append(ProfileWindow(options.steps, folder))
         return found
 
-    code = run_training_verb("fit", [*words, *_changes(trainer, options.steps, folder)], callbacks)
+    changes = {"logger": "false", "default_root_dir": folder, "max_epochs": trainer["max_epochs"] or -1}
+    if trainer["max_steps"] > 0:  # at least its own, to which warm-up and schedule fit
+        changes |= {"max_steps": max(trainer["max_steps"], options.steps + WARMUP_STEPS), "max_epochs": -1}
+    code = run_training_verb("fit", [*words, *quiet_flags(changes)], callbacks)
     if code or not is_first_process():
         return code
     records = found[0].records
@@ -62,13 +65,14 @@ def run_profile(argv: Sequence[str]) -> int:
     return 0
 
 
-def _changes(trainer: Mapping[str, Any], steps: int, folder: Path) -> list[str]:
-    """Flags that let a recipe run long enough, and neither validate nor leave anything but the traces."""
-    changes = {"enable_checkpointing": "false", "logger": "false", "enable_progress_bar": "false"}
-    changes |= {"limit_val_batches": "0", "default_root_dir": str(folder)}
-    if trainer["max_steps"] > 0:  # at least its own, to which warm-up and schedule fit
-        changes |= {"max_steps": str(max(trainer["max_steps"], steps + WARMUP_STEPS)), "max_epochs": "-1"}
-    return [f"--trainer.{name}={value}" for name, value in changes.items()]
+def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
+    """Flags that let a recipe train without validation, checkpoints and progress bar.
+
+    Args:
+        changes: Further keys below ``trainer`` with their values.
+    """
+    quiet = {"enable_checkpointing": "false", "enable_progress_bar": "false", "limit_val_batches": 0, "max_epochs": -1}
+    return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
 
 
 def _tables(rank: int, record: Mapping[str, Any]) -> str:

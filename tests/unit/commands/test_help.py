@@ -21,7 +21,7 @@ from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 WITHOUT_RECIPE = "recipes ls|recipes show|recipes cp|convert|ckpt ls|ckpt verify|ckpt import|export|generate".split("|")
-WITH_RECIPE = "doctor|data inspect|data prepare|model prepare|audit|profile|slurm render|slurm submit".split("|")
+WITH_RECIPE = "doctor|data inspect|data prepare|model prepare|audit|profile|bench|slurm render|slurm submit".split("|")
 
 
 @pytest.fixture
