@@ -72,7 +72,8 @@ def run_bench(argv: Sequence[str]) -> int:
     code = _run_all(folder, words, cells, options.repeats, failed)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return code
-    found = bench_cells([row for cell in cells for row in _rows(folder) if cell.items() <= row.items()], list(vary))
+    rows = _rows(folder / "bench.csv")
+    found = bench_cells([row for cell in cells for row in rows if cell.items() <= row.items()], list(vary))
     (folder / "bench.svg").write_text(bench_picture(found), encoding="utf-8")
     print(_table(found, list(vary)))
     print(f"\n{folder}/bench.csv, {folder}/bench.svg", file=sys.stderr)
@@ -116,8 +117,7 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _rows(folder: Path) -> list[dict[str, str]]:
-    path = folder / "bench.csv"
+def _rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -127,7 +127,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats: int, failed: dict[int, str]) -> int:
     """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated."""
     names = [*cells[0], "repeat", "tokens_per_second", "peak_memory_gib", "failed"]
-    done = [{name: row[name] for name in names[:-3]} for row in _rows(folder) if not row["failed"]]
+    done = [{name: row[name] for name in names[:-3]} for row in _rows(folder / "bench.csv") if not row["failed"]]
     with (folder / "bench.csv").open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
         if not file.tell():
@@ -161,10 +161,10 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[int, dict[str, Any]]:
         errors = [line.strip() for line in log if "error" in line.lower()]
     if code:
         return code, {"failed": errors[-1] if errors else f"exit code {code}"}
-    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        last = list(csv.DictReader(file))[-1]
-    names = ("tokens_per_second", "peak_memory_gib")
-    return 0, {**{name: last[name] for name in names}, "failed": ""}
+    rows = _rows(folder / "metrics.csv")
+    if not rows or "tokens_per_second" not in rows[-1]:
+        return 0, {"failed": "no tokens/s in metrics.csv: a module of somebody else's counts none"}
+    return 0, {**{name: rows[-1][name] for name in ("tokens_per_second", "peak_memory_gib")}, "failed": ""}
 
 
 def _table(cells: Sequence[BenchCell], keys: Sequence[str]) -> str:

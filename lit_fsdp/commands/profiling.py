@@ -59,8 +59,8 @@ def run_profile(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
-        tables = [_tables(rank, record) for rank, record in enumerate(records)]
-        print("\n\n".join([*tables, "\n".join(advice(records))]))
+        tables = [_phases(rank, record) for rank, record in enumerate(records)]
+        print("\n\n".join([*tables, _operators(records[0]), "\n".join(advice(records))]))
     print(f"\ntraces: {folder}/rank-*.json", file=sys.stderr)
     return 0
 
@@ -75,11 +75,15 @@ def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
     return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
 
 
-def _tables(rank: int, record: Mapping[str, Any]) -> str:
+def _phases(rank: int, record: Mapping[str, Any]) -> str:
     rows = dict(record["phases"])
     rows["step"] = {column: sum(row[column] for row in rows.values()) for column in COLUMNS}
     heads = (f"rank {rank}, ms per step", *COLUMNS)
     cells = [(phase, *(f"{row[column]:.1f}" for column in COLUMNS)) for phase, row in rows.items()]
-    text = columns([heads, *cells], right=heads[1:])
-    longest = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in record["operators"]]
-    return f"{text}\n\n{columns([('operator, by itself', 'ms', 'calls'), *longest], right=('ms', 'calls'))}"
+    return columns([heads, *cells], right=heads[1:])
+
+
+def _operators(record: Mapping[str, Any]) -> str:
+    heads = ("operator of rank 0, by itself", "ms", "calls")
+    cells = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in record["operators"]]
+    return columns([heads, *cells], right=heads[1:])
