@@ -25,6 +25,8 @@ _GROUPS = {
         "validate": "loss, perplexity and token accuracy on data.val",
         "test": "the same on data.test",
         "predict": "score every row of data.predict into predictions.jsonl",
+        "bench": "tokens/s and memory of a recipe with other values",
+        "profile": "where the time of a step goes, as traces and a table",
         "slurm": "submit a recipe to a cluster, or print the sbatch file",
     },
     "use the result": {
@@ -86,6 +88,7 @@ def run(argv: list[str]) -> int:
 
 def _other_verb(verb: str, argv: list[str]) -> int:
     from lit_fsdp.commands import (
+        bench,
         checkpoints,
         convert,
         data,
@@ -93,6 +96,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         models,
         parity,
         planning,
+        profiling,
         recipes,
         report,
         slurm,
@@ -100,6 +104,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
 
     verbs = {
         "audit": planning.run_audit,
+        "bench": bench.run_bench,
         "ckpt": checkpoints.run_ckpt,
         "convert": convert.run_convert,
         "data": data.run_data,
@@ -109,6 +114,7 @@ def _other_verb(verb: str, argv: list[str]) -> int:
         "model": planning.run_model,
         "parity": parity.run_parity,
         "plan": planning.run_plan,
+        "profile": profiling.run_profile,
         "recipes": recipes.run_recipes,
         "report": report.run_report,
         "slurm": slurm.run_slurm_verb,

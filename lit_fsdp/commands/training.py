@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import example_lines
 from lit_fsdp.host import is_launched_by_lightning
@@ -23,8 +24,13 @@ EXAMPLES = {
 }
 
 
-def run_training_verb(verb: str, argv: list[str]) -> int:
+def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[Any]] = list) -> int:
     """Check the recipe, run the verb and return the exit code.
+
+    Args:
+        verb: One of :data:`EXAMPLES`.
+        argv: The words behind it.
+        callbacks: Makes those that the Trainer gets beside the recipe's, once torch may be imported.
 
     Raises:
         ConfigError: A key or value that does not exist, or a rule that does not hold.
@@ -47,7 +53,8 @@ def run_training_verb(verb: str, argv: list[str]) -> int:
             RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False)
         print(f"\n{example_lines(EXAMPLES[verb])}", end="")
         return 0
-    return RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False).exit_code
+    beside = {"callbacks": callbacks()}
+    return RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False, trainer_defaults=beside).exit_code
 
 
 def _check(verb: str, argv: list[str]) -> LoadedRecipe:

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[3]
 WITHOUT_RECIPE = (
     "recipes ls|recipes show|recipes cp|convert|ckpt ls|ckpt verify|ckpt import|report|export|generate".split("|")
 )
-WITH_RECIPE = "doctor|data inspect|data prepare|model prepare|audit|parity|slurm render|slurm submit".split("|")
+WITH_RECIPE = (
+    "doctor|data inspect|data prepare|model prepare|audit|profile|bench|parity|slurm render|slurm submit".split("|")
+)
 
 
 @pytest.fixture

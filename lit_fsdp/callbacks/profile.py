@@ -1,0 +1,86 @@
+"""A window of :mod:`torch.profiler` over a few optimizer steps, with marks that tell their phases apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from lit_fsdp.callbacks.records import gathered
+from lit_fsdp.metrics.trace import PREFIX, WARMUP_STEPS, trace_record
+
+
+class ProfileWindow(Callback):
+    """Traces ``steps`` optimizer steps on every rank, after the first ``WARMUP_STEPS``, and ends training.
+
+    The phases follow one another without gaps: the wait for data, from the end of a batch to the start of the next;
+    forward; backward; the optimizer, with all else that a batch still does. Between them nothing waits for the device.
+
+    Args:
+        steps: Optimizer steps in the window.
+        folder: Where each rank writes its Chrome trace, as ``rank-N.json``; older ones there are removed.
+    """
+
+    def __init__(self, steps: int, folder: Path) -> None:
+        self.steps, self.folder = steps, folder
+        self.records: list[dict[str, Any]] = []
+        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over."""
+        self._mark: Any = None
+        self._profile: Any = None
+        self._done = self._seen_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the steps before the window."""
+        if trainer.is_global_zero:
+            for path in self.folder.glob("rank-*.json"):
+                path.unlink()
+        self._seen_step = trainer.global_step
+        activities = [ProfilerActivity.CPU]
+        if trainer.strategy.root_device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        path = self.folder / f"rank-{trainer.global_rank}.json"
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=WARMUP_STEPS - 1, warmup=1, active=self.steps, repeat=1),
+            on_trace_ready=lambda found: found.export_chrome_trace(str(path)),
+        )
+        self._profile.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch is there."""
+        self._begin("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """The loss is there."""
+        self._begin("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gradients are there."""
+        self._begin("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count an optimizer step; after the last one read the traces and end training."""
+        self._begin(None)
+        if trainer.global_step != self._seen_step:
+            self._seen_step, self._done = trainer.global_step, self._done + 1
+            if trainer.strategy.root_device.type == "cuda" and self._done in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
+                torch.cuda.synchronize()  # the window begins and ends with an idle device
+            self._profile.step()
+            if self._done == WARMUP_STEPS + self.steps:
+                path = self.folder / f"rank-{trainer.global_rank}.json"
+                self.records = gathered(trainer, trace_record(json.loads(path.read_text(encoding="utf-8"))))
+                trainer.should_stop = True
+        self._begin("data wait")
+
+    def _begin(self, phase: str | None) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+        self._mark = record_function(f"{PREFIX}{phase}") if phase else None
+        if self._mark is not None:
+            self._mark.__enter__()

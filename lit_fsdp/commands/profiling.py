@@ -1,0 +1,89 @@
+"""``profile``: where the time of a step goes, by a few steps of the recipe's own run under torch.profiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, options_and_recipe, verb_parser
+from lit_fsdp.commands.training import run_training_verb
+from lit_fsdp.errors import require
+from lit_fsdp.host import is_first_process
+from lit_fsdp.metrics.trace import COLUMNS, WARMUP_STEPS, advice
+
+_SHOWN = 64
+"""Letters of an operator's name."""
+
+
+def run_profile(argv: Sequence[str]) -> int:
+    """Run ``lit-fsdp profile`` and return the exit code."""
+    text = (
+        "Where the time of a step goes: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table "
+        "of computing, communication, what of it nothing hides, and idle time, for each phase. A few steps are trained "
+        "as fit does it, and nothing is saved but that, in profile/ of the run folder."
+    )
+    example = "lit-fsdp profile -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
+    parser = verb_parser("profile", text, example, RECIPE)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in the window, after two; default: 3")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
+    options, words = options_and_recipe(parser, argv)
+    if options is None:
+        return 0
+    from lit_fsdp.config.parser import load_recipe
+
+    require(options.steps >= 1, "--steps", options.steps, ">= 1", "write --steps 3")
+    trainer = load_recipe(words, "fit", flags_of(parser)).run.trainer
+    folder = Path(trainer["default_root_dir"]) / "profile"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write two lines per rank
+    found: list[Any] = []
+
+    def callbacks() -> list[Any]:
+        from lit_fsdp.callbacks.profile import ProfileWindow
+
+        found.append(ProfileWindow(options.steps, folder))
+        return found
+
+    changes = {"logger": "false", "default_root_dir": folder, "max_epochs": trainer["max_epochs"] or -1}
+    if trainer["max_steps"] > 0:  # at least its own, to which warm-up and schedule fit
+        changes |= {"max_steps": max(trainer["max_steps"], options.steps + WARMUP_STEPS), "max_epochs": -1}
+    code = run_training_verb("fit", [*words, *quiet_flags(changes)], callbacks)
+    if code or not is_first_process():
+        return code
+    records = found[0].records
+    given = f"{options.steps}, but training ended before that"
+    require(records, "--steps", given, "fewer steps than the recipe has", "set --trainer.max_epochs higher")
+    if options.json:
+        print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
+    else:
+        tables = [_phases(rank, record) for rank, record in enumerate(records)]
+        print("\n\n".join([*tables, _operators(records[0]), "\n".join(advice(records))]))
+    print(f"\ntraces: {folder}/rank-*.json", file=sys.stderr)
+    return 0
+
+
+def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
+    """Flags that let a recipe train without validation, checkpoints and progress bar.
+
+    Args:
+        changes: Further keys below ``trainer`` with their values.
+    """
+    quiet = {"enable_checkpointing": "false", "enable_progress_bar": "false", "limit_val_batches": 0, "max_epochs": -1}
+    return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
+
+
+def _phases(rank: int, record: Mapping[str, Any]) -> str:
+    rows = dict(record["phases"])
+    rows["step"] = {column: sum(row[column] for row in rows.values()) for column in COLUMNS}
+    heads = (f"rank {rank}, ms per step", *COLUMNS)
+    cells = [(phase, *(f"{row[column]:.1f}" for column in COLUMNS)) for phase, row in rows.items()]
+    return columns([heads, *cells], right=heads[1:])
+
+
+def _operators(record: Mapping[str, Any]) -> str:
+    heads = ("operator of rank 0, by itself", "ms", "calls")
+    cells = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in record["operators"]]
+    return columns([heads, *cells], right=heads[1:])

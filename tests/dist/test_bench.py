@@ -1,0 +1,51 @@
+"""``lit-fsdp bench``: killed after its first run it goes on with the others; one that fails does not stop them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.dist.forks import ROOT
+
+RECIPE = [
+    *("--config", ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml", "--config", ROOT / "configs/debug/smoke.yaml"),
+    *("--trainer.strategy.init_args.precision", "fp32", "--trainer.default_root_dir", "run"),
+]
+VARY = ["--vary", "data.train=generated:64,missing.jsonl,", "--ranks", "1", "--repeats", "2", "--steps", "1"]
+
+
+def rows(cwd: Path) -> list[dict[str, str]]:
+    path = cwd / "run/bench/bench.csv"
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+
+def test_it_goes_on_after_a_kill_and_after_a_failure(tmp_path: Path) -> None:
+    """The third value is none, which the recipe's own rules refuse without a run."""
+    command = [sys.executable, "-m", "lit_fsdp", "bench", *RECIPE, *VARY]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as first:
+        while first.poll() is None and not any(row["tokens_per_second"] for row in rows(tmp_path)):
+            time.sleep(0.05)
+        first.terminate()
+        assert first.wait(20) == 75
+    before = rows(tmp_path)
+    assert [row["data.train"] for row in before] == ["", "generated:64"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("bench: ")] == [
+        "bench: data.train missing.jsonl, ranks 1, repeat 1",
+        "bench: data.train generated:64, ranks 1, repeat 2",
+    ]
+    after = rows(tmp_path)
+    assert after[:2] == before
+    finished = [row for row in after if not row["failed"]]
+    assert [(row["data.train"], row["repeat"]) for row in finished] == [("generated:64", "1"), ("generated:64", "2")]
+    assert all(float(row["tokens_per_second"]) > 0 and float(row["peak_memory_gib"]) > 0 for row in finished)
+    (failed,) = [row for row in after if row["data.train"] == "missing.jsonl"]
+    assert "missing.jsonl" in failed["failed"]
+    assert "failed" in done.stdout
+    assert not (tmp_path / "run/bench/runs/generated_64-1-1/checkpoints").exists()

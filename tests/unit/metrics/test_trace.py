@@ -1,0 +1,73 @@
+"""Where the time of a step goes, by a stored trace of a GPU whose numbers are chosen, and what is advised then."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.metrics.trace import COLUMNS, advice, trace_record
+
+NCCL = Path(__file__).parents[2] / "golden" / "nccl_trace.json"
+# ms per step: all, computing, communication, what of it nothing hides, idle
+TABLE = {
+    "data wait": (140, 50, 0, 0, 90),  # a copy from 90 to 140
+    "forward": (860, 650, 400, 200, 10),  # gathers from 150 to 350 and from 400 to 600, products from 350 to 1000
+    "backward": (900, 780, 500, 100, 20),  # products from 1020 to 1800, a reduction from 1400 to 1900
+    "optimizer": (400, 320, 40, 40, 40),  # an all-reduce from 1920 to 1960, AdamW from 1980 to 2300
+}
+
+
+def test_the_table_of_a_trace_with_nccl():
+    """The host runs ahead: its marks end at 1000, and a kernel counts in the phase that launched it."""
+    trace = json.loads(NCCL.read_text())
+    record = trace_record(trace)
+    assert record["on"] == "device"
+    assert record["phases"] == {phase: dict(zip(COLUMNS, row, strict=True)) for phase, row in TABLE.items()}
+    name, ms, calls = record["operators"][0]
+    assert (name.partition("_")[0], ms, calls) == ("nvjet", 1430, 4)
+    assert [ms for _, ms, _ in record["operators"]] == [1430, 500, 400, 320, 50, 40]
+
+
+def test_a_trace_of_threads():
+    """Autograd's node and the wait inside of it are no work; what gloo's thread copies is communication."""
+    rows = [
+        *[("user_annotation", f"ProfilerStep#{n}", 0, 10, 1) for n in (2, 3)],
+        ("user_annotation", "lit_fsdp: backward", 0, 100, 1),
+        ("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 0, 80, 1),
+        ("cpu_op", "aten::mm", 10, 30, 1),
+        ("cpu_op", "aten::empty", 12, 14, 1),
+        ("cpu_op", "c10d::_allgather_base_", 35, 60, 1),
+        ("user_annotation", "gloo:all_gather", 20, 55, 2),
+        ("cpu_op", "aten::copy_", 40, 50, 2),
+        ("cpu_op", "_FusedLoss", 70, 75, 1),
+    ]
+    names = ("cat", "name", "ts", "end", "tid")
+    events: list[dict[str, Any]] = [{"ph": "X", **dict(zip(names, row, strict=True))} for row in rows]
+    for event in events:
+        event["dur"] = event.pop("end") - event["ts"]
+        event.update(ts=event["ts"] * 1000, dur=event["dur"] * 1000)
+    record = trace_record({"traceEvents": events})
+    assert (record["on"], record["steps"]) == ("threads", 2)
+    assert tuple(record["phases"]["backward"].values()) == (50, 12.5, 20, 15, 22.5)  # two steps share 100 ms
+    own = {name: ms for name, ms, _ in record["operators"]}
+    assert own["aten::mm"] == 9
+    assert own["autograd::engine::evaluate_function: MmBackward0"] == 15
+
+
+def test_what_is_advised():
+    usual = trace_record(json.loads(NCCL.read_text()))
+    assert advice([usual, usual])[0].startswith("nothing stands out: computing takes 78% of the step")
+    cases = [
+        ("data wait", "all", 400, "data.num_workers"),
+        ("forward", "exposed communication", 400, "data.micro_batch_size"),
+        ("forward", "compute", 100, "to 1800.0 ms of a step"),
+        ("optimizer", "all", 1200, "data.global_batch_size"),
+        ("backward", "idle", 800, "compile: true"),
+    ]
+    for phase, column, ms, words in cases:
+        other = copy.deepcopy(usual)
+        other["phases"][phase][column] = ms
+        (said,) = advice([usual, other])
+        assert words in said, said
