@@ -176,14 +176,16 @@ def on_ranks(job: str, ranks: int, timeout: float = 280, **arguments: Any) -> li
     return server().run(job, ranks, timeout, **arguments)
 
 
-def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program") -> list[Outcome]:
+def command(
+    ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program", patience: float = 20
+) -> list[Outcome]:
     """``lit-fsdp WORDS`` in a folder, or another job that ends with an exit code.
 
-    Ranks that still wait for the first one when it has failed are ended, as torchrun does it.
+    Ranks that still wait for the first one so many seconds after it has failed are ended, as torchrun does it.
     """
     running = server().start(job, ranks, words=words, cwd=cwd)
     (first,) = running.wait(280, [0])
-    outcomes = running.wait(3 if first.code else 280)
+    outcomes = running.wait(patience if first.code else 280)
     server().end_jobs()
     return outcomes
 
