@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -176,14 +175,16 @@ def on_ranks(job: str, ranks: int, timeout: float = 280, **arguments: Any) -> li
     return server().run(job, ranks, timeout, **arguments)
 
 
-def command(ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program") -> list[Outcome]:
+def command(
+    ranks: int, words: Sequence[str | Path], cwd: Path, job: str = "program", patience: float = 20
+) -> list[Outcome]:
     """``lit-fsdp WORDS`` in a folder, or another job that ends with an exit code.
 
-    Ranks that still wait for the first one when it has failed are ended, as torchrun does it.
+    Ranks that still wait for the first one so many seconds after it has failed are ended, as torchrun does it.
     """
     running = server().start(job, ranks, words=words, cwd=cwd)
     (first,) = running.wait(280, [0])
-    outcomes = running.wait(3 if first.code else 280)
+    outcomes = running.wait(patience if first.code else 280)
     server().end_jobs()
     return outcomes
 
@@ -212,7 +213,7 @@ def _start(modules: Sequence[Any], task: dict[str, Any]) -> list[int]:
 def _be_rank(job: Any, arguments: dict[str, Any], place: Path, rank: int) -> None:
     """Never returns."""
     code, known = 1, set(sys.modules)
-    _die_with_parent()
+    preloaded.die_with_parent()
     random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
     try:
         for number, name in enumerate((os.devnull, place / f"out-{rank}", place / f"err-{rank}")):
@@ -229,11 +230,6 @@ def _be_rank(job: Any, arguments: dict[str, Any], place: Path, rank: int) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """However the one that started this process ends, this one must not stay; Linux only, as the rest."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _wait(pids: list[int], timeout: float, ended: dict[int, int]) -> list[tuple[int | None, float]]:
@@ -263,7 +259,7 @@ def _imported(place: Path) -> None:
 def _serve() -> None:
     import torch
 
-    _die_with_parent()
+    preloaded.die_with_parent()
     torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
     files = [path for folder in ("dist", "faults") for path in sorted((ROOT / "tests" / folder).glob("*jobs.py"))]
     modules = [importlib.import_module(f"tests.{path.parent.name}.{path.stem}") for path in files]
@@ -279,7 +275,7 @@ def _serve() -> None:
             folder = Path(request["serve"])
             listening = preloaded.listen(folder)
             if os.fork() == 0:
-                _die_with_parent()
+                preloaded.die_with_parent()
                 preloaded.serve(folder, listening)
             listening.close()
             print(json.dumps(str(preloaded.write_python(folder))), flush=True)

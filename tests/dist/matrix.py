@@ -17,14 +17,14 @@ from tests.dist.forks import on_ranks
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
 BEGIN, END = "<!-- table of choices: begin -->", "<!-- table of choices: end -->"
 COLUMNS = "engine sharding wrap activation_checkpointing precision cpu_offload accumulation ranks".split()
-CELLS = [
-    dict(zip(COLUMNS, line.split(), strict=True))
+_LINES = [
+    line.split()
     for line in """
         fsdp2   full_shard          classes         none          fp32           yes  3  2
         fsdp2   full_shard          patterns        selective     fp16_mixed     no   3  2
-        fsdp2   shard_grad_op       patterns        full          fp32           yes  3  2
+        fsdp2   shard_grad_op       patterns        full          fp32           yes  3  2  long
         fsdp2   shard_grad_op       auto            every_n       mixed          yes  3  2
-        fsdp2   shard_grad_op       min_num_params  selective     low_precision  no   1  2
+        fsdp2   shard_grad_op       min_num_params  selective     low_precision  no   1  2  long
         fsdp2   no_shard            auto            full+offload  low_precision  yes  1  2
         fsdp2   hybrid_shard        min_num_params  full          fp16_mixed     yes  3  4
         fsdp2   hybrid_shard_zero2  auto            selective     fp32           yes  1  4
@@ -32,14 +32,14 @@ CELLS = [
         fsdp1   full_shard          min_num_params  every_n       low_precision  no   1  2
         fsdp1   full_shard          auto            full          fp32           no   1  1
         fsdp1   shard_grad_op       classes         full+offload  fp16_mixed     no   1  2
-        fsdp1   no_shard            min_num_params  full+offload  fp32           no   3  2
+        fsdp1   no_shard            min_num_params  full+offload  fp32           no   3  2  long
         fsdp1   no_shard            classes         selective     mixed          no   1  2
-        fsdp1   no_shard            patterns        none          fp16_mixed     no   1  2
+        fsdp1   no_shard            patterns        none          fp16_mixed     no   1  2  long
         fsdp1   hybrid_shard        classes         every_n       fp32           no   3  4
-        fsdp1   hybrid_shard        patterns        full+offload  mixed          no   1  4
+        fsdp1   hybrid_shard        patterns        full+offload  mixed          no   1  4  long
         fsdp1   hybrid_shard        auto            none          low_precision  no   3  4
-        fsdp1   hybrid_shard_zero2  min_num_params  none          mixed          no   1  4
-        fsdp1   hybrid_shard_zero2  classes         full          low_precision  no   1  4
+        fsdp1   hybrid_shard_zero2  min_num_params  none          mixed          no   1  4  long
+        fsdp1   hybrid_shard_zero2  classes         full          low_precision  no   1  4  long
         fsdp1   hybrid_shard_zero2  patterns        every_n       fp16_mixed     no   3  4
         ddp     no_shard            auto            none          fp32           no   3  2
         ddp     no_shard            auto            full          low_precision  no   1  2
@@ -48,6 +48,9 @@ CELLS = [
         single  no_shard            auto            none          mixed          no   1  1
     """.strip().splitlines()
 ]
+CELLS = [dict(zip(COLUMNS, words, strict=False)) for words in _LINES]
+LONG = [words[-1] == "long" for words in _LINES]
+"""Those whose values every engine has met in other cells."""
 _VALUES: dict[str, Any] = {
     "classes": ["LlamaDecoderLayer"],
     "patterns": ["model.model.layers.*.mlp", "model.model.layers.*.self_attn"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -104,8 +105,14 @@ def import_too(names: list[str]) -> None:
                 importlib.import_module(name)
 
 
+def die_with_parent() -> None:
+    """However the one that started this process ends, this one must not stay; Linux only, as the rest."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
     """What the interpreter does."""
+    die_with_parent()
     _give_files(files, request["files"])
     words, cwd, code = request["words"], request["cwd"], 1
     known = set(sys.modules)

@@ -31,7 +31,14 @@ def check_same(losses: list[float], wanted: list[float]) -> None:
     assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("cell", matrix.CELLS, ids=lambda cell: "-".join(cell.values()))
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=[pytest.mark.long("pairs of values; each value is met without it")] * is_long)
+        for cell, is_long in zip(matrix.CELLS, matrix.LONG, strict=True)
+    ],
+    ids=lambda cell: "-".join(cell.values()),
+)
 def test_a_cell_trains_as_the_loop_does(tiny_model: Path, wanted: list[float], cell: dict[str, str]) -> None:
     results = matrix.run_cell(cell, tiny_model)
     for result in results:
@@ -47,6 +54,15 @@ def test_a_cell_trains_as_the_loop_does(tiny_model: Path, wanted: list[float], c
     assert sum(result["local_numel"] for result in results) == copies * total
     if cell["activation_checkpointing"] == "full" and cell["wrap"] == "auto":
         assert [unit["class"] for unit in units if unit["recompute"] == "full"] == ["LlamaDecoderLayer"] * 3
+
+
+def test_every_value_of_an_engine_is_met_without_the_long_cells() -> None:
+    short = [cell for cell, is_long in zip(matrix.CELLS, matrix.LONG, strict=True) if not is_long]
+    pairs = [
+        {(cell["engine"], name, value) for cell in cells for name, value in cell.items()}
+        for cells in (short, matrix.CELLS)
+    ]
+    assert pairs[0] == pairs[1]
 
 
 def test_the_manual_has_these_cells_with_a_difference_within_the_tolerance() -> None:

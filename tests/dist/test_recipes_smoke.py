@@ -10,19 +10,19 @@ import pytest
 
 from tests.dist.forks import ROOT, command
 
-LONG = pytest.mark.long("one of each family of models is tried in `make test`")
+LONG = pytest.mark.long("one of each family of models and of each method is tried in `make test`")
 RECIPES = sorted((ROOT / "recipes").glob("*_*.yaml"), key=lambda path: ("hybrid" not in path.stem, path.stem))
 # Those of one model with adapters differ in ranks and batch sizes, which the fragment sets: one of them is tried.
 ADAPTED = {path.stem.split("_")[0]: path for path in reversed(RECIPES) if "_lora_" in path.stem}
 RECIPES = [path for path in RECIPES if "_lora_" not in path.stem] + sorted(ADAPTED.values())
-FAMILIES = [re.split(r"[\d.-]", path.stem)[0] + re.split("_", path.stem)[1] for path in RECIPES]
+KINDS = [{re.split(r"[\d.-]", path.stem)[0], path.stem.split("_")[1]} for path in RECIPES]
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(path, id=path.stem, marks=[LONG] * (family in FAMILIES[:number]))
-        for number, (path, family) in enumerate(zip(RECIPES, FAMILIES, strict=True))
+        pytest.param(path, id=path.stem, marks=[LONG] * (kinds <= set().union(*KINDS[:number])))
+        for number, (path, kinds) in enumerate(zip(RECIPES, KINDS, strict=True))
     ],
 )
 def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:

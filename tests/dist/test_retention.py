@@ -140,7 +140,7 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, held: s
 
 
 def test_the_command_refuses_a_held_folder_before_it_writes(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    (done, _) = command(2, ["fit", *SMOKE], tmp_path)
+    (done, _) = command(2, ["fit", *SMOKE], tmp_path, patience=1)
     assert done.code == 1
     assert f"another job is at work in this run folder: process {held.pid} on host" in done.err
     assert "Traceback" not in done.err

@@ -28,11 +28,11 @@ def without(cluster: Cluster, node: str, number: str, *states: str) -> dict[str,
 
 
 def test_a_node_that_goes_down_costs_one_interval(cluster: Cluster):
-    number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 40}))
+    number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 60}))
     cluster.wait_for_step("node", 12)
     without(cluster, "node2", number, "PENDING", "CONFIGURING")
     assert int(cluster.wait_until(number, "COMPLETED", seconds=450)[0]["Restarts"]) >= 1
-    assert sorted(losses(cluster.folder / "node")) == list(range(40))
+    assert sorted(losses(cluster.folder / "node")) == list(range(60))
 
 
 @long

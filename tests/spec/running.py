@@ -23,7 +23,7 @@ def run(*words: str | Path, code: int = 0, ranks: int | None = None, job: str = 
 
     Ranks, two of a run, are started as torchrun does it, in processes that have their imports already.
     """
-    outcomes = command(ranks or (2 if words[0] in ("fit", "validate") else 1), words, Path.cwd(), job)
+    outcomes = command(ranks or (2 if words[0] in ("fit", "validate") else 1), words, Path.cwd(), job, patience=1)
     assert outcomes[0].code == code, f"ended with {outcomes[0].code}:\n{outcomes[0].output[-4000:]}"
     return outcomes[0].out, outcomes[0].err
 

@@ -33,9 +33,9 @@ def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
     whole = cluster.recipe("whole", trainer={"max_steps": 20})
     stopped = cluster.recipe("odd", trainer={"max_steps": 20, "default_root_dir": str(cluster.folder / ODD)})
     second = cluster.submit(stopped)
-    run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "2")
     cluster.wait_for_step(ODD, 1)
     cluster.signal(second)
+    run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "2")
     state = cluster.wait_until(second, "COMPLETED")[0]
     assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
