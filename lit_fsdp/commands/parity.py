@@ -222,7 +222,8 @@ class _Runs:
                 child.join(_GRACE_SECONDS)
         finally:
             for child in children:
-                child.kill()
+                if child.is_alive():
+                    child.kill()
         failed = [rank for rank, child in enumerate(children) if child.exitcode]
         if failed:
             text = logs[failed[0]].read_text(encoding="utf-8", errors="replace")

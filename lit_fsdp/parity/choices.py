@@ -39,7 +39,9 @@ _SHARED = (
 """The model and the rows, which both sides have from the first recipe."""
 _QUIET = {
     **{"trainer.logger": False, "trainer.enable_checkpointing": False, "trainer.enable_progress_bar": False},
-    **{"trainer.profiler": None, "trainer.limit_val_batches": 0, "samples.prompts": None, "ckpt_path": None},
+    **{"trainer.profiler": None, "trainer.default_root_dir": None, "trainer.log_every_n_steps": 1},
+    **{"trainer.limit_val_batches": 0, "trainer.val_check_interval": None, "trainer.check_val_every_n_epoch": 1},
+    **{"samples.prompts": None, "ckpt_path": None},
     **{f"{DATA}.{split}": None for split in ("val", "test", "predict")},
 }
 """What does not change how a recipe trains."""
