@@ -20,7 +20,7 @@ LIT_FSDP = """#!/bin/bash
 words=("${@//step-00000060/step-00000004}")
 case "$*" in
   *runs/*/recipe.yaml*) ;;
-  fit* | profile* | bench* | validate* | data* | slurm*) words+=(--config "$SMOKE") ;;
+  fit* | profile* | validate* | data* | slurm*) words+=(--config "$SMOKE") ;;
 esac
 exec python -m lit_fsdp "${words[@]}"
 """
