@@ -152,7 +152,14 @@ SAME: dict[str, dict[str, Any]] = {
         "precision": "low_precision",
         "cuts": [END],
     },
-    "ddp": {"sharding": "no_shard", "ranks": 2, "micro": 1, "kind": "ours", "precision": "mixed"},
+    "ddp": {
+        "sharding": "no_shard",
+        "ranks": 2,
+        "micro": 1,
+        "kind": "ours",
+        "precision": "mixed",
+        "cuts": [MIDDLE, END],
+    },
 }
 
 
