@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
 from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import Gpu
-from lit_fsdp.plan.memory import RankMemory, StepTime, rank_memory, state_bytes, step_time
+from lit_fsdp.plan.memory import RankMemory, StepTime, least_bytes, rank_memory, step_time
 
 _MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
 
@@ -38,6 +39,12 @@ class Choice:
         if lora is not None:
             parts.append("LoRA" if lora.quantize is None else f"QLoRA ({lora.quantize})")
         return ", ".join(parts)
+
+    @property
+    def flags(self) -> list[str]:
+        """The changes, to be pasted behind the command of a run."""
+        values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in self.changes.items())
+        return [f"--{key} {value}" for key, value in values]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,8 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     model = run.model
     if lora is not None:
         model = dataclasses.replace(run.model, lora=lora)
-        changes["model.lora"] = {"target_modules": lora.target_modules, "quantize": lora.quantize}
+        before, after = (dataclasses.asdict(config) for config in (run.model.lora or LoraConfig(), lora))
+        changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
     try:
         other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **now), model=model)
         for rule in RULES:
@@ -150,9 +158,9 @@ def recommend(
     reasons = []
     for choice in [*choices(run, ("none", "full")), *_with_adapters(run)]:
         try:
-            state = 0 if choice.run.strategy.offloads else state_bytes(choice.run)
-            if state > gib * 2**30:
-                reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
+            least = least_bytes(choice.run)
+            if least > gib * 2**30:
+                reasons.append(f"{choice.words} keeps {least / 2**30:.1f} GiB, whatever the batch")
                 continue
             memory = rank_memory(with_rows(choice.run, 1))
             if memory.room(gib) >= 0:
