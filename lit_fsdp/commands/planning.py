@@ -150,7 +150,8 @@ def run_plan(argv: Sequence[str]) -> int:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
             record["search"] = [_result_record(result) for result in results]
             lines += ["", _search_table(results)]
-            best = results[0] if results[0].fits and results[0].time else None
+            same = (one for one in results if (one.choice.run.model.lora is None) == (run.model.lora is None))
+            best = next((one for one in same if one.fits and one.time), None)  # adapters train something else
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = None if best is None else _result_record(best)
@@ -190,12 +191,14 @@ def _memory_table(found: Any) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""
+    at_loss, elsewhere = step.moment in ("forward", "head"), ", at another moment"
     kinds = [
         (f"parameters{where}", found.parameters),
         (f"optimizer state{where}", found.optimizer),
         (f"gradients{where}", step.gradients),
         ("activations that all blocks keep", step.kept),
-        ("one block at work, or head and loss", step.at_work),
+        (f"one block at work{elsewhere if at_loss else ''}", step.block),
+        (f"head, logits and loss{'' if at_loss else elsewhere}", step.loss),
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),

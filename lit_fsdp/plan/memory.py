@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lit_fsdp.audit import audit_recipe, settled_strategy
+from lit_fsdp.audit import audit_recipe, device_type, settled_strategy
 from lit_fsdp.callbacks.records import add_to_audit
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
@@ -117,7 +117,8 @@ def rank_memory(run: RunConfig) -> RankMemory:
     pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
     shape = run.data.micro_batch_size * pair, run.data.max_seq_length
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
-    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1)
+    on_cpu = device_type(run) == "cpu"
+    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
     params = _model(run.model).parameters()
     size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
     return RankMemory(

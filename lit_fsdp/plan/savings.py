@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.plan.memory import rank_memory
-from lit_fsdp.plan.search import Choice, changed, with_rows
+from lit_fsdp.plan.search import LORA, Choice, changed, with_rows
 
 _SECONDS = 120
 """After which a run that ran out of memory ends without advice."""
@@ -74,16 +73,11 @@ def _lighter(run: RunConfig, names_accumulation: bool) -> Iterator[tuple[Choice,
     if run.trainer["accelerator"] != "cpu" and not strategy.offloads:
         kinds.append(({**sharded, **({} if is_full else whole), "cpu_offload": True}, "shards are on the host, slower"))
     options = [(changed(run, values), remark) for values, remark in kinds]
-    if run.model.lora is None:
-        adapters = LoraConfig(target_modules="all-linear")
-        options += [(changed(run, {}, adapters), "LoRA"), (changed(run, {}, _in_four_bits(adapters)), "QLoRA")]
-    elif run.model.lora.quantize is None:
-        options.append((changed(run, {}, _in_four_bits(run.model.lora)), "QLoRA"))
+    lora = run.model.lora
+    options += [(changed(run, {}, LORA), "LoRA")] if lora is None else []
+    if lora is None or lora.quantize is None:
+        options.append((changed(run, {}, dataclasses.replace(lora or LORA, quantize="nf4")), "QLoRA"))
     yield from ((choice, remark) for choice, remark in options if choice is not None)
-
-
-def _in_four_bits(lora: LoraConfig) -> LoraConfig:
-    return dataclasses.replace(lora, quantize="nf4")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
