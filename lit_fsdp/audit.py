@@ -87,11 +87,12 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
 
 def settled_strategy(run: RunConfig) -> StrategyConfig:
     """The recipe's strategy with the mode that ``precision: auto`` is where it runs."""
-    return run.strategy.on(has_bf16(_device_type(run.trainer.get("accelerator"))))
+    return run.strategy.on(has_bf16(device_type(run)))
 
 
-def _device_type(accelerator: Any) -> str:
-    """Of the run: where the recipe leaves it open, as if it were on this machine."""
+def device_type(run: RunConfig) -> str:
+    """Of the run, ``cpu`` or ``cuda``: where the recipe leaves it open, as if it were on this machine."""
+    accelerator = run.trainer.get("accelerator")
     open_here = accelerator in (None, "auto") and not torch.cuda.is_available()
     return "cpu" if accelerator == "cpu" or open_here else "cuda"
 

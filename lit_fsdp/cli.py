@@ -60,6 +60,7 @@ from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
+from lit_fsdp.plan.savings import advice, is_out_of_memory
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import FLAGS
@@ -296,6 +297,8 @@ class RecipeCLI(LightningCLI):
             self.exit_code = 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
         except BaseException as error:
             self.end_children()
+            if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
+                error.add_note(self._advice())
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error
             raise
@@ -400,6 +403,11 @@ class RecipeCLI(LightningCLI):
         finally:  # also of a run that was stopped or failed, once it has taken a step
             if verb == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
                 print(report_of(folder), file=sys.stderr)
+
+    def _advice(self) -> str:
+        kind = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "gpu"
+        recipe = Path(self.trainer.default_root_dir, "recipe.yaml")
+        return advice(self._declared, recipe, kind, self.line.allow_imports)
 
     def _recipe_text(self) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""

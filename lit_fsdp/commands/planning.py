@@ -19,6 +19,7 @@ from lit_fsdp.commands.parsing import (
     flags_of,
     options_and_recipe,
     run_one_of,
+    size_words,
     verb_parser,
 )
 from lit_fsdp.errors import ConfigError, require
@@ -88,6 +89,7 @@ def run_plan(argv: Sequence[str]) -> int:
     parser.add_argument("--network", type=float, metavar="GB", help="rate of a node in 10**9 bytes/s; default: 50")
     parser.add_argument("--search", action="store_true", help="judge every combination, the fastest first")
     parser.add_argument("--write", metavar="OUT.yaml", help="write the recipe as it is recommended")
+    parser.add_argument("--savings", action="store_true", help="only what takes less memory: bytes, and flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = options_and_recipe(parser, argv)
     if options is None:
@@ -117,6 +119,13 @@ def run_plan(argv: Sequence[str]) -> int:
         trainer={**run.trainer, "accumulate_grad_batches": None},
     )
     found = memory.rank_memory(run)
+    if options.savings:
+        from lit_fsdp.plan.savings import savings
+
+        lighter = list(savings(run, bool(loaded.run.trainer["accumulate_grad_batches"])))
+        as_json = [dataclasses.asdict(one) for one in lighter]
+        print(json.dumps(as_json, indent=1) if options.json else _savings_table(found, lighter))
+        return 0
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "memory_gib": gib,
@@ -141,7 +150,8 @@ def run_plan(argv: Sequence[str]) -> int:
             results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
             record["search"] = [_result_record(result) for result in results]
             lines += ["", _search_table(results)]
-            best = results[0] if results[0].fits and results[0].time else None
+            same = (one for one in results if (one.choice.run.model.lora is None) == (run.model.lora is None))
+            best = next((one for one in same if one.fits and one.time), None)  # adapters train something else
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = None if best is None else _result_record(best)
@@ -181,12 +191,14 @@ def _memory_table(found: Any) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""
+    at_loss, elsewhere = step.moment in ("forward", "head"), ", at another moment"
     kinds = [
         (f"parameters{where}", found.parameters),
         (f"optimizer state{where}", found.optimizer),
         (f"gradients{where}", step.gradients),
         ("activations that all blocks keep", step.kept),
-        ("one block at work, or head and loss", step.at_work),
+        (f"one block at work{elsewhere if at_loss else ''}", step.block),
+        (f"head, logits and loss{'' if at_loss else elsewhere}", step.loss),
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
@@ -197,6 +209,15 @@ def _memory_table(found: Any) -> str:
     ]
     rows = [("bytes of the rank that holds most", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
     return columns(rows, right=("GiB",))
+
+
+def _savings_table(found: Any, lighter: Sequence[Any]) -> str:
+    peak = f"predicted per rank at the highest moment ({found.step.moment}): {size_words(found.peak)}"
+    if not lighter:
+        return f"{peak}; no other choice of the planner takes less"
+    rows = [(size_words(one.num_bytes), one.remark, one.flags) for one in lighter]
+    table = columns([("less", "what changes", "to paste"), *rows], right=("less",))
+    return f"{peak}. Each of these by itself takes less, in the order to try them:\n{table}"
 
 
 def _zero_line(table: dict[str, int], ranks: int) -> str:
@@ -242,7 +263,7 @@ def _search_table(results: Sequence[Any]) -> str:
 def _recommendation(best: Any, gib: float) -> str:
     if best is None:
         return f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length"
-    changes = "".join(f"\n  --{key} {json.dumps(value)}" for key, value in best.choice.changes.items())
+    changes = "".join(f"\n  {flag}" for flag in best.choice.flags)
     return f"recommended: {best.choice.words}, micro-batch {best.rows}{changes or ' (as the recipe has it)'}"
 
 
@@ -253,7 +274,8 @@ def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
         section: Any = values
         *parents, last = key.split(".")
         for part in parents:
-            section = section.setdefault(part, {})
+            section[part] = section.get(part) or {}
+            section = section[part]
             if part == "model" and "init_args" in section:
                 section = section["init_args"]
         section[last] = value

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lit_fsdp.audit import audit_recipe, settled_strategy
+from lit_fsdp.audit import audit_recipe, device_type, settled_strategy
 from lit_fsdp.callbacks.records import add_to_audit
-from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
+from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import mesh_shape
@@ -117,7 +117,8 @@ def rank_memory(run: RunConfig) -> RankMemory:
     pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
     shape = run.data.micro_batch_size * pair, run.data.max_seq_length
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
-    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1)
+    on_cpu = device_type(run) == "cpu"
+    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
     params = _model(run.model).parameters()
     size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
     return RankMemory(
@@ -130,13 +131,26 @@ def rank_memory(run: RunConfig) -> RankMemory:
     )
 
 
-def state_bytes(run: RunConfig) -> int:
-    """Parameters, gradients and optimizer state of the rank that holds most, between steps."""
-    return _state_of(_largest_state(run))
+def least_bytes(run: RunConfig) -> int:
+    """What the rank that holds most keeps, whatever the batch: no step is simulated.
+
+    Parameters, gradients and optimizer state, and all weights where they stay gathered until the backward pass.
+    """
+    strategy, state = settled_strategy(run), _largest_state(run)
+    if strategy.offloads:
+        return 0
+    stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
+    size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
+    return _state_of(state) + stays * size * sum(p.numel() for p in _model(run.model).parameters())
+
+
+def _largest_state(run: RunConfig) -> dict[str, int]:
+    plain = dataclasses.replace(run.strategy, activation_checkpointing="none")  # which, like batches, changes no state
+    return _audited_state(dataclasses.replace(run, data=DataConfig(), strategy=plain))
 
 
 @_once
-def _largest_state(run: RunConfig) -> dict[str, int]:
+def _audited_state(run: RunConfig) -> dict[str, int]:
     return max(audit_recipe(run)["state_per_rank"], key=_state_of)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
 from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import Gpu
-from lit_fsdp.plan.memory import RankMemory, StepTime, rank_memory, state_bytes, step_time
+from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, RankMemory, StepTime, least_bytes, rank_memory, step_time
 
 _MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
+LORA = LoraConfig(target_modules="all-linear")
+QLORA = dataclasses.replace(LORA, quantize="nf4")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class Choice:
         if lora is not None:
             parts.append("LoRA" if lora.quantize is None else f"QLoRA ({lora.quantize})")
         return ", ".join(parts)
+
+    @property
+    def flags(self) -> list[str]:
+        """The changes, to be pasted behind the command of a run."""
+        values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in self.changes.items())
+        return [f"--{key} {value}" for key, value in values]
 
 
 @dataclass(frozen=True)
@@ -84,20 +93,24 @@ def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> in
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
-    """Every way to run the recipe on its ranks; those that send least and recompute least first."""
+    """Every way to run the recipe on its ranks; those that send least and recompute least first.
+
+    At last with adapters, where the recipe has none: on a base as it is, then on one of 4 bits.
+    """
     world = run.world_size or 1
     kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
     if world > 1:
         kinds += [{"engine": "fsdp2", "sharding": "shard_grad_op"}, {"engine": "fsdp2", "sharding": "full_shard"}]
     if run.num_nodes > 1 and world > run.num_nodes:
         kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
-    kinds.append({"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True})
+    offload = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True}
     neutral = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False}
-    for kind in kinds:
-        for mode in modes:
-            values = {**neutral, **kind, "activation_checkpointing": mode}
-            if (choice := changed(run, values)) is not None:
-                yield choice
+    for lora in (None,) if run.model.lora else (None, LORA, QLORA):
+        for kind in kinds if lora else [*kinds, offload]:
+            for mode in modes:
+                choice = changed(run, {**neutral, **kind, "activation_checkpointing": mode}, lora)
+                if choice is not None:
+                    yield choice
 
 
 def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice | None:
@@ -107,7 +120,8 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     model = run.model
     if lora is not None:
         model = dataclasses.replace(run.model, lora=lora)
-        changes["model.lora"] = {"target_modules": lora.target_modules, "quantize": lora.quantize}
+        before, after = (dataclasses.asdict(config) for config in (run.model.lora or LoraConfig(), lora))
+        changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
     try:
         other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **now), model=model)
         for rule in RULES:
@@ -135,7 +149,10 @@ def search(
     found = []
     for choice in choices(run):
         tell(choice.words)
-        found.append(judge(choice, gib, time_of))
+        try:
+            found.append(judge(choice, gib, time_of))
+        except ConfigError as error:  # a package that is not here
+            tell(f"{choice.words}: {error.given}")
     # what moves to the host comes last: how long that takes is not counted
     return sorted(found, key=lambda r: (not r.fits, r.memory.offloads, -r.tokens_per_second, r.memory.peak))
 
@@ -143,16 +160,13 @@ def search(
 def recommend(
     run: RunConfig, gib: float, time_of: Callable[[RunConfig], StepTime | None]
 ) -> tuple[Result | None, list[str]]:
-    """The first choice that fits, in the order in which they cost time, and what was wrong with those before it.
-
-    With adapters where the whole model cannot be trained: on a bf16 base, then on one of 4 bits.
-    """
-    reasons = []
-    for choice in [*choices(run, ("none", "full")), *_with_adapters(run)]:
+    """The first choice that fits, in the order in which they cost time, and what was wrong with those before it."""
+    reasons, usable = [], gib * USABLE * 2**30 - OVERHEAD_BYTES
+    for choice in choices(run, ("none", "full")):
         try:
-            state = 0 if choice.run.strategy.offloads else state_bytes(choice.run)
-            if state > gib * 2**30:
-                reasons.append(f"{choice.words} keeps {state / 2**30:.1f} GiB between steps")
+            least = least_bytes(choice.run)
+            if least > usable:
+                reasons.append(f"{choice.words} keeps {least / 2**30:.1f} GiB, whatever the batch")
                 continue
             memory = rank_memory(with_rows(choice.run, 1))
             if memory.room(gib) >= 0:
@@ -162,15 +176,6 @@ def recommend(
             continue
         reasons.append(f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row")
     return None, reasons
-
-
-def _with_adapters(run: RunConfig) -> Iterator[Choice]:
-    if run.model.lora is not None:
-        return
-    strategy = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": False, "activation_checkpointing": "full"}
-    for lora in (LoraConfig(target_modules="all-linear"), LoraConfig(target_modules="all-linear", quantize="nf4")):
-        if (choice := changed(run, strategy, lora)) is not None:
-            yield choice
 
 
 def time_on(gpu: Gpu | None, share: float, network: float) -> Callable[[RunConfig], StepTime | None]:

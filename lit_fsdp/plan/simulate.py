@@ -14,7 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,8 @@ from lit_fsdp.parallel.units import plan_for, quantized_layers
 
 _BLOCKS = 3
 """Simulated: of the first, input and output may differ from those of the others."""
+_GLOO_COPIES = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
+"""The argument of which gloo makes another copy while it sends (ProcessGroupGloo.cpp): output and input."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class StepMemory:
     ``blocks`` (that of a block) or ``optimizer``."""
     gradients: int
     """Gradient shards that exist already at that moment."""
+    block: int = 0
+    """``at_work`` at the highest moment of a block's backward pass."""
+    loss: int = 0
+    """``at_work`` at the highest moment of head and loss, logits or chunks of them included."""
 
     @property
     def total(self) -> int:
@@ -84,8 +90,9 @@ class _Live:
 class _Watch(TorchDispatchMode):
     """Counts the bytes of every storage from its making to its end, by the kind of work in which it was made."""
 
-    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+    def __init__(self, known: Iterator[torch.Tensor], copied: Mapping[Any, int]) -> None:
         super().__init__()
+        self._copied = copied
         self.live, self.kind, self.phase = _Live(), "work", "forward"
         self.highest: dict[str, _Live] = {}
         self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
@@ -106,7 +113,10 @@ class _Watch(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = _with_all_rows(op, args)
+        if op in self._copied:
+            copied = torch.empty_like(args[self._copied[op]])
+            self._add(copied.untyped_storage())
+        out = _without_data(op, *args, **(kwargs or {}))
         out = op(*args, **(kwargs or {})) if out is None else out
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in self._sizes:
@@ -152,13 +162,18 @@ class _Watch(TorchDispatchMode):
             self.highest[self.phase] = copy.copy(self.live)
 
 
-def _with_all_rows(op: Any, args: Any) -> Any:
-    """The answer of an indexing by a mask, which without data nobody knows: all rows."""
+def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The answer of what asks for data: an indexing by a mask takes all rows; experts in fp32, which torch refuses."""
     if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
         (mask, *others) = args[1]
         if mask is not None and mask.dtype == torch.bool and not others:
             rows = args[0].reshape(-1, *args[0].shape[mask.dim() :])
             return rows.clone() if op is torch.ops.aten.index.Tensor else args[0]
+    if op is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:  # torch 2.13: bf16 alone on meta
+        left, right = args[:2]
+        ends: Any = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        groups = [len(ends)] if left.dim() == right.dim() == 2 else []
+        return left.new_empty(*groups, *left.shape[:-1], right.shape[-1])
     return None
 
 
@@ -179,6 +194,7 @@ def step_memory(
     mesh: tuple[int, int],
     gradient_bytes: int,
     accumulates: bool,
+    on_cpu: bool = False,
 ) -> StepMemory:
     """Simulate a step and read its highest moment.
 
@@ -190,6 +206,7 @@ def step_memory(
         mesh: Copies of the model, and ranks that share one.
         gradient_bytes: Of all gradients of a rank between steps.
         accumulates: Whether a step has several micro-batches.
+        on_cpu: Whether gloo sends, which copies.
 
     Raises:
         ConfigError: The architecture cannot be shortened, or does what tensors without values cannot.
@@ -202,7 +219,7 @@ def step_memory(
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     try:
         with _process_group(mesh[0] * mesh[1]):
-            watch, ends = _simulate(small, model, strategy, shape, *mesh)
+            watch, ends = _simulate(small, model, strategy, shape, *mesh, _GLOO_COPIES if on_cpu else {})
         found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ConfigError(
@@ -234,6 +251,7 @@ def _simulate(
     shape: tuple[int, int],
     copies: int,
     shards: int,
+    copied: Mapping[Any, int],
 ) -> tuple[_Watch, dict[str, list[_Live]]]:
     model: Any = build_trainable(hf_config, dataclasses.replace(model_config, attn_implementation=None))[0]
     row = strategy.precision_config.row
@@ -265,7 +283,7 @@ def _simulate(
             batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
         known = [*holder.parameters(), *holder.buffers(), *batch.values()]
-        with _Watch(_locals(known)) as watch, _engine_kinds(watch), _phases(watch, blocks) as ends:
+        with _Watch(_locals(known), copied) as watch, _engine_kinds(watch), _phases(watch, blocks) as ends:
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
                 loss = root(batch)
             watch.phase = "head"
@@ -383,4 +401,5 @@ def _highest(
                 gradients=gradients,
             )
         )
-    return max(found, key=lambda memory: memory.total)
+    most = {kind: max(m.at_work for m in found if (m.moment == "blocks") == kind) for kind in (True, False)}
+    return dataclasses.replace(max(found, key=lambda memory: memory.total), block=most[True], loss=most[False])

@@ -15,6 +15,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
 from lit_fsdp.plan.memory import rank_memory, step_time, zero_table
+from lit_fsdp.plan.search import choices
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "llama3.1-8b_full_fsdp2_8x80gb.yaml"
@@ -58,6 +59,27 @@ def test_a_pair_is_two_rows():
     words = (f"--data.micro_batch_size={rows}", f"--data.max_seq_length={pairs.data.max_seq_length}")
     single = loaded(*words, recipe="smollm2-135m_full_fsdp2_2xcpu.yaml")
     assert rank_memory(pairs) == rank_memory(single)
+
+
+def test_experts_in_fp32_and_what_gloo_copies():
+    words = ("--trainer.strategy.init_args.precision=fp32", "--data.max_seq_length=64", "--data.micro_batch_size=1")
+    full = ("--trainer.strategy.init_args.activation_checkpointing=full", "--data.global_batch_size=16")
+    memory = rank_memory(loaded(*words, *full, recipe="mixtral-8x7b_full_fsdp2_16x80gb.yaml"))
+    assert (memory.step.moment, memory.step.kept) == ("blocks", 64 * 4096 * 4)  # the fp32 input of the last one to go
+    small = "smollm2-135m_full_fsdp2_2xcpu.yaml"
+    on_gpu, on_cpu = (
+        rank_memory(loaded(*words, f"--trainer.accelerator={kind}", recipe=small)) for kind in ("gpu", "cpu")
+    )
+    assert on_cpu.peak > on_gpu.peak
+    assert on_cpu.parameters == on_gpu.parameters
+
+
+def test_adapters_are_choices_where_there_are_none():
+    words = [choice.words for choice in choices(loaded())]
+    assert words.index("ddp") < words.index("ddp, LoRA") < words.index("ddp, QLoRA (nf4)")
+    assert not any("LoRA" in text for text in (c.words for c in choices(loaded(), ("none",))) if "offload" in text)
+    adapted = loaded(recipe="llama3.1-8b_lora_fsdp2_8x80gb.yaml")
+    assert all(choice.run.model.lora == adapted.model.lora for choice in choices(adapted))
 
 
 def test_more_is_kept_without_recomputation_and_less_with_fewer_tokens():
