@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
@@ -30,7 +32,14 @@ class StepTrace(Callback):
         given = getattr(trainer.strategy, "config", None)
         somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
         row = given.precision_config.row if given else somebody_elses.row
-        self.trace = Trace(row.compute, row.reduce)
+        drops = (
+            getattr(part, "p" if isinstance(part, nn.Dropout) else "attention_dropout", 0)
+            for part in pl_module.modules()
+        )
+        self.trace = Trace(row.compute, row.reduce, any(isinstance(share, float) and share > 0 for share in drops))
+        self._norm: torch.Tensor | None = None
+        if not hasattr(trainer.precision_plugin, "last_grad_norm") and not isinstance(trainer.strategy, FSDPStrategy):
+            self._measure(pl_module)
         self._note(trainer, pl_module, 0.0)
 
     def on_train_batch_end(
@@ -38,7 +47,7 @@ class StepTrace(Callback):
     ) -> None:
         """Note a step that has been taken."""
         if trainer.global_step == len(self.trace.losses):
-            self._note(trainer, pl_module, float(trainer.callback_metrics.get("train_loss", math.nan)))
+            self._note(trainer, pl_module, trainer.callback_metrics.get("train_loss"))
             trainer.should_stop = trainer.should_stop or trainer.global_step >= self.steps
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,10 +55,23 @@ class StepTrace(Callback):
         if trainer.is_global_zero:
             self.trace.save(self.file)
 
-    def _note(self, trainer: Trainer, module: LightningModule, loss: float) -> None:
+    def _measure(self, module: LightningModule) -> None:
+        """Take the norm of somebody else's strategy where gradients, whole or DTensors, are ready to be clipped."""
+        clip = module.configure_gradient_clipping
+
+        def measured(*args: Any, **options: Any) -> None:
+            grads = [param.grad for param in module.parameters() if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+            self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            clip(*args, **options)
+
+        module.configure_gradient_clipping = measured  # type: ignore[method-assign]
+
+    def _note(self, trainer: Trainer, module: LightningModule, loss: Any) -> None:
         trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
         state = trainer.strategy.lightning_module_state_dict()
         here = ((name, state[name].to(trainer.strategy.root_device)) for name in sorted(trained & state.keys()))
         whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in here)  # on all ranks together
-        norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
-        self.trace.add(loss, None if norm is None else float(norm), whole)
+        norm = getattr(trainer.precision_plugin, "last_grad_norm", self._norm)
+        loss, norm = (None if value is None else float(value) for value in (loss, norm))
+        self.trace.add(loss, norm, whole)

@@ -9,8 +9,10 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -48,9 +50,13 @@ def run_parity(argv: Sequence[str]) -> int:
     recipes = [_checked(side, flags_of(parser), options.full, is_plain) for side in sides]
     from lit_fsdp.parity.choices import RunRefused, plain_side, with_shared
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
     with tempfile.TemporaryDirectory(prefix="lit_fsdp_parity_") as folder:
         runs = _Runs(Path(folder), options.steps)
         try:
+            for side, recipe in zip(sides, recipes, strict=True):
+                if recipe.run.foreign & {"model", "data"} and (is_plain or not options.full):
+                    _require_arguments_of_ours(runs.resolved(side, recipe.run, full=True))
             found = [runs.resolved(side, recipe.run, options.full) for side, recipe in zip(sides, recipes, strict=True)]
             other = plain_side(found[0]) if is_plain else with_shared(found[1], found[0])
             if not is_plain:
@@ -88,6 +94,15 @@ def _checked(words: Sequence[str], flags: Sequence[str], full: bool, is_plain: b
     return recipe
 
 
+def _require_arguments_of_ours(recipe: dict[str, Any]) -> None:
+    """A class that inherits from ours has them; with others there is no miniature and no plain loop."""
+    for section, argument in (("model", "name"), ("data", "train")):
+        allowed = "a class of lit_fsdp, or one that inherits from it"
+        fix = "compare two recipes as they are: --full --against OTHER.yaml"
+        is_ours = f"{section}.init_args.{argument}" in recipe
+        require(is_ours, f"{section}.class_path", recipe.get(f"{section}.class_path"), allowed, fix)
+
+
 def _tell_left_out(givens: Sequence[Any], one: Any, other: Any) -> None:
     """Name the keys in which the recipes differ as they are given, but not as they are run."""
     from lit_fsdp.config.parser import changed_values
@@ -107,6 +122,7 @@ def _compare(runs: _Runs, one: Any, other: Any, options: Any) -> int:
     pairs = {"as the recipes say": (one, other)}
     if not {recipe.get(f"{MODEL}.attn_implementation") for recipe in (one, other)} & {*FLASH_ATTENTION}:
         pairs["computing in fp32, where less hides behind rounding"] = (in_fp32(one), in_fp32(other))
+    pairs = {title: pair for title, pair in pairs.items() if pair != (one, other) or title == next(iter(pairs))}
     rounds = {}
     for title, pair in pairs.items():
         goal = runs.plain(pair[1]) if options.against == "plain" else runs(pair[1])
@@ -115,6 +131,15 @@ def _compare(runs: _Runs, one: Any, other: Any, options: Any) -> int:
         if found.first is not None or found.dtype == "fp32":
             break
     names = _named(rounds[title][1])
+    if found.untold:
+        print(f"not compared, as a side does not tell: {', '.join(found.untold)}", file=sys.stderr)
+    if len(found.steps) <= options.steps:
+        print(f"a side takes no more than {len(found.steps) - 1} steps", file=sys.stderr)
+    if found.first is not None and runs(pair[0]).has_dropout:
+        print(
+            "the model has dropout, which other ranks, shardings and loops draw otherwise: set it to 0 to compare",
+            file=sys.stderr,
+        )
     if options.json:
         record = {
             title: {**dataclasses.asdict(found), "turned": [dataclasses.asdict(turn) for turn in turned]}
@@ -136,7 +161,11 @@ def _named(turned: Sequence[Any]) -> list[str]:
 def _tables(title: str, found: Any, turned: Sequence[Any]) -> str:
     heads = ("step", "loss", "the other's", "Δ loss", "Δ gradient norm", "Δ weights")
     rows = [
-        (str(step), *(f"{loss:.6f}" for loss in losses), *(f"{value:.1e}" for value in apart))
+        (
+            str(step),
+            *("-" if loss is None else f"{loss:.6f}" for loss in losses),
+            *("-" if value is None else f"{value:.1e}" for value in apart),
+        )
         for step, (losses, apart) in enumerate(zip(found.losses, found.steps, strict=True))
     ]
     rows.append((f"allowed in {found.dtype}", "", "", *(f"{value:.0e}" for value in found.allowed)))
@@ -254,6 +283,7 @@ def _be_rank(rank: int, log: Path, ranks: int, port: int, act: Callable[..., int
     """Be one of the ranks that Lightning would have started; what it says goes to a file."""
     from lit_fsdp.ending import ended
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in [name for name in os.environ if name.startswith(_LAUNCHED)]:
         del os.environ[name]
     where = {"LOCAL_RANK": rank, "WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -262,6 +292,13 @@ def _be_rank(rank: int, log: Path, ranks: int, port: int, act: Callable[..., int
     for stream in (1, 2):
         os.dup2(written, stream)
     sys.exit(ended(lambda: act(*args)))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _resolve(file: Path, words: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ def run_report(argv: Sequence[str]) -> int:
         given = f"{folder}, which {'has no step in a metrics.csv' if folder.is_dir() else 'is no folder'}"
         allowed = f"a run folder with logged steps{': ' * bool(near)}{', '.join(near[:5])}"
         fix = "name the trainer.default_root_dir of a fit; trainer.log_every_n_steps: 1 lets it log every step"
-        require(run.metrics, "RUN", given, allowed, fix)
+        require(run.metrics or run.not_finite, "RUN", given, allowed, fix)
     out: Path = options.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     fix = f"mkdir -p {out.parent}, or name another"
     require(out.parent.is_dir() and not out.is_dir(), "--out", out, "a file in a folder that exists", fix)

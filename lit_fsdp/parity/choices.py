@@ -20,6 +20,7 @@ Recipe = dict[str, Any]
 MODEL, DATA, DEVICES, PRECISION = "model.init_args", "data.init_args", "trainer.devices", f"{STRATEGY}.precision"
 _NAMES = {
     PRECISION: "precision",
+    "trainer.precision": "precision",
     f"{MODEL}.attn_implementation": "attention",
     f"{MODEL}.loss": "loss backend",
     f"{DATA}.packing": "packing",
@@ -111,6 +112,8 @@ def plain_side(recipe: Recipe) -> Recipe:
 
 def in_fp32(recipe: Recipe) -> Recipe:
     """The recipe computing in fp32; what it says of reductions alone holds."""
+    if not any(_is_in(key, [STRATEGY]) for key in recipe):  # a strategy of Lightning
+        return _replaced(recipe, {"trainer.precision": "32-true"})
     has_own = recipe.get(f"{PRECISION}.reduce_dtype")
     changes = {f"{PRECISION}.mode": "fp32", f"{PRECISION}.fp8_skip": None} if has_own else {PRECISION: "fp32"}
     return _replaced(recipe, changes)

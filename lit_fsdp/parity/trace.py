@@ -17,8 +17,9 @@ _MOST = 2**14
 class Apart(NamedTuple):
     """Relative differences of two runs in one step, or how large they may be."""
 
-    loss: float
-    gradient_norm: float
+    loss: float | None
+    """None where one of them does not tell; so also of the norm."""
+    gradient_norm: float | None
     weights: float
     """‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
 
@@ -33,15 +34,16 @@ class Trace:
 
     compute_dtype: str
     reduce_dtype: str
-    losses: list[float] = field(default_factory=list)
+    has_dropout: bool = False
+    losses: list[float | None] = field(default_factory=list)
     gradient_norms: list[float | None] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-    def add(self, loss: float, gradient_norm: float | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def add(self, loss: float | None, gradient_norm: float | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note a step.
 
         Args:
-            loss: Of the global batch, before the step.
+            loss: Of the global batch, before the step; None where it is not known.
             gradient_norm: Of all gradients, before clipping; None where it is not known.
             weights: What is trained by its name, whole.
         """
@@ -68,8 +70,8 @@ class Comparison:
     dtype: str
     """That decides what is allowed."""
     allowed: Apart
-    losses: list[tuple[float, float]]
-    """Of both; step 0 is before the first."""
+    losses: list[tuple[float | None, float | None]]
+    """Of both; step 0 is before the first. Of a step that one of them has not taken, its loss is nan."""
     steps: list[Apart]
 
     @property
@@ -79,13 +81,24 @@ class Comparison:
 
     def beyond(self, step: int) -> str:
         """What differs in a step by more than is allowed, in words."""
-        found = zip(Apart._fields, self.steps[step], self.allowed, strict=True)
-        return ", ".join(f"{name.replace('_', ' ')} {value:.1e}" for name, value, most in found if not value <= most)
+        found = [
+            (name.replace("_", " "), value)
+            for name, value, most in zip(Apart._fields, self.steps[step], self.allowed, strict=True)
+            if value is not None and most is not None and not value <= most
+        ]
+        return ", ".join(f"{name} {value:.1e}" for name, value in found)
+
+    @property
+    def untold(self) -> list[str]:
+        """What could not be compared."""
+        taken = self.steps[1:2]
+        return [name.replace("_", " ") for step in taken for name in Apart._fields if getattr(step, name) is None]
 
     @property
     def size(self) -> float:
         """The largest difference in units of what is allowed."""
-        return max(value / most for step in self.steps for value, most in zip(step, self.allowed, strict=True))
+        pairs = [pair for step in self.steps for pair in zip(step, self.allowed, strict=True)]
+        return max(value / most for value, most in pairs if value is not None and most is not None)
 
 
 def compare(one: Trace, other: Trace) -> Comparison:
@@ -102,11 +115,17 @@ def compare(one: Trace, other: Trace) -> Comparison:
         Apart(_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
         for step in range(len(losses))
     ]
+    if len(one.losses) != len(other.losses):  # one of them ended early
+        longer = one.losses[len(losses) :] or other.losses[len(losses) :]
+        losses.append((longer[0], math.nan) if len(one.losses) > len(other.losses) else (math.nan, longer[0]))
+        steps.append(Apart(math.inf, None, math.inf))
     return Comparison(dtype, TOLERANCES[dtype], losses, steps)
 
 
-def _relative(one: float | None, other: float | None) -> float:
-    if one is None or other is None or one == other:
+def _relative(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return None
+    if one == other:
         return 0.0
     apart = abs(one - other) / max(abs(one), abs(other))
     return math.inf if math.isnan(apart) else apart

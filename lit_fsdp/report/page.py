@@ -55,11 +55,13 @@ class RunFiles:
     """By column: optimizer steps done and finite values."""
     not_finite: dict[str, int] = field(default_factory=dict)
     """How many values of a column are inf or nan."""
+    unreadable: set[str] = field(default_factory=set)
+    """Damaged files, of those that were asked for."""
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The resolved one."""
-        return _recipe(self.folder)
+        return _record(self.folder / "recipe.yaml", self.unreadable)
 
     @cached_property
     def audit(self) -> dict[str, Any]:
@@ -73,8 +75,7 @@ class RunFiles:
 
     def json(self, name: str) -> dict[str, Any]:
         """A record of the run, by the name of its file."""
-        path = self.folder / f"{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return _record(self.folder / f"{name}.json", self.unreadable)
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -133,6 +134,7 @@ def _page(runs: Sequence[RunFiles]) -> str:
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
         parts += [_checkpoints(run), _changes(run), _samples(run), _data(run), _model(run), _yaml(run)]
+        parts += [f"<p class=note>Damaged: {_text(path)}</p>" for path in sorted(run.unreadable)]
     title = _text(f"{len(runs)} runs" if several else names[0])
     style = _STYLE.read_text(encoding="utf-8")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
@@ -252,7 +254,7 @@ def _changes(run: RunFiles) -> str:
     """What a run that was resumed does otherwise than when its checkpoints were saved."""
     saved = [found for found in run.checkpoints if not found.damage and (found.path / "recipe.yaml").is_file()]
     names = [*(f"until step {found.step}" for found in saved), "now"]
-    recipes = [*(_recipe(found.path) for found in saved), run.recipe]
+    recipes = [*(_record(found.path / "recipe.yaml", run.unreadable) for found in saved), run.recipe]
     without = [{key: value for key, value in recipe.items() if key != "ckpt_path"} for recipe in recipes]
     return _differences("Recipe changed by a resume", names, without)
 
@@ -263,6 +265,8 @@ def _samples(run: RunFiles) -> str:
         return ""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file) if len(row) == 4]
+    if not rows:
+        return ""
     head, asked = rows[0], rows[1:]
     shown = {row[0] for row in (*asked[:1], *asked[-1:])}
     cut = [
@@ -299,9 +303,14 @@ def _yaml(run: RunFiles) -> str:
     return f"<h3>Recipe</h3><details><summary>recipe.yaml</summary><pre>{_text(text)}</pre></details>"
 
 
-def _recipe(folder: Path) -> dict[str, Any]:
-    path = folder / "recipe.yaml"
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+def _record(path: Path, unreadable: set[str]) -> dict[str, Any]:
+    """What a file holds; of one that is not there, or is damaged and named then, nothing."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+        return (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
+    except (ValueError, yaml.YAMLError):
+        unreadable.add(str(path))
+        return {}
 
 
 def _yaml_word(value: Any) -> str:

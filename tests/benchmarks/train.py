@@ -40,15 +40,17 @@ def main() -> None:
         runs = in_turns(
             {side: lambda side=side: one_side(folder / "work", side) for side in options.sides}, options.repeats
         )
-        learnt = {side: sum(found[0]["supervised"]) for side, found in runs.items()}
-        if len(set(learnt.values())) != 1:
-            raise RuntimeError(f"sides learnt from different numbers of tokens: {learnt}")
+        supervised = {side: sum(found[0]["supervised"]) for side, found in runs.items()}
+        if len(set(supervised.values())) != 1:
+            raise RuntimeError(f"sides trained on different numbers of tokens: {supervised}")
         what = f"SFT of SmolLM2-135M on {work['source']}"
         record["results"] = [
             {"what": f"{what}, {side}", "summary": summary(found), "runs": found} for side, found in runs.items()
         ]
         record["results"] += ratios(runs, work["padded_fill"])
-        print(f"padded batches are {work['padded_fill']:.0%} full; {learnt[options.sides[0]]:,.0f} supervised tokens")
+        print(
+            f"padded batches are {work['padded_fill']:.0%} full; {supervised[options.sides[0]]:,.0f} supervised tokens"
+        )
 
 
 def parse() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, tr
 
 
 class Manual(ForeignNet):
-    """Wraps its layers itself, as its author learnt to."""
+    """Wraps its layers itself, as its author learned to."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_losses_are_those_of_the_resized_model(
     assert model.config.vocab_size == len(tokenizer) == FIRST + 2
     assert tokenizer.convert_tokens_to_ids(TOKENS) == [FIRST, FIRST + 1]
     rows = model.get_output_embeddings().weight[FIRST:]
-    assert not torch.equal(rows[0], rows[1])  # learnt: both began as the mean
+    assert not torch.equal(rows[0], rows[1])  # trained: both began as the mean
     assert torch.isfinite(_logits(model)).all()
 
 

@@ -81,7 +81,11 @@ def test_tolerances_follow_the_dtypes():
     assert compare(trace(1.0), trace(1.0 + 2e-5)).beyond(1) == "loss 2.0e-05"
     assert compare(trace(1.0), trace(math.nan)).first == 1
     assert compare(trace(1.0), trace(1.0, norm=1.01)).first == 0
-    assert compare(trace(1.0), trace(1.0, norm=None)).first is None
+    untold = compare(trace(1.0), trace(1.0, norm=None))
+    assert (untold.first, untold.untold, untold.steps[1]) == (None, ["gradient norm"], (0, None, 0))
+    early = trace(1.0)
+    early.losses.pop()
+    assert compare(trace(1.0), early).first == compare(early, trace(1.0)).first == 2
 
 
 def test_what_a_recipe_says_of_reductions_holds_in_fp32():
@@ -89,6 +93,8 @@ def test_what_a_recipe_says_of_reductions_holds_in_fp32():
     assert in_fp32(mode)[f"{STRATEGY}.precision.reduce_dtype"] == "bf16"
     assert in_fp32(mode)[f"{STRATEGY}.precision.mode"] == "fp32"
     assert in_fp32({f"{STRATEGY}.precision": "low_precision"}) == {f"{STRATEGY}.precision": "fp32"}
+    somebody_elses = {"trainer.strategy": "ddp", "trainer.precision": "bf16-mixed"}
+    assert in_fp32(somebody_elses) == {"trainer.strategy": "ddp", "trainer.precision": "32-true"}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])

@@ -1,6 +1,6 @@
 """Real tokenizers and the templates of their families, token by token, as written in tests/golden/masks.
 
-A line of a golden file begins with ``+`` where its tokens are learnt. The files were read by eye; with
+A line of a golden file begins with ``+`` where its tokens are supervised. The files were read by eye; with
 ``LIT_FSDP_WRITE_GOLDEN=1`` they are written anew, to be read again.
 """
 
@@ -125,7 +125,7 @@ def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: s
     theirs = tokenizer.apply_chat_template(
         talk, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
-    length = len(encoded.input_ids)  # without what follows the last token that is learnt
+    length = len(encoded.input_ids)  # without what follows the last token that is supervised
     assert encoded.input_ids.tolist() == theirs["input_ids"][:length]
     assert [*encoded.supervised, *[False] * (len(theirs["input_ids"]) - length)] == [
         bool(value) for value in theirs["assistant_masks"]

@@ -54,7 +54,7 @@ def _nll(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum").item()
 
 
-def test_the_first_token_of_a_packed_sample_is_never_learnt():
+def test_the_first_token_of_a_packed_sample_is_never_supervised():
     labels = torch.tensor([[7, 8, 9, 4, 5, 6]])
     positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
     assert next_targets({"labels": labels, "position_ids": positions}).tolist() == [[8, -100, 4, 5, -100, -100]]

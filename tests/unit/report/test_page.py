@@ -111,6 +111,16 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         lit_fsdp(["report", "runs/empty"])
 
 
+def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run_folder(tmp_path / "run", rows=["step,train_loss", "0,nan"])
+    (folder / "audit.json").write_text('{"engine": ')
+    (folder / "samples.csv").write_text("")
+    text = page_of(folder, capsys=capsys).text
+    assert f"Damaged: {folder / 'audit.json'}" in text
+    assert f"inf or nan: {folder}: train_loss 1." in text
+    assert "max_steps: 6" in text
+
+
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path):
     (tmp_path / "report.html").mkdir()
     assert report_of(tmp_path).startswith(f"{tmp_path}/report.html was not written: ")
