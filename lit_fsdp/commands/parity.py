@@ -281,8 +281,13 @@ def _miniature(run: Any, steps: int) -> list[str]:
 
 def _be_rank(rank: int, log: Path, ranks: int, port: int, act: Callable[..., int], args: Sequence[Any]) -> None:
     """Be one of the ranks that Lightning would have started; what it says goes to a file."""
+    import torch
+
     from lit_fsdp.ending import ended
 
+    # After a fork the first use of torch's thread pool makes it anew; by two threads at once that may end in "Invalid
+    # thread pool!" (https://github.com/pytorch/pytorch/pull/54895 left out the lock). To be removed once it has one.
+    torch.set_num_threads(torch.get_num_threads())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in [name for name in os.environ if name.startswith(_LAUNCHED)]:
         del os.environ[name]

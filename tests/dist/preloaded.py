@@ -112,7 +112,10 @@ def die_with_parent() -> None:
 
 def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
     """What the interpreter does."""
+    import torch
+
     die_with_parent()
+    torch.set_num_threads(1)  # makes torch's thread pool anew, which two threads at once might do, and one fail
     _give_files(files, request["files"])
     words, cwd, code = request["words"], request["cwd"], 1
     known = set(sys.modules)
