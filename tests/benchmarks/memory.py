@@ -4,7 +4,7 @@
 
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
-the growth of the resident set, predicted and measured. Half a minute a cell.
+the growth of the resident set, predicted and measured. A minute or two a cell.
 """
 
 from __future__ import annotations
