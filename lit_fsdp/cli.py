@@ -282,6 +282,12 @@ class RecipeCLI(LightningCLI):
         folder = Path(trainer["default_root_dir"]) / "checkpoints"  # somebody else's strategy writes Lightning's files
         return ModelCheckpoint(folder, every_n_train_steps=config.every_steps, save_top_k=-1, save_last=True)
 
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Give the optimizer of ``--optimizer``, made before sharding, the parameters that are there now."""
+        optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
+        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
     # -- what runs
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -137,8 +137,10 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
 
 def test_a_script_of_ones_own(here: Path) -> None:
     words = ("--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--size", "7")
-    said_by("train.py", "fit", *words, "--trainer.callbacks=mine.Tell", job="script")
+    optimizer = ("--optimizer=torch.optim.RMSprop", "--optimizer.lr=0.2")
+    said_by("train.py", "fit", *words, *optimizer, "--trainer.callbacks=mine.Tell", job="script")
     assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
+    assert (told()["optimizer"], dict(told()["options"])["lr"]) == ("RMSprop", 0.2)  # type: ignore[call-overload]
     assert yaml.safe_load(Path("runs/run/recipe.yaml").read_text())["size"] == 7
     assert "holds 1 checkpoint(s)" in said_by("train.py", "fit", *words, job="script", code=2)
     said_by("train.py", "validate", *words, "--ckpt_path", "last", job="script")
