@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import typing
@@ -51,14 +50,11 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
 
 def _signature() -> inspect.Signature:
     """That of the dataclass, by position too: what ``help()`` and a recipe's parser are told."""
-    types = typing.get_type_hints(StrategyConfig)
-    params = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=types[field.name]
-        )
-        for field in dataclasses.fields(StrategyConfig)
-    ]
-    return inspect.Signature(params, return_annotation=Strategy)
+    types, either = typing.get_type_hints(StrategyConfig), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    params = inspect.signature(StrategyConfig).parameters.values()
+    return inspect.Signature(
+        [p.replace(kind=either, annotation=types[p.name]) for p in params], return_annotation=Strategy
+    )
 
 
 _SIGNATURE = _signature()

@@ -110,12 +110,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
             elif isinstance(backward, int) and i:
                 unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
 
-    def realized_units(self) -> list[str]:
-        """Names of the modules that really are FSDP units, the root as ``""``."""
-        assert self._root is not None
-        found = [name for name, module in self._root.named_modules() if isinstance(module, FSDPModule)]
-        return [name.removeprefix("module.") if name else "" for name in found]
-
 
 @contextmanager
 def _without_gradient_sync(root: Any) -> Iterator[None]:
