@@ -36,9 +36,6 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
 
     Needs the model's config only, no weights, no process group and no memory for the model.
 
-    Args:
-        run: A checked recipe with a known number of ranks.
-
     Raises:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
     """
@@ -131,7 +128,7 @@ def state_per_rank(
         model: On meta or not, cast and before it is sharded; the one that ``plan`` was made for.
         plan: Its FSDP units.
         config: Engine and precision.
-        ranks: Ranks that share one copy; 1 where nothing is split.
+        ranks: That share one copy; 1 where nothing is split.
         kept: Bytes that the optimizer keeps of a parameter and so many of its elements; ``None`` for AdamW.
 
     Returns:

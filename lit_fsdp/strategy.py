@@ -13,7 +13,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import store
-from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.parser import build
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
@@ -44,7 +44,7 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.
     """
-    config = strategy_config(_SIGNATURE.bind(*args, **kwargs).arguments, "fsdp_strategy")
+    config = build(StrategyConfig, _SIGNATURE.bind(*args, **kwargs).arguments, "fsdp_strategy")
     return _ENGINES[config.engine](config)
 
 

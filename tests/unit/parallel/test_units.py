@@ -8,8 +8,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig
 
-from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
+from lit_fsdp.config.strategy import ActivationConfig, StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
@@ -216,7 +215,7 @@ def test_blocks_are_recomputed_whatever_the_units_are():
 
 
 def test_units_inside_blocks_cannot_be_compiled():
-    config = strategy_config({"wrap": ["model.layers.*", "model.layers.*.mlp"], "compile": True})
+    config = StrategyConfig(wrap=["model.layers.*", "model.layers.*.mlp"], compile=True)
     with pytest.raises(ConfigError, match="2 FSDP units inside blocks") as caught:
         plan_for(llama(tied=False), config, "strategy")
     assert caught.value.field == "strategy.compile"
