@@ -42,6 +42,7 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.grads import local_grads
 from lit_fsdp.parallel.materialize import Materializer
 
 _log = logging.getLogger(__name__)
@@ -187,9 +188,7 @@ class CausalLMModule(LightningModule):
         self.step_totals, self._window = totals, None
         undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
         scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
-        if local:
+        if local := local_grads(optimizer):
             torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
         for name, value in self._step_metrics(totals).items():
             self.log(name, value, prog_bar=name == "train_loss")

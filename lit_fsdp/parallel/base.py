@@ -109,6 +109,10 @@ class EngineStrategy(Checkpoints):
     """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`."""
 
     cluster_environment: Any
+    shard_group: dist.ProcessGroup | None
+    """The ranks that together hold one copy of the gradients; ``None``: each holds all of it."""
+    has_copies: bool
+    """Whether there are several copies, which must decide alike."""
     in_recipe = False
     """Whether the arguments come from a recipe, by whose paths errors name them."""
     num_nodes: int
@@ -121,10 +125,8 @@ class EngineStrategy(Checkpoints):
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         scale = LossScale() if config.precision_config.row.compute == "fp16" else None
-        self._plugin = GuardedSteps()
-        self._plugin.guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
-        self._plugin.used_params, self._plugin.before_step = self.used_params, self._reshard
-        self._plugin.around_backward = self._averaging_alone
+        guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
+        self._plugin = GuardedSteps(guard, self)
         self._root = None
         self._owner: Any = None
         self._broadcast_done: dict[int, torch.Tensor] = {}
@@ -149,7 +151,7 @@ class EngineStrategy(Checkpoints):
         """Wrap the module, filled by then; the root that is called in every step."""
         raise NotImplementedError
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -240,8 +242,7 @@ class EngineStrategy(Checkpoints):
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
         timeout = timedelta(seconds=self.config.timeout_seconds)
         self.mesh = build_mesh(self.root_device.type, replicas, shards, timeout)
-        self._plugin.shard_group = self.mesh.get_group(SHARD) if shards > 1 else None
-        self._plugin.has_copies, self._plugin.comm_device = replicas > 1, self.root_device
+        self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     @contextmanager
     def _rendezvous(self) -> Iterator[None]:
@@ -270,7 +271,7 @@ class EngineStrategy(Checkpoints):
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"
             before = _sharded_by(module)
             self._setup_module(module, is_ours) if before is None else self._take_over(before)
-        self._reshard()
+        self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
         self._check_parameters("after set-up")
@@ -433,10 +434,9 @@ class EngineStrategy(Checkpoints):
             fields = (field.name for field in dataclasses.fields(theirs))
             name = next((n for n in fields if getattr(theirs, n) != getattr(self.config, n)), "shard_degree")
             given = f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise"
+            allowed = f"{getattr(theirs, name)}, on {before.world_size} ranks"
             fix = "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it"
-            raise ConfigError(
-                f"{self.path}.{name}", given, f"{getattr(theirs, name)}, on {before.world_size} ranks", fix
-            )
+            raise ConfigError(f"{self.path}.{name}", given, allowed, fix)
         names = ("plan", "audit", "mesh", "replicated", "_root", "_ties")
         for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
             setattr(self, name, getattr(before, name))
@@ -452,11 +452,9 @@ class EngineStrategy(Checkpoints):
             check_packed_state(optimizer, self.config.offloads, self._names)
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(param) not in self._names:
-                    raise ContractError(
-                        f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
-                        "sharded model\n"
-                        "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
-                    )
+                    given = f"optimizer {index} moves a tensor of shape {tuple(param.shape)}"
+                    fix = "make the optimizer in configure_optimizers, of self.parameters()"
+                    raise ContractError(f"{given} that is no parameter of the sharded model\n  fix:     {fix}")
 
     def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
         """From now on, note which parameters of a unit, those of ``owners``, take part in a backward pass."""
@@ -508,7 +506,7 @@ class EngineStrategy(Checkpoints):
     on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
-    def _averaging_alone(self) -> Iterator[None]:
+    def averaging_alone(self) -> Iterator[None]:
         """Around a backward pass: average the gradients that no engine reduces; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
         before = [p.grad for p in alone]

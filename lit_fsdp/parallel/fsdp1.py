@@ -149,7 +149,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
 
     _flat_mesh: Any = None
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         root: Any = self._root
         units = FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()  # None before the first forward
         for unit in units:

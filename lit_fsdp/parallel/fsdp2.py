@@ -53,7 +53,7 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         """Every rank takes its own samples, whatever the mesh."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         assert self._root is not None
         for module in self._root.modules():
             if isinstance(module, FSDPModule):

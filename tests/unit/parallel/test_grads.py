@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,13 @@ class Plugin(GuardedSteps):
     clip: Any = None
 
     def __init__(self, guard: StepGuard) -> None:
-        self.guard = guard
+        nothing = {
+            "shard_group": None,
+            "has_copies": False,
+            "root_device": torch.device("cpu"),
+            "reshard": lambda: None,
+        }
+        super().__init__(guard, SimpleNamespace(**nothing, used_params=lambda optimizer: ([], torch.empty(0))))
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         if self.clip is not None:
