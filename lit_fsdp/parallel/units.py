@@ -49,8 +49,6 @@ class Unit:
     """Those of the parameters that are not frozen."""
     tied: tuple[str, ...] = ()
     """Names under which a weight of this unit appears again."""
-    is_block: bool = False
-    """Whether activation checkpointing applies to it."""
     keeps_fp32: bool = False
     """Whether it is gathered in fp32 whatever the precision mode says."""
 
@@ -208,7 +206,7 @@ def _count(
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    is_block, whole, packed = set(blocks), unsharded_numels(model), packed_weights(model)
+    whole, packed = unsharded_numels(model), packed_weights(model)
     scales = {id(layer.weight): getattr(layer, "quantization_bytes", 0) for layer in quantized_layers(model).values()}
     ties: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -227,7 +225,6 @@ def _count(
                 quantization_bytes=sum(scales.get(id(p), 0) for p, _ in own),
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
-                is_block=module in is_block,
                 keeps_fp32=module in fp32,
             )
         )

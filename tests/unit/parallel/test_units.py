@@ -119,7 +119,7 @@ def test_classes_and_patterns():
     plan = plan_units(llama(tied=False), wrap)
     assert set(sizes(plan)) == {*mlps, *LAYERS, *ENDS, ""}
     assert plan.source == "classes LlamaDecoderLayer, patterns model.layers.*.mlp, lm_head"
-    assert [unit.name for unit in plan.units if unit.is_block] == LAYERS
+    assert [name for name, module in plan.modules.items() if module in plan.blocks] == LAYERS
     wrap = WrapConfig(patterns=["model.layers.1.mlp.*_proj"], max_root_share=1.0, embedding_and_head=False)
     found = list(sizes(plan_units(llama(tied=False), wrap)))
     assert found == [*(f"model.model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")), ""]
@@ -156,7 +156,7 @@ def test_experts_are_units_one_by_one():
         plan = plan_units(model, WrapConfig(patterns=["layers.*", "layers.*.inner.experts.*"]))
         inner = {"layers.0.inner.experts.0": 12, "layers.0.inner.experts.1": 12}
         assert sizes(plan) == {**inner, "layers.0": 8, "layers.1": 12, "": 0}
-        assert [unit.is_block for unit in plan.units] == [False, False, True, True, False]
+        assert [module in plan.blocks for module in plan.modules.values()] == [False, False, True, True]
 
 
 def test_tied_weights_stay_in_the_unit_around_all_their_users():
