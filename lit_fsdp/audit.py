@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -33,18 +32,9 @@ class CausalLMModule(nn.Module):
 
 
 def audit_recipe(run: RunConfig) -> dict[str, Any]:
-    """What ``audit.json`` of this run would say about units, and what each rank would keep.
+    """What ``audit.json`` of this run would say about units, and what each rank would keep, by :func:`state_per_rank`.
 
     Needs the model's config only, no weights, no process group and no memory for the model.
-
-    Args:
-        run: A checked recipe with a known number of ranks.
-
-    Returns:
-        The audit of a run, without what only a run can measure, and beside it ``replicate_degree``, ``ranks``,
-        ``precision`` (mode and declared dtypes), ``state_per_rank`` (see
-        :func:`state_per_rank`), ``optimizer``, ``optimizer_bytes_of`` (AdamW where the class is not known) and
-        ``replaced``.
 
     Raises:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
@@ -59,11 +49,9 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
     hf_config = resolve_architecture(model_config)
     model = build_trainable(hf_config, model_config)[0]
-    given = f"{attention} for {model.config.model_type}"
+    given, allowed = f"{attention} for {model.config.model_type}", "an attention that the model has"
     fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
-    require(
-        fits, "model.attn_implementation", given, "an attention that the model has", "leave attn_implementation out"
-    )
+    require(fits, "model.attn_implementation", given, allowed, "leave attn_implementation out")
     module = CausalLMModule(model)
     frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
@@ -104,13 +92,15 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
     sharding = record["sharding"] if not record["replaced"] else "no_shard"
+    named, shown = record["optimizer"], record["optimizer_bytes_of"]
+    guessed = [] if named == shown else [f"optimizer {named}: what it keeps is not known here; shown is {shown}'s"]
+    copies, shards = record["replicate_degree"], record["shard_degree"]
     lines = [
         f"{parameter_counts(record)} in {record['num_units']} units",
-        f"{record['engine']} {sharding} on {record['ranks']} ranks: {record['replicate_degree']} "
-        f"{'copy' if record['replicate_degree'] == 1 else 'copies'} of the model, each over "
-        f"{record['shard_degree']} {'rank' if record['shard_degree'] == 1 else 'ranks'}",
+        f"{record['engine']} {sharding} on {record['ranks']} ranks: {copies} {'copy' if copies == 1 else 'copies'} of "
+        f"the model, each over {shards} {'rank' if shards == 1 else 'ranks'}",
         f"precision {record['precision']['mode']} declares {dtypes}",
-        *_guessed(record),
+        *guessed,
         *(f"not split, for weights tied to others: {name}" for name in record["kept_together_by_tied_weights"]),
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
@@ -118,28 +108,13 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         console.print(line, highlight=False, markup=False)
 
 
-def _guessed(record: dict[str, Any]) -> list[str]:
-    named, shown = record["optimizer"], record["optimizer_bytes_of"]
-    return [] if named == shown else [f"optimizer {named}: what it keeps is not known here; shown is {shown}'s"]
-
-
 # What each rank keeps between steps, as the two engines split it: FSDP2 cuts every parameter along dim 0 into chunks of
 # ceil(rows / ranks) rows and pads the last ones in storage. FSDP1 lays the parameters of a unit end to end, each at a
 # multiple of 16 bytes, pads the whole to a multiple of the ranks and cuts it into equal parts, wherever that falls.
 
 _Kept = Callable[[nn.Parameter, int], int]
+_KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
 _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
-
-
-@dataclass
-class _Held:
-    """What one rank holds."""
-
-    num_params: int = 0
-    """Without padding; the bytes are with it."""
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
 
 
 def state_per_rank(
@@ -147,14 +122,13 @@ def state_per_rank(
 ) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps; every copy repeats it.
 
-    Counts parameters and gradients at rest with the engine's padding, in the dtype that the parameter rests in, and
-    what the optimizer keeps; not what is gathered for a moment, nor activations. Nothing is allocated.
+    Counts what is there at rest, with the engine's padding; not what is gathered for a moment, nor activations.
 
     Args:
         model: On meta or not, cast and before it is sharded; the one that ``plan`` was made for.
         plan: Its FSDP units.
         config: Engine and precision.
-        ranks: Ranks that share one copy; 1 where nothing is split.
+        ranks: That share one copy; 1 where nothing is split.
         kept: Bytes that the optimizer keeps of a parameter and so many of its elements; ``None`` for AdamW.
 
     Returns:
@@ -162,7 +136,7 @@ def state_per_rank(
         frozen parameters have no optimizer state. With a base in 4 bits also ``quantization_bytes``: its scales, whole
         on each.
     """
-    held = [_Held() for _ in range(ranks)]
+    held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
     row = config.precision_config.row
     size = TORCH_DTYPES[row.param].itemsize
     kept = kept or state_bytes(OptimConfig(), model, size)[0]
@@ -176,25 +150,26 @@ def state_per_rank(
             _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
         else:
             _add_by_rows(held, own, packed, kept)
-    found = [dataclasses.asdict(one) for one in held]
     scales = sum(unit.quantization_bytes for unit in plan.units)
-    return [{**one, "quantization_bytes": scales} for one in found] if scales else found
+    return [{**one, "quantization_bytes": scales} for one in held] if scales else held
 
 
-def _add_by_rows(held: list[_Held], params: Iterable[nn.Parameter], packed: Mapping[int, int], kept: _Kept) -> None:
+def _add_by_rows(
+    held: list[dict[str, int]], params: Iterable[nn.Parameter], packed: Mapping[int, int], kept: _Kept
+) -> None:
     for param in params:
         rows = param.shape[0] if param.dim() else 1
         per_row = param.numel() // max(1, rows)
         chunk = -(-rows // len(held))
         for rank, one in enumerate(held):
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
-            one.num_params += local * packed.get(id(param), 1)
-            one.parameter_bytes += chunk * per_row * param.element_size()
-            one.gradient_bytes += chunk * per_row * param.element_size() * param.requires_grad
-            one.optimizer_bytes += kept(param, local) if param.requires_grad and local else 0
+            one["num_params"] += local * packed.get(id(param), 1)
+            one["parameter_bytes"] += chunk * per_row * param.element_size()
+            one["gradient_bytes"] += chunk * per_row * param.element_size() * param.requires_grad
+            one["optimizer_bytes"] += kept(param, local) if param.requires_grad and local else 0
 
 
-def _add_flat(held: list[_Held], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
+def _add_flat(held: list[dict[str, int]], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
     align = _ALIGNMENT_BYTES // itemsize
     starts, end = [], 0
     for param in params:
@@ -204,9 +179,9 @@ def _add_flat(held: list[_Held], params: Sequence[nn.Parameter], itemsize: int, 
     part, size = -(-end // len(held)), next((param.element_size() for param in params), 0)
     is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
     for rank, one in enumerate(held):
-        one.parameter_bytes += part * size
-        one.gradient_bytes += part * size * is_trained
+        one["parameter_bytes"] += part * size
+        one["gradient_bytes"] += part * size * is_trained
         for start, param in zip(starts, params, strict=True):
             first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
-            one.num_params += max(0, last - first)
-            one.optimizer_bytes += kept(param, last - first) if param.requires_grad and last > first else 0
+            one["num_params"] += max(0, last - first)
+            one["optimizer_bytes"] += kept(param, last - first) if param.requires_grad and last > first else 0

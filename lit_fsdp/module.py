@@ -42,19 +42,17 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.grads import local_grads
 from lit_fsdp.parallel.materialize import Materializer
 
 _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """A causal language model; its arguments are the ``model`` section of a recipe.
-
-    Works under :func:`lit_fsdp.fsdp_strategy` (built on meta and loaded shard by shard) and under Lightning's own
-    single-device and DDP strategies.
+    """A causal language model under :func:`lit_fsdp.fsdp_strategy` or Lightning's single-device and DDP strategies.
 
     Args:
-        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
+        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`, the ``model`` section of a recipe.
 
     Raises:
         ConfigError: An unknown option or a wrong value.
@@ -122,10 +120,8 @@ class CausalLMModule(LightningModule):
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
             if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
-                _log.info(
-                    "model.attn_implementation: %s, as %s does not work with sdpa",
-                    *(self.attn_implementation, self.source.hf_config.model_type),
-                )
+                text = "model.attn_implementation: %s, as %s does not work with sdpa"
+                _log.info(text, self.attn_implementation, self.source.hf_config.model_type)
             if self.config.neftune_alpha is not None:
                 self._noise = EmbeddingNoise(model, self.config.neftune_alpha)
             self.model = model
@@ -182,7 +178,7 @@ class CausalLMModule(LightningModule):
         """Scale the gradients of the global batch from sums to the mean over its supervised tokens, or pairs.
 
         Undoes what others divided by: the engine averages over ranks, Lightning divides by
-        ``accumulate_grad_batches`` (also in a short last window). A global batch without supervised tokens gives zero.
+        ``accumulate_grad_batches`` (also in a short last window).
         """
         assert self._window is not None
         votes = torch.tensor(self.stop_votes, dtype=torch.float64, device=self._window.device)
@@ -192,9 +188,7 @@ class CausalLMModule(LightningModule):
         self.step_totals, self._window = totals, None
         undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
         scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in grads]
-        if local:
+        if local := local_grads(optimizer):
             torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
         for name, value in self._step_metrics(totals).items():
             self.log(name, value, prog_bar=name == "train_loss")
@@ -252,13 +246,9 @@ class CausalLMModule(LightningModule):
         limits = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream that only a time ends
-        if not limits or min(limits) < 0:
-            raise ConfigError(
-                "trainer.max_steps",
-                "no end of training",
-                f"max_steps or max_epochs, which schedule {optim.schedule} falls towards",
-                "set trainer.max_steps, or model.optim.schedule: constant",
-            )
+        allowed = f"max_steps or max_epochs, which schedule {optim.schedule} falls towards"
+        fix = "set trainer.max_steps, or model.optim.schedule: constant"
+        require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed, fix)
         return min(limits)
 
     # -- evaluation
@@ -334,11 +324,7 @@ class CausalLMModule(LightningModule):
         return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)}
 
     def check_checkpoint(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of other adapters or of another base, which its tensors alone do not tell.
-
-        Raises:
-            ConfigError: Rank, scale or base differ.
-        """
+        """Refuse a checkpoint of other adapters or of another base, which its tensors alone do not tell."""
         saved = manifest.extra.get("model", {}).get("base")
         if self.config.lora is not None and self._base is not None and saved is not None:
             self.config.lora.check_checkpoint(manifest)

@@ -183,7 +183,7 @@ class PreferenceModule(CausalLMModule):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(found)
         if isinstance(strategy, EngineStrategy):
-            strategy._reshard()  # what a checkpoint is loaded into
+            strategy.reshard()  # what a checkpoint is loaded into
         return found.cpu().numpy()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import typing
@@ -14,7 +13,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import store
-from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.parser import build
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
@@ -45,20 +44,17 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.
     """
-    config = strategy_config(_SIGNATURE.bind(*args, **kwargs).arguments, "fsdp_strategy")
+    config = build(StrategyConfig, _SIGNATURE.bind(*args, **kwargs).arguments, "fsdp_strategy")
     return _ENGINES[config.engine](config)
 
 
 def _signature() -> inspect.Signature:
     """That of the dataclass, by position too: what ``help()`` and a recipe's parser are told."""
-    types = typing.get_type_hints(StrategyConfig)
-    params = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=types[field.name]
-        )
-        for field in dataclasses.fields(StrategyConfig)
-    ]
-    return inspect.Signature(params, return_annotation=Strategy)
+    types, either = typing.get_type_hints(StrategyConfig), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    params = inspect.signature(StrategyConfig).parameters.values()
+    return inspect.Signature(
+        [p.replace(kind=either, annotation=types[p.name]) for p in params], return_annotation=Strategy
+    )
 
 
 _SIGNATURE = _signature()

@@ -10,11 +10,10 @@ from drawing import BLUE, GREY, ORANGE, figure, save
 
 def main() -> None:
     """A box per rank; rows are copies."""
-    from lit_fsdp.config.parser import strategy_config
-    from lit_fsdp.config.strategy import mesh_shape
+    from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 
     nodes, ranks = 2, 8
-    copies, shards = mesh_shape(strategy_config({"sharding": "hybrid_shard"}), nodes, ranks)
+    copies, shards = mesh_shape(StrategyConfig(sharding="hybrid_shard"), nodes, ranks)
     drawn, axes = figure(6.4, 2.7)
     for rank in range(ranks):
         copy, shard = divmod(rank, shards)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 
 import lit_fsdp
 from lit_fsdp.callbacks.records import write_json
@@ -24,7 +25,6 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.checkpointing import restore_rng, rng_state
 
 _log = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
@@ -192,14 +192,14 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
-    generators, modes = rng_state(strategy.root_device), {child: child.training for child in module.modules()}
+    modes = {child: child.training for child in module.modules()}
     module.eval()
     try:
-        yield
+        with isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
+            yield
     finally:
         for child, training in modes.items():
             child.training = training
-        restore_rng(generators, strategy.root_device)
         strategy.contract.realized = counted
 
 

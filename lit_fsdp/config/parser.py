@@ -91,9 +91,7 @@ for _kind, (_regexp, _first) in _NUMBERS.items():
 def load_yaml(text: str, own_model: bool = True) -> Any:
     """YAML as data; a section that names our own class by ``class_path`` becomes its short form.
 
-    Args:
-        text: A recipe, or a single value.
-        own_model: Whether ``model.optim`` is ours, where ``class_path`` and ``init_args`` name the optimizer.
+    Of an ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
     """
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
     if isinstance(values, dict):
@@ -193,11 +191,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last.
-
-    Raises:
-        ConfigError: A file is missing or no YAML mapping.
-    """
+    """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last."""
     line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
     words = list(argv)
     while words:
@@ -276,11 +270,7 @@ def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser
 
 
 def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = ()) -> Namespace:
-    """Parse ``words``; the parser's errors become ours, with the nearest of its keys and those ``known``.
-
-    Raises:
-        ConfigError: A key or value that does not exist, or a class that may not be imported.
-    """
+    """Parse ``words``; the parser's errors become ours, with the nearest of its keys and those ``known``."""
     return _translated(parser, lambda: parser.parse_args(list(words)), known)
 
 
@@ -343,12 +333,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     ]
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
-    return ConfigError(
-        key,
-        "null" if value[1] == "None" else value[1],
-        allowed,
-        f"write {key}: {near}" if near else "",
-    )
+    given, fix = "null" if value[1] == "None" else value[1], f"write {key}: {near}" if near else ""
+    return ConfigError(key, given, allowed, fix)
 
 
 def not_allowed(key: str, path: str) -> ConfigError:
@@ -374,11 +360,6 @@ def _meant(name: str, names: Iterable[str]) -> str | None:
 # -- typed sections
 
 
-def strategy_config(options: Mapping[str, Any], path: str = STRATEGY) -> StrategyConfig:
-    """Build the checked arguments of the factory from plain values."""
-    return build(StrategyConfig, options, path)
-
-
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Build the dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
 
@@ -393,11 +374,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
 
 
 def typed(cls: type[T], values: Any, path: str) -> T:
-    """Build the dataclass ``cls`` from a namespace that the parser has checked.
-
-    Raises:
-        ConfigError: A rule of ``cls``, with the full path of its field.
-    """
+    """Build the dataclass ``cls`` from a namespace that the parser has checked; its rules name the full path."""
     hints = typing.get_type_hints(cls)
     items = vars(values) if isinstance(values, Namespace) else values
     built = {name: _typed_value(hints[name], value, f"{path}.{name}") for name, value in items.items()}
@@ -449,9 +426,6 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
         argv: Words of the command line, without those that belong to the verb itself.
         verb: What the recipe is for; rules that concern only a training run look at it.
         also: Flags of the verb itself, to be named in the error about a flag that does not exist.
-
-    Raises:
-        ConfigError: A key or value that does not exist, or a rule that does not hold.
     """
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
@@ -500,12 +474,7 @@ def complete(
 ) -> None:
     """Fill in, in place, what follows from other values: paths, the run folder, Lightning's words, the miniature.
 
-    Args:
-        parsed: The whole recipe.
-        line: Where it comes from.
-        model: The arguments of our module, None for somebody else's; ``data`` and ``strategy`` likewise.
-        data: See ``model``.
-        strategy: See ``model``.
+    ``model``, ``data`` and ``strategy`` are the arguments of our own, None for somebody else's.
 
     Raises:
         ConfigError: A variable in a path is not set, a secret was not written down, or two words for precision differ.

@@ -176,15 +176,7 @@ class RunConfig:
 
 
 def merged_precision(word: Any, precision: Any) -> Any:
-    """The strategy's precision; ``trainer.precision`` may stand in its place, in Lightning's words or ours.
-
-    Args:
-        word: ``trainer.precision``; None where the recipe has none.
-        precision: The strategy's: a word, a mapping with ``mode``, or None.
-
-    Raises:
-        ConfigError: Both are given and differ, or Lightning's word names none of our modes.
-    """
+    """The strategy's ``precision``; ``trainer.precision`` may stand in its place, in Lightning's words or ours."""
     if word is None:
         return "mixed" if precision is None else precision
     ours = {**LIGHTNING_PRECISION, "32": "fp32", "16": "fp16_mixed", "bf16": "mixed"}

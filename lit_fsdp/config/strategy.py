@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "single"]
 Sharding = Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
@@ -257,9 +257,9 @@ class StrategyConfig:
 
     @property
     def frozen_dtype(self) -> DtypeName:
-        """Storage dtype of what is frozen beside adapters: bf16 in all modes that compute in it.
+        """Storage dtype of what is frozen beside adapters: bf16 in all modes that compute in it, but for fsdp1.
 
-        As of trained ones with fsdp1, which makes one tensor, of one dtype, of all parameters of a unit.
+        It makes one tensor, of one dtype, of all parameters of a unit.
         """
         row = self.precision_config.row
         return "bf16" if row.compute == "bf16" and self.engine != "fsdp1" else row.param
@@ -280,10 +280,7 @@ class StrategyConfig:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """What ``ddp`` and ``single`` put in place of choices about shards, by field; to be shown, never silent.
-
-        Only what leaves the arithmetic as it is: a comparison of engines then changes one line.
-        """
+        """What ``ddp`` and ``single`` put in place of choices about shards, which do not change what is computed."""
         if self.is_sharded:
             return {}
         found = {name: (getattr(self, name), neutral) for name, neutral in _WITHOUT_SHARDS.items()}
@@ -313,9 +310,6 @@ def _check_numbers(config: StrategyConfig) -> None:
     require(fits, "max_skipped_steps", given, ">= 1, with nonfinite_gradients: skip")
     seconds = config.timeout_seconds
     require(0 < seconds <= 7 * 86400, "timeout_seconds", seconds, "above 0, at most a week")
-    backend = config.process_group_backend
-    known = {part.rpartition(":")[2] for part in (backend or "gloo").split(",")} <= {"gloo", "nccl"}
-    require(known, "process_group_backend", backend, "null | gloo | nccl | cpu:gloo,cuda:nccl")
 
 
 def _check_degrees(config: StrategyConfig) -> None:
@@ -377,11 +371,7 @@ def _check_details(config: StrategyConfig) -> None:
 
 
 def check_quantized(config: StrategyConfig, path: str) -> None:
-    """Refuse what cannot hold a base in 4 bits, packed into bf16 numbers that nothing may cast or take apart.
-
-    Raises:
-        ConfigError: ``fsdp1``, or a precision that computes in fp16 or fp8.
-    """
+    """Refuse what cannot hold a base in 4 bits, packed into bf16 numbers that nothing may cast or take apart."""
     mode, quantized = config.precision_config.mode, "with model.lora.quantize"
     given = f"fsdp1 {quantized}: it makes one tensor of a unit, and casts packed weights with all others"
     require(config.engine != "fsdp1", f"{path}.engine", given, "fsdp2 | ddp | single", "set engine: fsdp2")
@@ -398,10 +388,6 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
         num_nodes: The default number of copies for hybrid sharding.
         world_size: All ranks of the run.
         path: Where the strategy's arguments stand in the recipe, for the error.
-
-    Raises:
-        ConfigError: The degrees do not multiply to the ranks, or hybrid sharding on one node is not told how many
-            copies to make, or ``single`` has company.
     """
     at = f"{path}." if path else ""
     alone = config.engine != "single" or world_size == 1
@@ -427,13 +413,11 @@ def _hybrid_shape(
     for name, given in (("replicate_degree", copies or num_nodes), ("shard_degree", shards or 1)):
         fix = f"set {name}: {max(d for d in divisors if d <= given)}"
         require(world_size % given == 0, f"{at}{name}", f"{given} on {world_size} ranks", allowed, fix)
-    if copies and shards and copies * shards != world_size:
-        raise ConfigError(
-            f"{at}shard_degree",
-            f"{shards} with replicate_degree {copies} on {world_size} ranks",
-            f"shard_degree * replicate_degree == {world_size}, or -1 for all ranks left",
-            f"set shard_degree: -1, or shard_degree: {world_size // copies} with replicate_degree: {copies}",
-        )
+    pair = f"{shards} with replicate_degree {copies} on {world_size} ranks"
+    product = f"shard_degree * replicate_degree == {world_size}, or -1 for all ranks left"
+    fix = f"set shard_degree: -1, or shard_degree: {world_size // (copies or 1)} with replicate_degree: {copies}"
+    fits = not (copies and shards) or copies * shards == world_size
+    require(fits, f"{at}shard_degree", pair, product, fix)
     decided = copies or shards or num_nodes > 1
     text = f"{_word(config.replicate_degree)} on one node, which leaves one copy: that is full_shard"
     require(decided, f"{at}replicate_degree", text, allowed, "set replicate_degree: 2, or sharding: full_shard")

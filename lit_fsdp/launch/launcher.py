@@ -31,9 +31,6 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     tasks some variables are the allocation's, as salloc and sbatch were asked for it: its name, by which Lightning
     takes every step of an ``salloc`` for a shell and would start processes in each task; its nodes, of which a step may
     have others first; its tasks per node.
-
-    Args:
-        environment: Of this process; changed in place.
     """
     if "TORCHELASTIC_RUN_ID" in environment or "SLURM_JOB_ID" not in environment:
         return
@@ -54,11 +51,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
 
 
 def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Compare ``trainer.devices`` and ``num_nodes`` with what torchrun or srun started.
-
-    Args:
-        trainer: The section of the recipe; ``devices`` may be a list or ``auto``.
-        environment: Of this process, after :func:`adopt_step`.
+    """Compare ``trainer.devices`` and ``num_nodes`` with what torchrun or srun started, after :func:`adopt_step`.
 
     Raises:
         ConfigError: The numbers differ, or some ranks were not started at all.
@@ -71,9 +64,8 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
     elif nodes > 1 and not any(name in environment for name in OTHER_LAUNCHERS):
         missing = ", ".join(name for name in _BY_HAND if not environment.get(name))
         given = f"{nodes}, but nothing started the processes of the other nodes, and {missing} not set here"
-        fix = (
-            f"lit-fsdp slurm submit, srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..., or set these on each node"
-        )
+        starts = f"srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..."
+        fix = f"lit-fsdp slurm submit, {starts}, or set these on each node"
         require(not missing, "trainer.num_nodes", given, f"1, or a launcher, or {', '.join(_BY_HAND)}", fix)
 
 

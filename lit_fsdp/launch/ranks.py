@@ -34,9 +34,6 @@ class Ranks:
         """Start ranks 1 to N - 1 with this process's command line, if the recipe says N > 1 and nobody else does it.
 
         They come as far as they can without the others and wait there for :meth:`release`.
-
-        Args:
-            trainer: The section of the recipe.
         """
         devices = devices_of(trainer) or 1
         others = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", *OTHER_LAUNCHERS)

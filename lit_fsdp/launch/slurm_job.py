@@ -78,11 +78,7 @@ class Job:
 
 
 def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
-    """Plan the job of a checked recipe.
-
-    Args:
-        run: The recipe.
-        ckpt_path: ``last``, ``best`` or the path that the first start resumes from.
+    """Plan the job of a checked recipe; ``ckpt_path`` is what its first start resumes from.
 
     Raises:
         ConfigError: The job and the Trainer differ in size, or the number of processes is not known.

@@ -25,11 +25,7 @@ class SlurmError(ConfigError):
 
 
 def run_slurm(words: Sequence[str], timeout_seconds: float = _SECONDS, env: Mapping[str, str] | None = None) -> str:
-    """Run one of SLURM's commands and return its standard output; its warnings go to our standard error.
-
-    Raises:
-        SlurmError: It is not installed, does not answer, or refuses.
-    """
+    """Run one of SLURM's commands and return its standard output; its warnings go to our standard error."""
     try:
         done = subprocess.run(  # noqa: S603
             words, capture_output=True, text=True, errors="replace", timeout=timeout_seconds, env=env, check=False
@@ -47,14 +43,7 @@ def run_slurm(words: Sequence[str], timeout_seconds: float = _SECONDS, env: Mapp
 
 
 def submit(job: Job, values: Mapping[str, Any]) -> str:
-    """Write recipe and script into the run folder and submit.
-
-    Args:
-        job: What runs.
-        values: The resolved recipe.
-
-    Returns:
-        The job's number, by which its script is called from then on.
+    """Write recipe and script into the run folder and submit; returns the job's number, by which the script is called.
 
     Raises:
         ConfigError: The recipe holds a secret, or the run folder cannot be written.
@@ -78,11 +67,7 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
 
 
 def living_jobs(job: Job) -> list[str]:
-    """List the numbers of earlier jobs of this run folder that wait or run.
-
-    Raises:
-        SlurmError: squeue does not answer.
-    """
+    """List the numbers of earlier jobs of this run folder that wait or run."""
     mine = {path.stem for path in job.folder.glob("[0-9]*.sbatch")}
     return sorted(mine & set(run_slurm(["squeue", "--me", "--noheader", "-o", "%A"]).split())) if mine else []
 

@@ -40,21 +40,12 @@ _c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
 Op = Any  # torch._ops.OpOverload or HigherOrderOperator
 
 
-def prepare_blocks(
-    blocks: Iterable[nn.Module],
-    config: ActivationConfig,
-    compile: bool = False,
-) -> None:
+def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
 
-    ``every_n`` recomputes blocks 0, n, 2n, ... of the order given, ``ceil(blocks / n)`` of them: the last block's
-    activations are used first and freed first, so recomputing it would save nothing at the peak. Eager losses and
-    gradients are bit-equal in all modes: recomputation restores the RNG state of the forward.
-
-    Args:
-        blocks: In the order they run; none is inside another.
-        config: The mode; ``memory_budget`` is for compiled blocks only.
-        compile: With ``torch.compile``, each block by itself.
+    ``every_n`` recomputes blocks 0, n, 2n, ... of the order given: the last block's activations are used first and
+    freed first, so recomputing it would save nothing at the peak. Eager losses and gradients are bit-equal in all
+    modes: recomputation restores the RNG state of the forward.
     """
     keep = kept_ops() if config.mode == "selective" else ()
     for index, block in enumerate(blocks):
@@ -70,6 +61,7 @@ def prepare_blocks(
             backend = BACKEND if config.memory_budget is None else _within_budget(BACKEND, config.memory_budget)
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
+            # pinned copies lose the strides that compiled code counts on
             forward = _offload(block, forward, pin_memory=torch.cuda.is_available() and not compile)
             what = f"{what}, offloaded"
         if forward is not original:
@@ -85,9 +77,9 @@ def recomputes(block: nn.Module) -> str:
 
 
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
-    """What each unit does again in the backward pass, by name: ``no``, ``full``, ``selective``, ...
+    """What each unit does again in the backward pass: a unit inside a block shares its word, see :func:`recomputes`.
 
-    A unit inside a block shares its word; one around blocks that are no units says how many of them do what.
+    One around blocks that are no units says how many of them do what.
     """
     around = {module: block for block in plan.blocks for module in block.modules()}
     found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
@@ -129,11 +121,7 @@ def _offload(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) ->
 
 
 class _SaveOnHost(torch.autograd.graph.save_on_cpu):
-    """Torch's ``save_on_cpu`` that leaves parameters where they are.
-
-    The engine frees and gathers their storage by itself: a copy would move, and keep alive, whole weights. Pinned
-    copies lose the strides that compiled code counts on.
-    """
+    """Torch's ``save_on_cpu`` that leaves parameters, which the engine frees and gathers by itself, where they are."""
 
     def __init__(self, block: nn.Module, pin_memory: bool) -> None:
         super().__init__(pin_memory=pin_memory)
@@ -145,10 +133,9 @@ class _SaveOnHost(torch.autograd.graph.save_on_cpu):
 
 @functools.lru_cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that splits forward from backward under the budget.
+    """A backend under the budget, a global setting of torch that is read while a block is compiled.
 
-    The setting is global in torch and read while a block is compiled, at its first call: it is in force for exactly
-    that long. One object per budget, since compiled code is not shared between backends.
+    One object per budget, since compiled code is not shared between backends.
     """
     import torch._functorch.config as functorch_config
     from torch._dynamo.backends.registry import lookup_backend
@@ -175,9 +162,7 @@ def resolve_gradient_checkpointing(
 ) -> ActivationConfig:
     """The mode to apply when the model has transformers' own ``gradient_checkpointing`` switched on, which goes off.
 
-    Both at once would compute every block three times. Whoever switched it on wants to recompute: ``none`` becomes
-    ``full``; any other mode of ours holds. Says so in one warning, on rank 0.
-
+    Both at once would compute every block three times. ``none`` becomes ``full``, any other mode of ours holds.
     """
     flagged = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not flagged:

@@ -14,7 +14,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,8 @@ _AVERAGE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAv
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
     """A 1-D ``(dp_shard)`` mesh, or a 2-D ``(dp_replicate, dp_shard)`` one when there are several copies.
 
-    Neighboring ranks form a shard group, so that a group stays inside a node. One rank gets a 1-D mesh of one. The
-    groups of a 2-D mesh are made here because those that torch makes wait for its own default timeout.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-        replicate_degree: Copies of the model.
-        shard_degree: Ranks over which one copy is split.
-        timeout: How long a collective of these groups may wait for a rank.
+    Neighboring ranks form a shard group, so that a group stays inside a node. The groups of a 2-D mesh are made here
+    because those that torch makes wait for its own default timeout.
     """
     if replicate_degree == 1:
         return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
@@ -104,7 +98,6 @@ class Redirection(_ForwardRedirection):
     is_inside = False
 
     def __call__(self, wrapper_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the step inside the root's forward."""
         before, self.is_inside = self.is_inside, True
         try:
             return super().__call__(wrapper_module, *args, **kwargs)
@@ -113,15 +106,13 @@ class Redirection(_ForwardRedirection):
 
 
 class EngineStrategy(Checkpoints):
-    """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`.
+    """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`."""
 
-    Args:
-        config: The factory's checked arguments.
-    """
-
-    lightning_module: Any
-    root_device: torch.device
     cluster_environment: Any
+    shard_group: dist.ProcessGroup | None
+    """The ranks that together hold one copy of the gradients; ``None``: each holds all of it."""
+    has_copies: bool
+    """Whether there are several copies, which must decide alike."""
     in_recipe = False
     """Whether the arguments come from a recipe, by whose paths errors name them."""
     num_nodes: int
@@ -134,16 +125,12 @@ class EngineStrategy(Checkpoints):
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         scale = LossScale() if config.precision_config.row.compute == "fp16" else None
-        self._plugin = GuardedSteps()
-        self._plugin.guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
-        self._plugin.used_params, self._plugin.before_step = self.used_params, self._reshard
-        self._plugin.around_backward = self._averaging_alone
-        self._root: nn.Module | None = None
+        guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
+        self._plugin = GuardedSteps(guard, self)
+        self._root = None
         self._owner: Any = None
         self._broadcast_done: dict[int, torch.Tensor] = {}
-        self._ties: dict[str, str] = {}
-        self._rng_after_load: dict[str, Any] | None = None
-        self._rng_before_window: dict[str, Any] | None = None
+        self._ties = {}
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
@@ -164,7 +151,7 @@ class EngineStrategy(Checkpoints):
         """Wrap the module, filled by then; the root that is called in every step."""
         raise NotImplementedError
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -172,7 +159,7 @@ class EngineStrategy(Checkpoints):
 
     def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
-        return [""]
+        return [*units_already_wrapped(self._owner), ""]
 
     def _start_process_group(self) -> None:
         super().setup_environment()  # type: ignore[misc]
@@ -255,8 +242,7 @@ class EngineStrategy(Checkpoints):
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
         timeout = timedelta(seconds=self.config.timeout_seconds)
         self.mesh = build_mesh(self.root_device.type, replicas, shards, timeout)
-        self._plugin.shard_group = self.mesh.get_group(SHARD) if shards > 1 else None
-        self._plugin.has_copies, self._plugin.comm_device = replicas > 1, self.root_device
+        self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     @contextmanager
     def _rendezvous(self) -> Iterator[None]:
@@ -285,7 +271,7 @@ class EngineStrategy(Checkpoints):
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"
             before = _sharded_by(module)
             self._setup_module(module, is_ours) if before is None else self._take_over(before)
-        self._reshard()
+        self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
         self._check_parameters("after set-up")
@@ -381,10 +367,7 @@ class EngineStrategy(Checkpoints):
         return plan
 
     def _redirect_forward(self, module: Any) -> None:
-        """Let ``module(...)`` outside of every step, as in ``on_train_epoch_end``, go through the root.
-
-        All ranks have to call it: they gather weights together.
-        """
+        """Let ``module(...)`` outside of every step, called by all ranks, go through the root."""
         forward, redirection, root = module.forward, self._forward_redirection, self._root
         assert root is not None
 
@@ -428,8 +411,8 @@ class EngineStrategy(Checkpoints):
     def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
         """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
 
-        Not at the root itself: that is the LightningModule, whose input is the batch with its targets and counts. What
-        it computes with weights of its own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
+        Not at the root itself: its input is the batch with its targets and counts. What it computes with weights of its
+        own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
         """
         row, units = self.config.precision_config.row, plan.modules.values()
         if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
@@ -445,21 +428,15 @@ class EngineStrategy(Checkpoints):
                 without_autocast(unit, self.root_device.type)
 
     def _take_over(self, before: EngineStrategy) -> None:
-        """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo.
-
-        Raises:
-            ConfigError: That strategy had other arguments, or other ranks.
-        """
+        """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
         theirs = dataclasses.replace(before.config, **{name: getattr(self.config, name) for name in _FREE_CHOICES})
         if (theirs, before.world_size) != (self.config, self.world_size):
             fields = (field.name for field in dataclasses.fields(theirs))
             name = next((n for n in fields if getattr(theirs, n) != getattr(self.config, n)), "shard_degree")
-            raise ConfigError(
-                f"{self.path}.{name}",
-                f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise",
-                f"{getattr(theirs, name)}, on {before.world_size} ranks",
-                "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it",
-            )
+            given = f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise"
+            allowed = f"{getattr(theirs, name)}, on {before.world_size} ranks"
+            fix = "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it"
+            raise ConfigError(f"{self.path}.{name}", given, allowed, fix)
         names = ("plan", "audit", "mesh", "replicated", "_root", "_ties")
         for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
             setattr(self, name, getattr(before, name))
@@ -470,28 +447,17 @@ class EngineStrategy(Checkpoints):
     # -- a step
 
     def _check_optimized(self) -> None:
-        """Compare the tensors that the optimizers move with the parameters of the sharded model.
-
-        Raises:
-            ContractError: One is none of them, so that training would change nothing.
-        """
+        """Refuse an optimizer of tensors that are no parameters of the sharded model: it would train nothing."""
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
             check_packed_state(optimizer, self.config.offloads, self._names)
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(param) not in self._names:
-                    raise ContractError(
-                        f"optimizer {index} moves a tensor of shape {tuple(param.shape)} that is no parameter of the "
-                        "sharded model\n"
-                        "  fix:     make the optimizer in configure_optimizers, of self.parameters()"
-                    )
+                    given = f"optimizer {index} moves a tensor of shape {tuple(param.shape)}"
+                    fix = "make the optimizer in configure_optimizers, of self.parameters()"
+                    raise ContractError(f"{given} that is no parameter of the sharded model\n  fix:     {fix}")
 
     def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
-        """From now on, note which parameters of a unit, by full name, take part in a backward pass.
-
-        Args:
-            unit: Gathered when its forward begins.
-            owners: The modules, by name, whose parameters it gathers.
-        """
+        """From now on, note which parameters of a unit, those of ``owners``, take part in a backward pass."""
 
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
             for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
@@ -509,8 +475,7 @@ class EngineStrategy(Checkpoints):
     def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
 
-        Engines put zeros there. Plain training has no gradient, and its optimizer passes such a parameter over instead
-        of decaying it.
+        Engines put zeros there; without engines the optimizer passes such a parameter over instead of decaying it.
         """
         if not self.config.is_sharded:
             return [], torch.empty(0)
@@ -528,10 +493,7 @@ class EngineStrategy(Checkpoints):
         return found
 
     def _sync_buffers(self) -> None:
-        """Make the floating-point buffers that a checkpoint holds those of rank 0, as DDP does; collective.
-
-        Running statistics differ between ranks, which each see their own rows.
-        """
+        """Make the floating-point buffers that a checkpoint holds, such as running statistics, those of rank 0."""
         for child in self.lightning_module.modules() if self.world_size > 1 else ():
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
@@ -544,7 +506,7 @@ class EngineStrategy(Checkpoints):
     on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
-    def _averaging_alone(self) -> Iterator[None]:
+    def averaging_alone(self) -> Iterator[None]:
         """Around a backward pass: average the gradients that no engine reduces; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
         before = [p.grad for p in alone]
@@ -562,15 +524,9 @@ class EngineStrategy(Checkpoints):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around all micro-batches of a global batch but the last.
-
-        By default gradients are reduced in each of them: holding them back keeps whole gradients in memory.
-        """
-        if self.config.sync_each_micro_batch:
+        """Around all micro-batches of a global batch but the last."""
+        with nullcontext() if self.config.sync_each_micro_batch else self._no_sync():
             yield
-        else:
-            with self._no_sync():
-                yield
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +26,7 @@ from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.errors import CheckpointError, ConfigError, require
+from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.models.optimizers import is_packed
 from lit_fsdp.parallel.precision import DtypeContract, moments
 
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saving and loading for a Lightning strategy, a mixin of :class:`lit_fsdp.parallel.base.EngineStrategy`."""
+    """Saving and loading, the part of :class:`lit_fsdp.parallel.base.EngineStrategy` about checkpoints."""
 
     config: StrategyConfig
     contract: DtypeContract
@@ -59,8 +58,8 @@ class Checkpoints:
     _root: nn.Module | None
     _ties: dict[str, str]
     _sync_buffers: Callable[[], None]
-    _rng_after_load: dict[str, Any] | None
-    _rng_before_window: dict[str, Any] | None
+    _rng_after_load: dict[str, Any] | None = None
+    _rng_before_window: dict[str, Any] | None = None
 
     def open_background(self) -> BackgroundSaver:
         """What saves in the background from now on, made at the first call; collective."""
@@ -138,15 +137,12 @@ class Checkpoints:
         }
         extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
         state = {**checkpoint, "optimizer_states": groups}
-        rng = self._rng_before_window or rng_state(self.root_device)
+        rng = self._rng_before_window or self._rng_state()
         layout = self.config.state_dict
         save(path, tensors=tensors, state=state, manifest=manifest, layout=layout, files=extra, rank_state=rng)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load tensors into the sharded model and optimizers; the rest is returned for Lightning to restore.
-
-        Nothing but tensors and plain data is unpickled, whatever ``weights_only`` says.
-        """
+        """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
         given = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
         if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
             return self._load_file(given)
@@ -207,21 +203,16 @@ class Checkpoints:
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(inner)["param_groups"] for name in group["params"]]
             if len(params) != len(here):
-                _log.warning(
-                    "%s: its optimizer has %d parameters, %d are here: not loaded", path, len(params), len(here)
-                )
+                text = "%s: its optimizer has %d parameters, %d are here: not loaded"
+                _log.warning(text, path, len(params), len(here))
                 continue
             if not saved["state"]:
                 _restore_groups(inner, saved["param_groups"])
                 continue
             names = dict(zip(params, here, strict=True))  # numbered, in the order of the optimizer
             names.update({param: param for param in params if isinstance(param, str)})
-            state: Any = {
-                "state": {names[param]: entry for param, entry in saved["state"].items()},
-                "param_groups": [
-                    {**group, "params": [names[param] for param in group["params"]]} for group in saved["param_groups"]
-                ],
-            }
+            groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
+            state: Any = {"state": {names[p]: entry for p, entry in saved["state"].items()}, "param_groups": groups}
             lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
             dcp_state.set_optimizer_state_dict(owner, inner, state, options=lenient)
         self._check_parameters("after resume", self.optimizers)
@@ -236,13 +227,9 @@ class Checkpoints:
         for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
             found = dict(getattr(owner, "hparams", {}))
             refused = {key: why for key in found if (why := refused_in({key: found[key]}))}
-            if refused:
-                raise ConfigError(
-                    f"{type(owner).__name__}.hparams",
-                    "; ".join(refused.values()),
-                    "plain Python data, NumPy data and tensors: a checkpoint holds no pickle",
-                    f"write save_hyperparameters(ignore={list(refused)})",
-                )
+            allowed = "plain Python data, NumPy data and tensors: a checkpoint holds no pickle"
+            fix = f"write save_hyperparameters(ignore={list(refused)})"
+            require(not refused, f"{type(owner).__name__}.hparams", "; ".join(refused.values()), allowed, fix)
 
     def _data_position(self, step: int | None) -> dict[str, Any]:
         """Of a data module that knows it; the order of any other is its own business."""
@@ -279,13 +266,20 @@ class Checkpoints:
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the RNG of the checkpoint just before the first batch after a resume.
 
-        A checkpoint of a validation inside an accumulation starts that global batch again, so with its RNG.
+        A checkpoint inside an accumulation starts that global batch again, so with its RNG.
         """
-        if self._rng_after_load is not None:
-            restore_rng(self._rng_after_load, self.root_device)
+        if (saved := self._rng_after_load) is not None:
+            _set_rng_states(saved)
+            if self.root_device.type == "cuda" and "device" in saved:
+                torch.cuda.set_rng_state(saved["device"], self.root_device)
             self._rng_after_load = None
         if self._rng_before_window is None and self.lightning_module.trainer.accumulate_grad_batches > 1:
-            self._rng_before_window = rng_state(self.root_device)
+            self._rng_before_window = self._rng_state()
+
+    def _rng_state(self) -> dict[str, Any]:
+        """Of torch, NumPy, Python and this rank's own device."""
+        own = {"device": torch.cuda.get_rng_state(self.root_device)} if self.root_device.type == "cuda" else {}
+        return _collect_rng_states(include_cuda=False) | own
 
     def _state_owner(self) -> nn.Module:
         assert self._root is not None
@@ -340,10 +334,7 @@ def _sharded_as(other: DTensor, local: torch.Tensor, shape: torch.Size) -> torch
 def check_packed_state(optimizer: torch.optim.Optimizer, offloads: bool, names: Mapping[int, str]) -> None:
     """Refuse 8-bit state of torchao that ranks would keep in different ways, which no checkpoint could hold.
 
-    Args:
-        optimizer: Any.
-        offloads: Whether shards live in host memory, where codes could not be loaded into.
-        names: Of parameters by ``id``.
+    ``names`` of parameters by ``id``; codes could not be loaded into shards that are offloaded.
 
     Raises:
         ConfigError: Offload, or shards of which some are whole blocks and some are not.
@@ -363,25 +354,3 @@ def check_packed_state(optimizer: torch.optim.Optimizer, offloads: bool, names: 
             f"at least 4096 and a multiple of {block} on every rank, or on none: that decides what is kept in 8 bits"
         )
         require(alike, field, given, allowed, "take another number of ranks, or torch.optim.AdamW")
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's, NumPy's and Python's random generators on this rank."""
-    algorithm, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (str(algorithm), [int(k) for k in keys], int(position), int(has_gauss), float(cached)),
-        "python": random.getstate(),
-    }
-
-
-def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what :func:`rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["device"] is not None:
-        torch.cuda.set_rng_state(state["device"], device)
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

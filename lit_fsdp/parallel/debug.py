@@ -1,8 +1,6 @@
-"""``verbose``: what each rank holds, in a file of its own, and where it is when somebody asks.
+"""``verbose``: what each rank holds, in ``debug/rank-N.json`` of the run folder.
 
-``debug/rank-N.json`` in the run folder says where the rank is and, for each parameter, how much of it is here. A
-hanging rank tells where it is when it gets SIGUSR2: the Python stack of each of its threads is then appended to
-``debug/rank-N.stacks.txt``.
+A hanging rank that gets SIGUSR2 appends the Python stack of each of its threads to ``debug/rank-N.stacks.txt``.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ from lit_fsdp.redaction import redact_values
 
 
 def write_rank(run_folder: Path, module: nn.Module, root: nn.Module, mesh: DeviceMesh, device: str) -> dict[str, Any]:
-    """Write this rank's file, and let SIGUSR2 write its stacks.
-
-    Returns:
-        Where this rank is and how much it holds, without the single parameters.
-    """
+    """Write this rank's file, let SIGUSR2 write its stacks, and return the file without the single parameters."""
     *replica, shard = mesh.get_coordinate() or [0]
     path = run_folder / "debug" / f"rank-{mesh.get_rank()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

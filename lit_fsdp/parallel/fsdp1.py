@@ -27,7 +27,7 @@ from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
-from lit_fsdp.parallel.units import UnitPlan, clean_name, last_unit
+from lit_fsdp.parallel.units import UnitPlan, last_unit
 
 _SHARDING: dict[Sharding, ShardingStrategy] = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -149,11 +149,10 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
 
     _flat_mesh: Any = None
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         root: Any = self._root
-        for unit in (
-            FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()
-        ):  # None before the first forward
+        units = FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()  # None before the first forward
+        for unit in units:
             handle: Any = unit._handle
             if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
                 _reshard(unit, handle, free_unsharded_flat_param=True)
@@ -179,9 +178,3 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         for param in unused:
             found["state"].pop(self._names[id(param)], None)
         return found
-
-    def realized_units(self) -> list[str]:
-        """Names of the modules that really are FSDP units, the root as ``""``."""
-        assert self._root is not None
-        found = self._root.named_modules()
-        return [clean_name(name) for name, module in found if isinstance(module, FullyShardedDataParallel)]

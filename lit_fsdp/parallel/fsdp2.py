@@ -53,7 +53,7 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         """Every rank takes its own samples, whatever the mesh."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         assert self._root is not None
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
@@ -109,12 +109,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
                 unit.set_modules_to_backward_prefetch([unit])
             elif isinstance(backward, int) and i:
                 unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
-
-    def realized_units(self) -> list[str]:
-        """Names of the modules that really are FSDP units, the root as ``""``."""
-        assert self._root is not None
-        found = [name for name, module in self._root.named_modules() if isinstance(module, FSDPModule)]
-        return [name.removeprefix("module.") if name else "" for name in found]
 
 
 @contextmanager

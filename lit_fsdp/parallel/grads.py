@@ -8,7 +8,7 @@ clipping under its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightn
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,11 +57,7 @@ class StepGuard:
         self.num_skipped_steps = self.num_overflow_steps = self.in_a_row = 0
 
     def allows(self, grad_norm: float, ranks: Callable[[], list[int]] = list) -> bool:
-        """Whether to take the step.
-
-        Args:
-            grad_norm: Of the unscaled gradients over all shards; not finite on one rank means on all.
-            ranks: Those whose own loss was not finite, asked for only if ``grad_norm`` is not; collective.
+        """Whether to take the step; ``ranks``, a collective, gives those whose own loss was not finite.
 
         Raises:
             NonFiniteGradientError: Policy ``error``, or too many skipped steps in a row.
@@ -117,31 +113,16 @@ class StepGuard:
 
 
 class GuardedSteps(Precision):
-    """Lightning's precision plugin of all engines: scale, unscale, clip over shards, step only on finite gradients.
+    """Lightning's precision plugin of all engines: scale, unscale, clip over shards, step only on finite gradients."""
 
-    It casts nothing: that is the engines' business.
-
-    ``shard_group`` are the ranks that together hold one copy of the gradients (``None``: each holds all of it);
-    ``has_copies`` says that there are several copies, which must decide alike.
-    """
-
-    guard: StepGuard
-    shard_group: dist.ProcessGroup | None = None
-    has_copies: bool = False
-    comm_device: torch.device = torch.device("cpu")
     last_grad_norm: torch.Tensor | None = None
     """Of the last optimizer step, before clipping; an fp32 scalar, equal on all ranks of a copy."""
     autocast: tuple[str, torch.dtype] | None = None
     """Device type and dtype, where the LightningModule's steps run under autocast."""
-    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the strategy does with each backward pass; it puts its own in place, as of the next two."""
-    used_params: Callable[[Any], tuple[list[torch.Tensor], torch.Tensor]] = staticmethod(
-        lambda optimizer: ([], torch.empty(0))
-    )
-    """Asked once all gradients of an optimizer step are there: parameters, and which of them any rank has used."""
-    before_step: Callable[[], None] = staticmethod(lambda: None)
-    """The last thing before parameters change."""
     _own_loss: torch.Tensor | float = 0.0
+
+    def __init__(self, guard: StepGuard, strategy: Any) -> None:
+        self.guard, self.strategy = guard, strategy
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Around every step of the LightningModule."""
@@ -149,7 +130,7 @@ class GuardedSteps(Precision):
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass, before ``on_after_backward`` looks at gradients."""
-        with self.around_backward():
+        with self.strategy.averaging_alone():
             super().backward(*args, **kwargs)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
@@ -167,14 +148,15 @@ class GuardedSteps(Precision):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
         result = closure()
-        params, used = self.used_params(optimizer)
-        if self.guard.loss_scale is not None and (local := local_tensors(_grads(optimizer))):
+        params, used = self.strategy.used_params(optimizer)
+        if self.guard.loss_scale is not None and (local := local_grads(optimizer)):
             torch._foreach_mul_(local, 1.0 / self.guard.loss_scale.value)
         self.last_grad_norm = None
         self._after_closure(model, optimizer)
-        if self.last_grad_norm is None:
-            self._measure(optimizer)
-        norm = self._agreed_norm()
+        norm = self._measure(optimizer) if self.last_grad_norm is None else self.last_grad_norm
+        norm = norm.to(self.strategy.root_device, copy=True)
+        if self.strategy.has_copies:  # a copy that alone went wrong must not be the only one to skip
+            dist.all_reduce(norm)
         # the one time that a step waits for the device
         norm_and_used = torch.cat([norm.view(1), used.to(norm)]).tolist()
         for param, is_used in zip(params, norm_and_used[1:], strict=True):
@@ -185,18 +167,23 @@ class GuardedSteps(Precision):
         if not allowed:
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
-        self.before_step()
+        self.strategy.reshard()
         optimizer.step(**kwargs)
         return result
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Scale all gradients so that their common 2-norm is at most ``clip_val``."""
-        self.last_grad_norm = clip_by_norm(_grads(optimizer), clip_val, self.shard_group, self.comm_device)
+        """Scale all gradients so that their common 2-norm is at most ``clip_val``.
+
+        One that is not finite makes them all so, and the step is not taken.
+        """
+        scale = torch.clamp(clip_val / (self._measure(optimizer) + 1e-6), max=1.0)
+        if local := local_grads(optimizer):
+            torch._foreach_mul_(local, scale.to(local[0].device))
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clamp every gradient element to ``[-clip_val, clip_val]``; shards need nothing from each other."""
         self._measure(optimizer)  # clamping would make inf look finite
-        for local in local_tensors(_grads(optimizer)):
+        for local in local_grads(optimizer):
             local.clamp_(-clip_val, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,8 +194,17 @@ class GuardedSteps(Precision):
         """Go on from :meth:`state_dict`."""
         self.guard.load_state_dict(state_dict)
 
-    def _measure(self, optimizer: Any) -> None:
-        self.last_grad_norm = total_norm(_grads(optimizer), self.shard_group, self.comm_device)
+    def _measure(self, optimizer: Any) -> torch.Tensor:
+        """The 2-norm of all gradients together, as an fp32 scalar, equal on all ranks of a copy."""
+        local, group = local_grads(optimizer), self.strategy.shard_group
+        if group is not None and dist.get_rank(group):  # without dimensions they are not split: count them once
+            local = [t for t in local if t.dim()]
+        norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros(())]
+        squared = torch.stack([*norms]).square().sum().to(self.strategy.root_device)
+        if group is not None:
+            dist.all_reduce(squared, group=group)
+        self.last_grad_norm = squared.sqrt()
+        return self.last_grad_norm
 
     def _ranks_without_finite_loss(self) -> list[int]:
         is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
@@ -218,59 +214,9 @@ class GuardedSteps(Precision):
         dist.all_gather_object(everyone, is_finite)
         return [rank for rank, fine in enumerate(everyone) if not fine]
 
-    def _agreed_norm(self) -> torch.Tensor:
-        assert self.last_grad_norm is not None
-        norm = self.last_grad_norm.to(self.comm_device, copy=True)
-        if self.has_copies:  # a copy that alone went wrong must not be the only one to skip
-            dist.all_reduce(norm)
-        return norm
 
-
-def _grads(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
-
-
-def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts, without the empty ones."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return [t for t in local if t.numel()]
-
-
-def total_norm(
-    grads: Iterable[torch.Tensor], shard_group: dist.ProcessGroup | None, comm_device: torch.device | None = None
-) -> torch.Tensor:
-    """The 2-norm of all gradients together, as an fp32 scalar, equal on all ranks.
-
-    Args:
-        grads: DTensors, or the local shards; parts of a tensor that other ranks of ``shard_group`` hold are not here.
-        shard_group: Ranks that together hold one copy of the gradients; ``None`` when each rank holds all of it.
-        comm_device: Where the group reduces, if the gradients live elsewhere (offloaded to the host).
-    """
-    local = local_tensors(grads)
-    if shard_group is not None and dist.get_rank(shard_group):  # without dimensions they are not split: count them once
-        local = [t for t in local if t.dim()]
-    device = comm_device or (local[0].device if local else torch.device("cpu"))
-    norms = list(torch._foreach_norm(local, 2, dtype=torch.float32)) if local else []
-    squared = torch.stack(norms).square().sum().to(device) if norms else torch.zeros((), device=device)
-    if shard_group is not None and dist.get_world_size(shard_group) > 1:
-        dist.all_reduce(squared, group=shard_group)
-    return squared.sqrt()
-
-
-def clip_by_norm(
-    grads: Iterable[torch.Tensor],
-    max_norm: float,
-    shard_group: dist.ProcessGroup | None,
-    comm_device: torch.device | None = None,
-) -> torch.Tensor:
-    """Scale the gradients in place so that their 2-norm is at most ``max_norm``; the norm before is returned.
-
-    Non-finite norms are not clipped away: the gradients become non-finite everywhere, and the step is not taken.
-    """
-    grads = list(grads)
-    norm = total_norm(grads, shard_group, comm_device)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if local := local_tensors(grads):
-        torch._foreach_mul_(local, scale.to(local[0].device))
-    return norm
+def local_grads(optimizer: Any) -> list[torch.Tensor]:
+    """This rank's parts of an optimizer's gradients, without the empty ones."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
+    return [grad for grad in local if grad.numel()]

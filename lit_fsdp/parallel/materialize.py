@@ -28,13 +28,7 @@ class Reader(Protocol):
 
 
 class Materializer:
-    """Fills the meta tensors of a model module by module, before or after it is sharded.
-
-    Args:
-        model: The model, unsharded, on meta; names and ties are taken from it now.
-        read: Where tensors come from.
-        device: Where they go.
-    """
+    """Fills the meta tensors of a model module by module; made before it is sharded, for its names and ties."""
 
     def __init__(self, model: nn.Module, read: Reader, device: torch.device) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -46,8 +40,8 @@ class Materializer:
     def fill(self, module: nn.Module) -> None:
         """Replace the module's own meta parameters and buffers (not its children's) by filled ones.
 
-        Sharded parameters (DTensors) get only this rank's rows; the others all of theirs. What was freed since then
-        (copies of rows, and FSDP1's gathered units) goes back to the system every now and then.
+        Sharded parameters (DTensors) get only this rank's rows. What was freed since then (copies of rows, and FSDP1's
+        gathered units) goes back to the system every now and then.
         """
         if self._read_bytes > _TRIM_BYTES:
             return_freed_memory()

@@ -1,7 +1,4 @@
-"""Precision: what the engines leave to us is cast here, and what they did is read back and compared.
-
-The contract sets no dtype: the engines are given the mode's row, and then asked what they did.
-"""
+"""Precision: what the engines leave to us is cast here, and what they did is read back and compared."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ def has_bf16(device_type: str) -> bool:
 def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[[bool], bool]) -> StrategyConfig:
     """Decide what ``precision: auto`` is, alike on all ranks, whose machines may differ, and say so on rank 0.
 
-    Any other mode stays, with a warning where a CPU has to emulate its bf16. ``on_all`` tells, as a collective, whether
-    something holds on all ranks.
+    Any other mode stays, with a warning where a CPU has to emulate its bf16. ``on_all`` is a collective.
     """
     given, own = config.precision_config, has_bf16(device_type)
     everywhere = on_all(own)
@@ -74,18 +70,13 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
     """Refuse what this kind of device (``cpu`` or ``cuda``) cannot do.
 
     Raises:
-        ConfigError: FSDP1's CPU offload or NCCL without an accelerator, fp8 without a GPU that multiplies in it or
-            without torchao.
+        ConfigError: FSDP1's CPU offload without an accelerator, fp8 without a GPU that multiplies in it or without
+            torchao.
     """
-    on_cpu, backend = device_type == "cpu", config.process_group_backend or ""
+    on_cpu = device_type == "cpu"
     wrong = config.cpu_offload and config.engine == "fsdp1" and on_cpu
     given = "true with engine fsdp1 on CPU"
     require(not wrong, f"{path}.cpu_offload", given, "a GPU, or engine fsdp2", "set engine: fsdp2")
-    fix = "drop process_group_backend"
-    wrong = on_cpu and "nccl" in backend
-    require(not wrong, f"{path}.process_group_backend", f"{backend} on CPU", "gloo", fix)
-    wrong = not on_cpu and backend == "gloo"
-    require(not wrong, f"{path}.process_group_backend", "gloo on GPUs", "nccl | cpu:gloo,cuda:nccl", fix)
     if config.precision_config.mode == "fp8":
         found = importlib.util.find_spec("torchao") is not None
         allowed, fix = "fp8 with torchao installed", "pip install 'lit-fsdp[fp8]'"
@@ -101,8 +92,7 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
     """Cast all floating-point parameters (buffers stay) to their storage dtypes in place; ties are kept.
 
-    Returns:
-        The dtype of frozen parameters of a model with adapters of peft; ``None`` for others, whose are all alike.
+    Returns the dtype of frozen parameters of a model with adapters of peft; ``None`` for others, whose are all alike.
     """
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
@@ -170,18 +160,11 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> Non
     """Replace the model's linear layers by torchao's float8 ones in place, before it is sharded.
 
     ``skip`` are parts of paths of layers to leave alone, by default the output head.
-
-    Raises:
-        ConfigError: Nothing is left to replace.
     """
     words = _FP8_SKIP if skip is None else tuple(skip)
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    names = {
-        name
-        for name, m in linears.items()
-        if not any(word in name for word in words)
-        and not (m.in_features % _FP8_MULTIPLE or m.out_features % _FP8_MULTIPLE)
-    }
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
+    fitting = [name for name, m in linears if not (m.in_features % _FP8_MULTIPLE or m.out_features % _FP8_MULTIPLE)]
+    names = {name for name in fitting if not any(word in name for word in words)}
     allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
     fix = "set precision: mixed, or shorten fp8_skip"
     require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed, fix)
@@ -212,12 +195,9 @@ class DtypeContract:
         self._handles: list[Any] = []
 
     def check(self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None) -> None:
-        """Count the dtypes of these floating-point tensors, and compare each with the one declared for them.
+        """Count the dtypes of these floating-point tensors, and compare each with the one declared for them, if any.
 
-        Args:
-            what: Key in ``dtypes.json``, as ``parameters after set-up``.
-            named: Tensors by name.
-            declared: Short name of a dtype; ``None`` declares nothing.
+        ``what`` is the key in ``dtypes.json``.
 
         Raises:
             ContractError: A tensor has another one, and differences are errors; names the first.
@@ -269,9 +249,7 @@ class DtypeContract:
                 self.check_parameters("gathered parameters in the forward", own, declared if self._is_sharded else None)
 
             def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                tensors = [
-                    (f"output {i} of {name}", t) for i, t in enumerate(tree_leaves(output)) if torch.is_tensor(t)
-                ]
+                tensors = [(name, leaf) for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
                 self.check("activations", tensors, None)  # a block may keep its residual stream in another dtype
 
             self._handles.append(module.register_forward_pre_hook(before))  # after the gather
@@ -290,10 +268,7 @@ class DtypeContract:
 
     @contextlib.contextmanager
     def watch_reductions(self) -> Iterator[None]:
-        """Compare, until the first step, the dtype of every floating-point reduction issued inside this context.
-
-        The collectives of ``torch.distributed`` are looked up there at call time by both engines.
-        """
+        """Compare, until the first step, the dtype of every reduction, which both engines look up in torch."""
         seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         originals = {name: getattr(dist, name) for name in _REDUCTIONS if self.watching and hasattr(dist, name)}
 
@@ -324,8 +299,7 @@ class DtypeContract:
 
     def report(self) -> dict[str, Any]:
         """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""
-        declared = declared_dtypes(self.row, self.frozen)
-        return {"mode": self.mode, "declared": declared, "realized": self.realized}
+        return {"mode": self.mode, "declared": declared_dtypes(self.row, self.frozen), "realized": self.realized}
 
 
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

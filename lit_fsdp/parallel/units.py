@@ -1,8 +1,7 @@
 """Which modules become FSDP units, as a plan made before anything is sharded, and its audit.
 
-A unit is gathered, used and freed as a whole, so units decide both peak memory and overlap. The plan is the same
-for both engines; after wrapping the units are read back from the live model and compared with it. Everything works on
-meta tensors and changes nothing.
+The plan is the same for both engines; after wrapping the units are read back from the live model and compared with it.
+Everything works on meta tensors and changes nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class Unit:
     """Those of the parameters that are not frozen."""
     tied: tuple[str, ...] = ()
     """Names under which a weight of this unit appears again."""
-    is_block: bool = False
-    """Whether activation checkpointing applies to it."""
     keeps_fp32: bool = False
     """Whether it is gathered in fp32 whatever the precision mode says."""
 
@@ -109,7 +106,7 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Col
         ConfigError: A class or pattern that matches no module (what exists is listed), wrapped modules that are not
             there, or more than ``max_root_share`` of the parameters left in the root.
     """
-    ends = embeddings_and_heads(model)
+    ends = _embeddings_and_heads(model)
     if wrap.manual:
         live = list(units_already_wrapped(model).values())
         fix = "wrap the blocks in configure_model, by fully_shard (fsdp2) or FullyShardedDataParallel (fsdp1)"
@@ -209,7 +206,7 @@ def _count(
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
-    is_block, whole, packed = set(blocks), unsharded_numels(model), packed_weights(model)
+    whole, packed = unsharded_numels(model), packed_weights(model)
     scales = {id(layer.weight): getattr(layer, "quantization_bytes", 0) for layer in quantized_layers(model).values()}
     ties: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -228,7 +225,6 @@ def _count(
                 quantization_bytes=sum(scales.get(id(p), 0) for p, _ in own),
                 num_trainable=sum(n for p, n in own if p.requires_grad),
                 tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
-                is_block=module in is_block,
                 keeps_fp32=module in fp32,
             )
         )
@@ -246,13 +242,11 @@ def _check_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -
     is_named = wrap.manual or wrap.classes or wrap.patterns or wrap.max_root_share is not None
     limit = 0.5 if wrap.max_root_share is None else wrap.max_root_share
     if left > limit * total and (is_named or left >= _LARGE_ROOT):
-        raise ConfigError(
-            path,
-            f"units by {plan.source} leave {left / total:.0%} of {total:,} parameters in the root unit "
-            f"(largest: {max(sizes, key=lambda name: sizes[name])})",
-            f"at most {limit:.0%} (max_root_share); classes in this model: {class_list(model)}",
-            f"name the block classes, set {path}: {{min_num_params: 1.0e6}}, or {{max_root_share: 1.0}} to allow it",
-        )
+        given = f"units by {plan.source} leave {left / total:.0%} of {total:,} parameters in the root unit "
+        given += f"(largest: {max(sizes, key=lambda name: sizes[name])})"
+        allowed = f"at most {limit:.0%} (max_root_share); classes in this model: {_class_list(model)}"
+        fix = f"name the block classes, set {path}: {{min_num_params: 1.0e6}}, or {{max_root_share: 1.0}} to allow it"
+        raise ConfigError(path, given, allowed, fix)
 
 
 def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[nn.Module, bool]:
@@ -282,17 +276,17 @@ def _choose(
     model: nn.Module, wrap: WrapConfig, ends: list[nn.Module], path: str
 ) -> tuple[list[nn.Module], list[nn.Module], str]:
     """Modules that shall be units, those that shall be recomputed, and who said so."""
-    found, others, own_source = find_units(model)
+    found, others, own_source = _find_units(model)
     named: list[nn.Module] = []
     sources: list[str] = []
     if wrap.classes is not None:
-        named += modules_of_classes(model, wrap.classes, f"{path}.classes")
+        named += _of_classes(model, wrap.classes, f"{path}.classes")
         sources.append(f"classes {', '.join(wrap.classes)}")
     if wrap.patterns is not None:
-        named += modules_of_patterns(model, wrap.patterns, f"{path}.patterns")
+        named += _of_patterns(model, wrap.patterns, f"{path}.patterns")
         sources.append(f"patterns {', '.join(wrap.patterns)}")
     if wrap.min_num_params is not None:
-        named += modules_of_size(model, int(wrap.min_num_params))
+        named += _of_size(model, int(wrap.min_num_params))
         sources.append(f"min_num_params {int(wrap.min_num_params)}")
     # the blocks of the model itself, however large its units are, and what else was named outside of these
     inside, recomputed = {m for block in found for m in block.modules()}, list(found)
@@ -311,45 +305,34 @@ def _manual_parts(model: nn.Module) -> list[nn.Module]:
     """
     if getattr(model, "automatic_optimization", True):
         return []
-    parts = [child for child in model.children() if any(True for _ in child.parameters())]
-    return [
-        inner for part in parts for inner in ([part] if can_be_unit(part) else part.children()) if can_be_unit(inner)
-    ]
+    parts = [inner for part in model.children() for inner in ([part] if _can_be_unit(part) else part.children())]
+    return [part for part in parts if _can_be_unit(part)]
 
 
-def can_be_unit(module: nn.Module) -> bool:
+def _can_be_unit(module: nn.Module) -> bool:
     """Whether the module holds parameters and is called: hooks on a list's ``forward`` would never run."""
     return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
-def class_list(model: nn.Module) -> str:
-    """The classes in a model that can be named as units, sorted."""
-    return ", ".join(sorted({type(m).__name__ for m in model.modules() if m is not model and can_be_unit(m)}))
+def _class_list(model: nn.Module) -> str:
+    return ", ".join(sorted({type(m).__name__ for m in model.modules() if m is not model and _can_be_unit(m)}))
 
 
-def modules_of_classes(model: nn.Module, classes: Iterable[str], path: str) -> list[nn.Module]:
-    """Every module whose class has one of these names.
-
-    Raises:
-        ConfigError: A name that matches no module; the classes that do exist are listed.
-    """
-    allowed = f"classes in this model: {class_list(model)}"
+def _of_classes(model: nn.Module, classes: Iterable[str], path: str) -> list[nn.Module]:
+    allowed = f"classes in this model: {_class_list(model)}"
     found: list[nn.Module] = []
     for name in classes:
-        matches = [m for m in model.modules() if type(m).__name__ == name and can_be_unit(m)]
+        matches = [m for m in model.modules() if type(m).__name__ == name and _can_be_unit(m)]
         require(matches, path, f"{name!r}, {_NO_MATCH}", allowed, "name one of these, or set wrap: auto")
         found += matches
     return found
 
 
-def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) -> list[nn.Module]:
+def _of_patterns(model: nn.Module, patterns: Iterable[str], path: str) -> list[nn.Module]:
     """Every module at one of these paths, in which ``*`` stands for one part.
 
     A path starts at ``model`` (the LightningModule) or, where nothing is found from there, at a transformers model
     inside it: ``model.layers.*.mlp`` finds the LightningModule's ``model.model.layers.0.mlp``.
-
-    Raises:
-        ConfigError: A pattern that matches no module; the paths that do exist are listed.
     """
     found: list[nn.Module] = []
     for pattern in patterns:
@@ -357,7 +340,7 @@ def modules_of_patterns(model: nn.Module, patterns: Iterable[str], path: str) ->
         matches = next((matches for start in starts if (matches := _at(start, pattern))), [])
         if not matches and pattern.endswith(".*"):  # transformers packs experts into weights of the module above
             matches = [m for start in starts for m in _at(start, pattern[:-2]) if m._parameters]
-        names = (name for name, m in model.named_modules() if name and can_be_unit(m))
+        names = (name for name, m in model.named_modules() if name and _can_be_unit(m))
         known = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)
         allowed = f"paths in this model: {', '.join(known)}"
         require(matches, path, f"{pattern!r}, {_NO_MATCH}", allowed, "mend the path; * stands for exactly one part")
@@ -369,12 +352,12 @@ def _at(start: nn.Module, pattern: str) -> list[nn.Module]:
     wanted, found = pattern.split("."), []
     for name, module in start.named_modules():
         parts = name.split(".")
-        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) and can_be_unit(module):
+        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) and _can_be_unit(module):
             found.append(module)
     return found
 
 
-def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+def _of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     """Modules grouped bottom-up: one becomes a unit as soon as its not yet grouped parameters reach the size."""
     grouped: list[nn.Module] = []
 
@@ -383,7 +366,7 @@ def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             free = sum(p.numel() for p in module.parameters())
         else:
             free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        if free >= min_num_params and module is not model and can_be_unit(module):
+        if free >= min_num_params and module is not model and _can_be_unit(module):
             grouped.append(module)
             return 0
         return free
@@ -395,21 +378,17 @@ def modules_of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 # -- what the model shows
 
 
-def find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str]:
-    """The repeated blocks a model declares or shows, its embedding, head and the like, and what told so.
-
-    Its no-split classes, else its module lists; a model in which nothing repeats has no blocks.
-    """
-    ends = embeddings_and_heads(model)
+def _find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str]:
+    """The repeated blocks a model declares as no-split, or shows by its module lists, single others, and the source."""
     declared, single = _no_split_modules(model)
     if declared:
-        return declared, [*single, *ends], f"the model's no-split classes ({_classes(declared)})"
+        return declared, single, f"the model's no-split classes ({_classes(declared)})"
     if members := _members_of_lists(model):
-        return members, ends, f"the model's module lists ({_classes(members)})"
-    return [], ends, "nothing that repeats"
+        return members, [], f"the model's module lists ({_classes(members)})"
+    return [], [], "nothing that repeats"
 
 
-def embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
+def _embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
     """Input embedding and output head of every transformers model in ``model``, tied or not."""
     ends: dict[nn.Module, None] = {}
     for owner in _transformers_models(model):
@@ -418,7 +397,7 @@ def embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
                 end = get() if callable(get) else None
             except NotImplementedError:  # e.g. a vision tower
                 continue
-            if isinstance(end, nn.Module) and can_be_unit(end):
+            if isinstance(end, nn.Module) and _can_be_unit(end):
                 ends[end] = None
     return list(ends)
 
@@ -435,7 +414,7 @@ def _classes(modules: Iterable[nn.Module]) -> str:
 def _no_split_modules(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Instances of no-split classes: those in lists (blocks), and single ones (BERT declares its embeddings)."""
     declared = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    found = [m for m in model.modules() if type(m).__name__ in declared and can_be_unit(m)]
+    found = [m for m in model.modules() if type(m).__name__ in declared and _can_be_unit(m)]
     members = {child for m in model.modules() if isinstance(m, _LISTS) for child in m.children()}
     blocks = [m for m in found if m in members]
     return (blocks, [m for m in found if m not in members]) if blocks else (found, [])
@@ -449,7 +428,7 @@ def _members_of_lists(model: nn.Module) -> list[nn.Module]:
         holding = [child for child in module.children() if any(True for _ in child.parameters())]
         alike = len({type(child) for child in module.children()}) == 1
         is_list = isinstance(module, nn.ModuleList) or (isinstance(module, _LISTS) and alike)
-        if is_list and len(holding) > 1 and all(can_be_unit(child) for child in holding):
+        if is_list and len(holding) > 1 and all(_can_be_unit(child) for child in holding):
             lists.append(holding)
             return
         for child in holding:
@@ -464,7 +443,7 @@ def _members_of_lists(model: nn.Module) -> list[nn.Module]:
 
 
 def units_already_wrapped(module: nn.Module) -> dict[str, Any]:
-    """The modules inside ``module`` that FSDP1 (without its wrapper) or FSDP2 wraps already, by their first names."""
+    """The modules inside ``module`` that FSDP1 (without its wrapper) or FSDP2 wraps, by their first names."""
     return {
         clean_name(name): inner.module if isinstance(inner, FullyShardedDataParallel) else inner
         for name, inner in module.named_modules()

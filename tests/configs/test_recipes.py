@@ -78,7 +78,7 @@ def test_the_model_of_a_recipe_passes_the_audit_and_its_checkpoint_is_as_large_a
         tied = model.config.tie_word_embeddings
         embedding = model.get_input_embeddings().weight.numel()
         assert sum(unit["num_params"] for unit in table["units"]) == num_parameters(model) == table["num_params"]
-        assert sum(unit.is_block for unit in plan.units) == model.config.num_hidden_layers
+        assert sum(module in plan.blocks for module in plan.modules.values()) == model.config.num_hidden_layers
         # untied, embedding and head are units of their own; tied, they stay together in the root
         assert table["num_units"] == model.config.num_hidden_layers + (1 if tied else 3)
         assert plan.units[-1].num_params == model.config.hidden_size + (embedding if tied else 0)

@@ -212,7 +212,6 @@ def test_what_cannot_be_is_refused(tiny_model: Path) -> None:
     for strategy, words in (
         ({"engine": "fsdp1", "cpu_offload": True}, "true with engine fsdp1 on CPU"),
         ({"precision": "fp8"}, "fp8 "),
-        ({"process_group_backend": "nccl"}, "nccl on CPU"),
         ({"engine": "single"}, "single on 2 ranks"),
         ({"wrap": ["GPT2Block"]}, "got 'GPT2Block', which matches no module"),
     ):

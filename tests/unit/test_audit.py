@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused(no_hub, capsys):
     for words, said in (
         (["--ranks", "0"], "--nodes: got 1 for 0 ranks"),
         (["--nodes", "2"], "--nodes: got 2 without --ranks"),
-        (["--trainer.accelerator", "cpu", f"--{_ARGS}.process_group_backend", "nccl"], "nccl on CPU"),
+        (["--trainer.accelerator", "cpu", f"--{_ARGS}.precision", "fp8"], "fp8 "),
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
     ):
         assert main(["audit", "--config", str(SMALL), *words]) == 2

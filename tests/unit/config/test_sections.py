@@ -8,10 +8,7 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import (
-    mesh_shape,
-)
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 
 # -- strategy
@@ -34,7 +31,7 @@ def test_mesh_shape():
         ({"engine": "ddp"}, 1, 8, (8, 1)),
         ({"engine": "single"}, 1, 1, (1, 1)),
     ):
-        assert mesh_shape(strategy_config(options), nodes, ranks) == shape, options
+        assert mesh_shape(StrategyConfig(**options), nodes, ranks) == shape, options
 
 
 def test_degrees_that_do_not_fit():
@@ -54,22 +51,22 @@ def test_degrees_that_do_not_fit():
         (hybrid, 8, "replicate_degree", "null on one node", "set replicate_degree: 2, or"),
     ):
         with pytest.raises(ConfigError) as caught:
-            mesh_shape(strategy_config(options), 1, ranks, "s")
+            mesh_shape(StrategyConfig(**options), 1, ranks, "s")
         assert caught.value.field == f"s.{field}"
         assert str(caught.value.given).startswith(given)
         assert caught.value.fix.startswith(fix)
     with pytest.raises(ConfigError, match="3 on 8 ranks"):  # one copy per node
-        mesh_shape(strategy_config(hybrid), 3, 8)
+        mesh_shape(StrategyConfig(**hybrid), 3, 8)
 
 
 def test_engines_without_shards_say_what_they_replace():
-    assert strategy_config({"engine": "ddp"}).replaced == {
+    assert StrategyConfig(engine="ddp").replaced == {
         "sharding": "full_shard → no_shard (engine ddp: every rank holds the whole model)"
     }
-    assert strategy_config({"engine": "single", "sharding": "no_shard"}).replaced == {}
+    assert StrategyConfig(engine="single", sharding="no_shard").replaced == {}
     given = {"sharding": "hybrid_shard", "shard_degree": 2, "cpu_offload": True, "forward_prefetch": 2}
-    given |= {"sync_each_micro_batch": False, "wrap": {"max_root_share": 0.7}}
-    config = strategy_config({"engine": "single", **given})
+    given |= {"sync_each_micro_batch": False, "wrap": WrapConfig(max_root_share=0.7)}
+    config = StrategyConfig(engine="single", **given)
     assert not config.offloads
     assert mesh_shape(config, 1, 1) == (1, 1)
     assert {name: text.partition(" (")[0] for name, text in config.replaced.items()} == {
@@ -80,8 +77,8 @@ def test_engines_without_shards_say_what_they_replace():
         "sync_each_micro_batch": "false → true",
         "wrap.max_root_share": "0.7 → null",
     }
-    assert "sync_each_micro_batch" not in strategy_config({"engine": "ddp", **given}).replaced
-    assert strategy_config({}).replaced == {}
+    assert "sync_each_micro_batch" not in StrategyConfig(engine="ddp", **given).replaced
+    assert StrategyConfig().replaced == {}
 
 
 # -- batches

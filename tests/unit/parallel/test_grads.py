@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lit_fsdp.errors import NonFiniteGradientError
-from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard, clip_by_norm, total_norm
+from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard
 
 
 class Plugin(GuardedSteps):
@@ -19,7 +20,13 @@ class Plugin(GuardedSteps):
     clip: Any = None
 
     def __init__(self, guard: StepGuard) -> None:
-        self.guard = guard
+        nothing = {
+            "shard_group": None,
+            "has_copies": False,
+            "root_device": torch.device("cpu"),
+            "reshard": lambda: None,
+        }
+        super().__init__(guard, SimpleNamespace(**nothing, used_params=lambda optimizer: ([], torch.empty(0))))
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         if self.clip is not None:
@@ -85,8 +92,15 @@ def test_scale_and_counters_survive_a_checkpoint() -> None:
 
 
 def test_one_norm_of_all_in_fp32():
-    norm = total_norm([torch.full((1000,), 1.0, dtype=torch.bfloat16) for _ in range(10)], None)
-    assert norm.dtype == torch.float32
-    assert norm.item() == pytest.approx(100.0, rel=1e-6)
-    for grads in ([], [torch.empty(0, 4)]):  # a rank that holds nothing
-        assert clip_by_norm(grads, 1.0, None).item() == 0.0
+    plugin = Plugin(StepGuard("error", 1))
+    for grads, wanted in (
+        ([torch.full((1000,), 1.0, dtype=torch.bfloat16) for _ in range(10)], 100.0),
+        ([torch.empty(0, 4)], 0.0),  # a rank that holds nothing
+    ):
+        params = [torch.nn.Parameter(torch.empty_like(grad)) for grad in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        plugin.clip_grad_by_norm(torch.optim.SGD(params), 1.0)
+        assert plugin.last_grad_norm is not None
+        assert plugin.last_grad_norm.dtype == torch.float32
+        assert plugin.last_grad_norm.item() == pytest.approx(wanted, rel=1e-6)

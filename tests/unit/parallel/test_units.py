@@ -8,8 +8,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig
 
-from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import ActivationConfig, WrapConfig
+from lit_fsdp.config.strategy import ActivationConfig, StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
@@ -120,7 +119,7 @@ def test_classes_and_patterns():
     plan = plan_units(llama(tied=False), wrap)
     assert set(sizes(plan)) == {*mlps, *LAYERS, *ENDS, ""}
     assert plan.source == "classes LlamaDecoderLayer, patterns model.layers.*.mlp, lm_head"
-    assert [unit.name for unit in plan.units if unit.is_block] == LAYERS
+    assert [name for name, module in plan.modules.items() if module in plan.blocks] == LAYERS
     wrap = WrapConfig(patterns=["model.layers.1.mlp.*_proj"], max_root_share=1.0, embedding_and_head=False)
     found = list(sizes(plan_units(llama(tied=False), wrap)))
     assert found == [*(f"model.model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")), ""]
@@ -157,7 +156,7 @@ def test_experts_are_units_one_by_one():
         plan = plan_units(model, WrapConfig(patterns=["layers.*", "layers.*.inner.experts.*"]))
         inner = {"layers.0.inner.experts.0": 12, "layers.0.inner.experts.1": 12}
         assert sizes(plan) == {**inner, "layers.0": 8, "layers.1": 12, "": 0}
-        assert [unit.is_block for unit in plan.units] == [False, False, True, True, False]
+        assert [module in plan.blocks for module in plan.modules.values()] == [False, False, True, True]
 
 
 def test_tied_weights_stay_in_the_unit_around_all_their_users():
@@ -216,7 +215,7 @@ def test_blocks_are_recomputed_whatever_the_units_are():
 
 
 def test_units_inside_blocks_cannot_be_compiled():
-    config = strategy_config({"wrap": ["model.layers.*", "model.layers.*.mlp"], "compile": True})
+    config = StrategyConfig(wrap=["model.layers.*", "model.layers.*.mlp"], compile=True)
     with pytest.raises(ConfigError, match="2 FSDP units inside blocks") as caught:
         plan_for(llama(tied=False), config, "strategy")
     assert caught.value.field == "strategy.compile"

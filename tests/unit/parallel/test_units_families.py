@@ -76,7 +76,7 @@ def test_auto():
         plan = plan_units(model, WrapConfig())
         blocks = [f"model.{path}.{i}" for path in lists for i in range(2)]
         assert sorted(unit.name for unit in plan.units) == sorted([*blocks, *(f"model.{end}" for end in ends), ""])
-        assert {unit.name for unit in plan.units if unit.is_block} == set(blocks), model_type
+        assert {name for name, module in plan.modules.items() if module in plan.blocks} == set(blocks), model_type
         assert plan.source == f"the model's no-split classes ({block_class})"
         assert list(plan.units[-1].tied) == [f"model.{name}" for name in tied], model_type
         assert not any(unit.tied for unit in plan.units[:-1])
@@ -93,7 +93,7 @@ def test_packed_experts_are_units_inside_their_blocks():
             block = model.model.model.layers[i]
             experts = sum(param.numel() for param in block.mlp.experts.parameters())
             assert (plan.units[i].name, plan.units[i].num_params) == (f"model.model.layers.{i}.mlp.experts", experts)
-            assert not plan.units[i].is_block
+            assert block.mlp.experts not in plan.blocks
             assert plan.units[i + 2].num_params == plain[f"model.model.layers.{i}"] - experts
         assert [unit.name for unit in plan.units[2:]] == list(plain)
         check_parameters(plan, model)
