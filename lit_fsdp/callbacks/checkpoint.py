@@ -33,10 +33,9 @@ class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
-    all before. Kept are the last k, the best k and every n-th, but of those saved on a signal between only the newest
-    (see :func:`lit_fsdp.checkpoint.run_folder.to_remove`). The run folder is the Trainer's ``default_root_dir``; no
-    other job can train in it meanwhile. The metrics of a validation go into the manifest of its step's checkpoint
-    afterwards, so that saving never waits for a validation.
+    all before; which ones stay says :func:`lit_fsdp.checkpoint.run_folder.to_remove`. The run folder is the Trainer's
+    ``default_root_dir``; no other job can train in it meanwhile. The metrics of a validation go into the manifest of
+    its step's checkpoint afterwards.
 
     With ``async_save`` a checkpoint is written while training goes on. Once it stands, rank 0 records its metrics and
     removes old ones; that it has failed is an error on every rank at the next save or at the end.
@@ -84,10 +83,7 @@ class Checkpoint(ModelCheckpoint):
             self._background = _open_background(trainer, self.config.async_save)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed.
-
-        Rank 0 looks at what is there for all of them: on a network file system each would see it at another time.
-        """
+        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
         root, step = Path(trainer.default_root_dir), trainer.global_step
@@ -119,10 +115,7 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention.
-
-        The metrics are those of rank 0: a metric that is not reduced over ranks differs between them.
-        """
+        """Save if this validation was the best, put its metrics (rank 0's) into the checkpoint of this step, tidy."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         own = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -186,11 +179,7 @@ class Checkpoint(ModelCheckpoint):
         return folder
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait until the last save stands, then record its metrics and apply retention.
-
-        Raises:
-            CheckpointError: It has failed, on whichever rank.
-        """
+        """Wait until the last save stands, then tidy; a CheckpointError if it has failed, on whichever rank."""
         if self._pending is None:
             return
         try:
@@ -259,10 +248,7 @@ class Checkpoint(ModelCheckpoint):
                 _log.warning("%s", error)
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-        """What comes after a save: all ranks learn what is the best now, or that tidying has failed.
-
-        That is collective; after an exception rank 0 tidies alone.
-        """
+        """What comes after a save, collective: all learn what is the best now; after an exception rank 0 tidies alone."""
         self.last_model_path = str(folder)
         if self._agreed:
             what = f"recording and removing in {self.dirpath}"
@@ -299,11 +285,10 @@ class Checkpoint(ModelCheckpoint):
         steps, validations = _plan(trainer)
         count = disk_space.peak_count(self.config, steps, trainer.enable_validation, validations)
         if steps is None or trainer.global_step < steps:
-            root, how = Path(trainer.default_root_dir), "in the background" if self._background else "in the foreground"
+            root, how = Path(trainer.default_root_dir), "background" if self._background else "foreground"
             check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
             line = _alike("looking for disk space", check)
-            level = logging.WARNING if size > disk_space.LARGE_BYTES and trainer.is_global_zero else logging.INFO
-            _log.log(level, "%s; written %s (checkpoint.async_save)", line, how)
+            _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
 
     def _check_next(self, trainer: Trainer) -> None:
         """Compare for the checkpoint that is written next; collective."""
@@ -319,11 +304,7 @@ class Checkpoint(ModelCheckpoint):
 
 
 def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
-    """The strategy's background saver, or None if training is to wait for each save; collective.
-
-    Raises:
-        ConfigError: It is wanted, but the strategy is not one of ours.
-    """
+    """The strategy's background saver, or None if training is to wait for each save; collective."""
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "open_background"):
         if wanted:

@@ -5,12 +5,11 @@ The header needs only names, dtypes and shapes, so the data can be streamed: no 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,7 +44,7 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 class TensorFile:
-    """A safetensors file in the making; tensors are appended in :func:`file_order`.
+    """A safetensors file in the making, complete and synced after its ``with`` block.
 
     Args:
         path: Must not exist yet.
@@ -73,7 +72,7 @@ class TensorFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the data of the next tensor."""
+        """Write the data of the next tensor in :func:`file_order`."""
         expected = self._left.pop(0)
         assert (name, spec_of(tensor)) == (expected, self._specs[expected]), (name, spec_of(tensor), expected)
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -91,19 +90,17 @@ class TensorFile:
             del piece, part  # before the next one is read
         assert left == 0, f"{name}: {left} elements too few"
 
-    def close(self) -> FileEntry:
-        """Sync and close; all tensors must have been written."""
-        assert not self._left, f"not written: {self._left}"
-        return self._file.close()
+    @property
+    def entry(self) -> FileEntry:
+        """What was written."""
+        return self._file.entry
 
-    @contextlib.contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Close the unfinished file when what is done inside fails."""
-        try:
-            yield
-        except BaseException:
-            self._file.abandon()
-            raise
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: Any, *more: Any) -> None:
+        self._file.__exit__(failure)
+        assert failure or not self._left, f"not written: {self._left}"
 
 
 def opened(path: Path) -> Any:
