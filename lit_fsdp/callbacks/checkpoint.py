@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops, is_imported
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops
 from lit_fsdp.checkpoint import disk_space, run_folder
+from lit_fsdp.checkpoint.importing.convert import IMPORTED
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import FOLDER, Found
@@ -200,7 +201,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
-        if is_imported(checkpoint):
+        if checkpoint.get(IMPORTED):
             fill_in_loops(trainer, checkpoint)
         saved = checkpoint.get(_ACCUMULATION)
         self._schedule = count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
@@ -248,7 +249,7 @@ class Checkpoint(ModelCheckpoint):
                 _log.warning("%s", error)
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-        """What comes after a save, collective: all learn what is the best now; after an exception rank 0 tidies alone."""
+        """What comes after a save, collective: all learn the best; after an exception rank 0 tidies alone."""
         self.last_model_path = str(folder)
         if self._agreed:
             what = f"recording and removing in {self.dirpath}"

@@ -38,9 +38,8 @@ class IsolationProof(Callback):
 
     It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
     ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
-    sample must stay bit-equal whatever its neighbors hold. Random generators and the mode of every module are
-    afterwards what they were, so that a resumed run stays bit-equal. What was proved is remembered in the cache folder
-    by model configuration, attention, dtype, device and versions. Batches without packs cost nothing.
+    sample must stay bit-equal whatever its neighbors hold. Afterwards random generators and modes are what they were.
+    What was proved is remembered in the cache folder by model configuration, attention, dtype, device and versions.
     """
 
     proves_isolation = True
@@ -68,7 +67,10 @@ class IsolationProof(Callback):
                     type(module).__name__,
                 )
             return
-        _check_form(module, batch)
+        if not takes_positions(module.model):
+            raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
+        if batch.get("attention_mask") is not None:
+            raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
         path = _remembered_at(trainer, module)
         remembered = trainer.strategy.broadcast(_read(path) if trainer.is_global_zero else None)
         record = remembered or self.prove(trainer, batch)
@@ -84,63 +86,51 @@ class IsolationProof(Callback):
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """See :func:`prove_isolation`."""
-        return prove_isolation(trainer, batch)
+        """Return what was measured, for ``isolation.json``; collective.
 
+        Raises:
+            ConfigError: On every rank: samples see each other, or depend on their position in the pack.
+        """
+        module: Any = trainer.lightning_module
+        strategy: Any = trainer.strategy
+        started, ids = time.perf_counter(), batch["input_ids"]
 
-def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured, for ``isolation.json``; collective.
+        def states(batch: Mapping[str, Any]) -> torch.Tensor:
+            return run_aside(strategy, module, "last_hidden_states", batch)
 
-    Raises:
-        ConfigError: On every rank: samples see each other, or depend on their position in the pack.
-    """
-    module: Any = trainer.lightning_module
-    strategy: Any = trainer.strategy
-    started, ids = time.perf_counter(), batch["input_ids"]
-
-    def states(batch: Mapping[str, Any]) -> torch.Tensor:
-        return run_aside(strategy, module, "last_hidden_states", batch)
-
-    with untouched(strategy, module):
-        own = measure_isolation(states, ids)
-        found = [own] * trainer.world_size
-        dist.all_gather_object(found, own)
-        change, moved = max(one.change for one in found), max(one.moved for one in found)
-        again = proof_batch(ids.flatten()[:2].repeat(2, 8))
-        repeats = change == 0 or torch.equal(states(again), states(again))
-    compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
-    record: dict[str, Any] = {
-        "model_type": module.source.hf_config.model_type,
-        "attn_implementation": module.attn_implementation,
-        "engine": strategy.config.engine,
-        "compute_dtype": compute,
-        "step": int(trainer.global_step),
-        "ranks": trainer.world_size,
-        "seconds": round(time.perf_counter() - started, 3),
-        "largest_change": change,
-        "largest_change_when_moved": moved,
-        "bit_equal": change == 0,
-        "tolerance": _ROUNDING[compute] if inexact else 0.0,
-        "tolerance_because_of": inexact,
-        "tolerance_when_moved": _MOVED[compute],
-    }
-    if change > record["tolerance"]:
-        if not repeats:
-            raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
-        by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
-        raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
-    if any(one.is_blind for one in found):
-        raise _refusal(module, "a sample with other tokens has the same hidden states")
-    if moved > _MOVED[compute]:
-        raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
-    return record
-
-
-def _check_form(module: Any, batch: Mapping[str, Any]) -> None:
-    if not takes_positions(module.model):
-        raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
-    if batch.get("attention_mask") is not None:
-        raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
+        with untouched(strategy, module):
+            own = measure_isolation(states, ids)
+            found = [own] * trainer.world_size
+            dist.all_gather_object(found, own)
+            change, moved = max(one.change for one in found), max(one.moved for one in found)
+            again = proof_batch(ids.flatten()[:2].repeat(2, 8))
+            repeats = change == 0 or torch.equal(states(again), states(again))
+        compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
+        record: dict[str, Any] = {
+            "model_type": module.source.hf_config.model_type,
+            "attn_implementation": module.attn_implementation,
+            "engine": strategy.config.engine,
+            "compute_dtype": compute,
+            "step": int(trainer.global_step),
+            "ranks": trainer.world_size,
+            "seconds": round(time.perf_counter() - started, 3),
+            "largest_change": change,
+            "largest_change_when_moved": moved,
+            "bit_equal": change == 0,
+            "tolerance": _ROUNDING[compute] if inexact else 0.0,
+            "tolerance_because_of": inexact,
+            "tolerance_when_moved": _MOVED[compute],
+        }
+        if change > record["tolerance"]:
+            if not repeats:
+                raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
+            by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
+            raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
+        if any(one.is_blind for one in found):
+            raise _refusal(module, "a sample with other tokens has the same hidden states")
+        if moved > _MOVED[compute]:
+            raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
+        return record
 
 
 def _refusal(module: Any, reason: str) -> ConfigError:

@@ -30,35 +30,21 @@ PENDING_RECIPE = ".recipe.yaml"
 class DataRecord(Callback):
     """Prints what is about to be trained on and writes ``data.json``, on rank 0 and once per process.
 
-    The command line shows it before any process group exists. In somebody's own Trainer with a
-    :class:`lit_fsdp.CausalLMDataModule` it is shown while the Trainer sets up, still before step 1.
+    The command line does so before any process group exists, a Trainer while it sets up.
     """
 
     def __init__(self) -> None:
         self.shown = False
 
     def show(self, datamodule: Any, stage: str, folder: Path) -> None:
-        """Show what a data module of ours is about to give, and note it; for rank 0.
-
-        Args:
-            datamodule: A :class:`lit_fsdp.CausalLMDataModule`.
-            stage: ``fit``, ``validate``, ``test`` or ``predict``; only training leaves a record.
-            folder: Of the run.
-
-        Raises:
-            DataError: The first rows of a stream cannot be trained on.
-        """
+        """Show what a :class:`lit_fsdp.CausalLMDataModule` is about to give; of training it leaves a record."""
         record = datamodule.describe()
         if stage == "fit":
             write_json(folder / "data.json", record)
         print_data(record, sys.stderr)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show it, unless that was done before; the data module is set up already.
-
-        Raises:
-            DataError: On every rank, what rank 0 has met: the others would wait for it.
-        """
+        """Show it, unless that was done before; what rank 0 meets is a DataError on every rank."""
         datamodule = getattr(trainer, "datamodule", None)
         if self.shown or not hasattr(datamodule, "describe"):
             return

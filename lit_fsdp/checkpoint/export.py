@@ -197,7 +197,7 @@ def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) 
     with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
             source, delta = plan.sources[name], plan.deltas.get(name)
-            file.append_pieces(name, pieces(source) if delta is None else [_merged(pieces, source, delta)])
+            file.append(name, pieces(source) if delta is None else [_merged(pieces, source, delta)])
 
 
 def _merged(pieces: Pieces, source: str, delta: Delta) -> torch.Tensor:

@@ -193,7 +193,7 @@ class Writer(StorageWriter):
         sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
         with TensorFile(draft / name, specs, {"format": "pt", "DCP_SHARDING_INFO": sharding}) as file:
             for key in file_order(specs):
-                file.append(key, cast(torch.Tensor, planner.resolve_data(parts[key])))
+                file.append(key, [cast(torch.Tensor, planner.resolve_data(parts[key]))])
         found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
 
     def _write_full(self, draft: Path, found: list[WriteResult]) -> None:
@@ -203,7 +203,7 @@ class Writer(StorageWriter):
         def write(wholes: Wholes) -> None:
             with TensorFile(draft / FULL_FILE, specs) as file:
                 for name, tensor in wholes:
-                    file.append(name, tensor)
+                    file.append(name, [tensor])
             parts = [(name, (0,) * len(spec.shape), spec.shape) for name, spec in specs.items()]
             found.append(_result(FULL_FILE, file.entry, parts))
 

@@ -42,15 +42,8 @@ def run_import(argv: Sequence[str]) -> int:
 
     source = open_source(options.source)  # before a model is looked for
     target = _target(options.model, options.tokenizer, options.trust_remote_code)
-    report = import_checkpoint(
-        source,
-        options.out,
-        target,
-        prefix=options.prefix,
-        allow_surplus=options.allow_surplus,
-        step=options.step,
-        dtype=options.dtype,
-    )
+    choices = {name: getattr(options, name) for name in ("prefix", "allow_surplus", "step", "dtype")}
+    report = import_checkpoint(source, options.out, target, **choices)
     print(json.dumps(vars(report), indent=1) if options.json else report)
     return 0
 
