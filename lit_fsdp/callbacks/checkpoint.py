@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
@@ -25,7 +24,6 @@ from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 
@@ -77,7 +75,7 @@ class Checkpoint(ModelCheckpoint):
         root = Path(trainer.default_root_dir)
         self.dirpath = str(root / FOLDER)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _alike("locking the run folder", lambda: self._take(root))
+            Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             self._agreed = True
@@ -88,7 +86,7 @@ class Checkpoint(ModelCheckpoint):
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
         root, step = Path(trainer.default_root_dir), trainer.global_step
-        found = _alike(f"looking at {root}", lambda: _found_at_start(root, step))
+        found = Ranks().first(f"looking at {root}", lambda: _found_at_start(root, step))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._make_room(trainer)
         self._seen_step = self._saved_step = step
@@ -288,7 +286,7 @@ class Checkpoint(ModelCheckpoint):
         if steps is None or trainer.global_step < steps:
             root, how = Path(trainer.default_root_dir), "background" if self._background else "foreground"
             check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
-            line = _alike("looking for disk space", check)
+            line = Ranks().first("looking for disk space", check)
             _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
 
     def _check_next(self, trainer: Trainer) -> None:
@@ -301,7 +299,7 @@ class Checkpoint(ModelCheckpoint):
             run_folder.sweep(root)
             disk_space.check_room(self.config, root, run_folder.checkpoints(root), size)
 
-        _alike("looking for disk space", check)
+        Ranks().first("looking for disk space", check)
 
 
 def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
@@ -315,21 +313,6 @@ def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
     if wanted is None:
         wanted = strategy.root_device.type == "cuda"
     return strategy.open_background() if wanted else None
-
-
-def _alike(what: str, step: Callable[[], T]) -> T:
-    """What ``step`` returns on rank 0, which alone runs it; what it refuses is refused in its words on every rank."""
-
-    def attempt() -> T | Exception:
-        try:
-            return step()
-        except (CheckpointError, ConfigError) as error:
-            return error
-
-    found = Ranks().first(what, attempt)
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 def _found_at_start(root: Path, step: int) -> list[Found]:

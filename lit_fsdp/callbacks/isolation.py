@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lit_fsdp
-from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.callbacks.records import gathered, write_json
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
@@ -100,8 +99,7 @@ class IsolationProof(Callback):
 
         with untouched(strategy, module):
             own = measure_isolation(states, ids)
-            found = [own] * trainer.world_size
-            dist.all_gather_object(found, own)
+            found = gathered(trainer, own)
             change, moved = max(one.change for one in found), max(one.moved for one in found)
             again = proof_batch(ids.flatten()[:2].repeat(2, 8))
             repeats = change == 0 or torch.equal(states(again), states(again))

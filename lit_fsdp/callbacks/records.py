@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
-from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
@@ -48,16 +47,8 @@ class DataRecord(Callback):
         datamodule = getattr(trainer, "datamodule", None)
         if self.shown or not hasattr(datamodule, "describe"):
             return
-        self.shown, refused = True, None
-        if trainer.is_global_zero:
-            try:
-                self.show(datamodule, stage, Path(trainer.default_root_dir))
-            except Exception as error:
-                trainer.strategy.broadcast(str(error))
-                raise
-        refused = trainer.strategy.broadcast(refused)
-        if refused is not None:
-            raise DataError(refused)
+        self.shown = True
+        Ranks().first("showing the data", lambda: self.show(datamodule, stage, Path(trainer.default_root_dir)))
 
 
 class RunRecord(Callback):
@@ -165,11 +156,7 @@ class PredictionWriter(Callback):
 
 def gathered(trainer: Trainer, own: Any) -> list[Any]:
     """What every rank has, in the order of ranks; collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    found: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(found, own)
-    return found
+    return Ranks().run("gathering what ranks have", lambda: own)
 
 
 def _resumed_from(trainer: Trainer, step: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
 
@@ -55,8 +55,18 @@ class Ranks:
         return kept[0]
 
     def first(self, what: str, step: Callable[[], T]) -> T:
-        """The result of ``step`` on rank 0, which alone runs it, on every rank; see :meth:`run`."""
-        return self.run(what, lambda: step() if self.is_first else None)[0]  # type: ignore[return-value]
+        """The result of ``step`` on rank 0, which alone runs it, on every rank; or its error if it is one of ours."""
+
+        def attempt() -> T | Exception:
+            try:
+                return step()
+            except (CheckpointError, ConfigError, DataError) as error:
+                return error
+
+        found = self.run(what, lambda: attempt() if self.is_first else None)[0]
+        if isinstance(found, Exception):
+            raise found
+        return found  # type: ignore[return-value]
 
     def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
         """What to raise here when some ranks have failed, with a line of each; an interrupt stays what it is."""
