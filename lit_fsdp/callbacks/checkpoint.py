@@ -19,7 +19,7 @@ from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig, validation_steps
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
@@ -79,17 +79,21 @@ class Checkpoint(ModelCheckpoint):
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             self._agreed = True
-            self._background = _open_background(trainer, self.config.async_save)
+            strategy: Any = trainer.strategy
+            is_ours, wanted = hasattr(strategy, "open_background"), self.config.async_save
+            given = f"true with {type(strategy).__name__}"
+            fits = is_ours or not wanted
+            require(fits, "checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
+            if wanted is None:
+                wanted = is_ours and strategy.root_device.type == "cuda"
+            self._background = strategy.open_background() if wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
-        root, step = Path(trainer.default_root_dir), trainer.global_step
-        found = Ranks().first(f"looking at {root}", lambda: _found_at_start(root, step))
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._make_room(trainer)
-        self._seen_step = self._saved_step = step
+        found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
+        self._seen_step = self._saved_step = trainer.global_step
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self._best_value = top[0].metrics[self.config.monitor] if top else None
         if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -267,14 +271,24 @@ class Checkpoint(ModelCheckpoint):
             self._lock = RunLock(root)
         run_folder.sweep(root)
 
-    def _make_room(self, trainer: Trainer) -> None:
-        """Move the checkpoints of steps that this run has yet to reach aside, and say so; collective."""
-        strategy: Any = trainer.strategy
-        damaged = list(getattr(strategy, "damaged_checkpoints", ()))
-        root, step = Path(trainer.default_root_dir), trainer.global_step
-        moved = Ranks().first(f"making room in {root}", lambda: run_folder.move_newer_aside(root, step, damaged))
-        for old, new in moved.items() if trainer.is_global_zero else ():
-            _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+    def _begin(self, trainer: Trainer) -> list[Found]:
+        """What a run goes on with, once those of steps that it has yet to reach are moved aside; on rank 0.
+
+        Raises:
+            CheckpointError: A new run has to begin in a folder without checkpoints.
+        """
+        root, step, strategy = Path(trainer.default_root_dir), trainer.global_step, trainer.strategy
+        found = run_folder.checkpoints(root)
+        if found and step == 0:
+            raise CheckpointError(
+                f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
+                "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
+            )
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            moved = run_folder.move_newer_aside(root, step, getattr(strategy, "damaged_checkpoints", ()))
+            for old, new in moved.items():
+                _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+        return [entry for entry in found if entry.step <= step]
 
     def _check_room(self, trainer: Trainer, module: LightningModule, found: list[Found]) -> None:
         """Compare before step 1 for all checkpoints that will be kept at a time; collective."""
@@ -300,30 +314,6 @@ class Checkpoint(ModelCheckpoint):
             disk_space.check_room(self.config, root, run_folder.checkpoints(root), size)
 
         Ranks().first("looking for disk space", check)
-
-
-def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
-    """The strategy's background saver, or None if training is to wait for each save; collective."""
-    strategy: Any = trainer.strategy
-    if not hasattr(strategy, "open_background"):
-        if wanted:
-            given = f"true with {type(strategy).__name__}"
-            raise ConfigError("checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
-        return None
-    if wanted is None:
-        wanted = strategy.root_device.type == "cuda"
-    return strategy.open_background() if wanted else None
-
-
-def _found_at_start(root: Path, step: int) -> list[Found]:
-    """What a run that goes on from ``step`` goes on with; a new one has to begin in a folder without checkpoints."""
-    found = run_folder.checkpoints(root)
-    if found and step == 0:
-        raise CheckpointError(
-            f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
-            "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
-        )
-    return [entry for entry in found if entry.step <= step]
 
 
 def _is_last_step(trainer: Trainer) -> bool:
