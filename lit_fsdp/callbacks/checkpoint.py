@@ -58,7 +58,6 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._is_tidied = False
         self._checkpoint_bytes: int | None = None
         self._lock: RunLock | None = None
         self._agreed = True
@@ -113,7 +112,6 @@ class Checkpoint(ModelCheckpoint):
         if step == self._seen_step:  # in the middle of an accumulation
             return
         self._seen_step = step
-        self._look(trainer)
         if self._is_due(trainer):
             self.save(trainer)
 
@@ -134,8 +132,7 @@ class Checkpoint(ModelCheckpoint):
         if self._pending is None:
             self._complete(trainer, folder, metrics)
         else:
-            self._late_metrics, self._is_tidied = metrics, False
-            self._look(trainer)
+            self._tidy_behind(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
@@ -178,7 +175,8 @@ class Checkpoint(ModelCheckpoint):
             strategy: Any = trainer.strategy
             with strategy.saving_in_background():
                 trainer.save_checkpoint(folder, weights_only=False)
-            self._saved_step, self._pending, self._is_tidied = trainer.global_step, folder, False
+            self._saved_step, self._pending = trainer.global_step, folder
+            self._tidy_behind(trainer, {})
         return folder
 
     def finish(self, trainer: Trainer) -> None:
@@ -191,8 +189,7 @@ class Checkpoint(ModelCheckpoint):
             self._pending = None
             raise
         folder, self._pending = self._pending, None
-        metrics, self._late_metrics = self._late_metrics, {}
-        self._complete(trainer, folder, metrics)
+        self._complete(trainer, folder, self._late_metrics)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
@@ -239,16 +236,11 @@ class Checkpoint(ModelCheckpoint):
         assert self.dirpath is not None
         return run_folder.step_folder(Path(self.dirpath).parent, step)
 
-    def _look(self, trainer: Trainer) -> None:
-        """Do what waited for the save in the background, if that stands; on rank 0, not collective."""
-        if self._pending is None or self._is_tidied or not self._background.stands:
-            return
-        self.last_model_path, self._is_tidied = str(self._pending), True
+    def _tidy_behind(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Let the thread of rank 0 tidy once the save in the background stands; :meth:`finish` looks whether it has."""
+        self._late_metrics, folder = metrics, self._folder(trainer.global_step)
         if trainer.is_global_zero:
-            try:
-                self.best_model_path = self._tidy(trainer, self._pending, self._late_metrics)
-            except (CheckpointError, OSError) as error:  # finish tries again, and is collective
-                _log.warning("%s", error)
+            self._background.then(lambda: self._tidy(trainer, folder, metrics))
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
         """What comes after a save, collective: all learn the best; after an exception rank 0 tidies alone."""

@@ -158,7 +158,8 @@ def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
     """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank."""
     old = read_manifest(folder)
     values = {**old.metrics, **checked_metrics(metrics)}
-    replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
+    if values != old.metrics:
+        replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
 
 
 def not_a_checkpoint(path: Path) -> str:

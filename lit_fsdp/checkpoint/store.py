@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -105,18 +105,13 @@ class BackgroundSaver:
             use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
         )
         self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
-        self._pool = ThreadPoolExecutor(1, "checkpoint-save")
-        self._pending: tuple[Path, Future[None]] | None = None
+        self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")
+        self._pending: list[futures.Future[None]] = []
 
     @property
-    def pending(self) -> Path | None:
-        """The folder that is being written, or was and nobody has asked how it went."""
-        return self._pending[0] if self._pending else None
-
-    @property
-    def stands(self) -> bool:
-        """Whether the last save has ended well, as far as this rank knows; on rank 0 that is for certain."""
-        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is None
+    def is_writing(self) -> bool:
+        """Whether the last save goes on."""
+        return not all(future.done() for future in self._pending)
 
     def save(self, folder: Path, tensors: Mapping[str, torch.Tensor], layout: Layout, **parts: Any) -> None:
         """:func:`save_checkpoint`, which returns once everything is copied to the host; collective.
@@ -143,7 +138,20 @@ class BackgroundSaver:
             return replace(snapshot, tensors=whole)
 
         copied = ranks.own(f"copying {folder}", copy)
-        self._pending = folder, self._pool.submit(_write, copied, self._writers)
+        self._pending = [self._pool.submit(_write, copied, self._writers)]
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Let the thread call ``act`` after the last save, if that stands; what goes wrong there is a warning."""
+        before = self._pending[:1]  # nothing once it was waited for
+
+        def after() -> None:
+            if not any(save.exception() for save in before):  # it has ended: there is one thread
+                try:
+                    act()
+                except (CheckpointError, OSError) as error:
+                    _log.warning("%s", error)
+
+        self._pending.append(self._pool.submit(after))
 
     def wait(self) -> None:
         """Wait until the thread of this rank has ended; not collective, but its end is the same on every rank.
@@ -151,14 +159,10 @@ class BackgroundSaver:
         Raises:
             CheckpointError: The save failed on any rank; told once.
         """
-        if self._pending is None:
-            return
-        future = self._pending[1]
-        try:
+        futures.wait(self._pending)  # Ctrl-C leaves it pending
+        ended, self._pending = self._pending, []
+        for future in ended:
             future.result()
-        finally:
-            if future.done():  # not so after Ctrl-C
-                self._pending = None
 
     def close(self) -> None:
         """Wait, end the thread and give the memory back; an error that nobody has seen is logged."""
