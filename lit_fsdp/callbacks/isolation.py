@@ -9,7 +9,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +160,9 @@ def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
-    try:
-        return None if path is None else json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):  # it is proved again
+        return json.loads(path.read_bytes()) if path else None
+    return None
 
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
@@ -176,7 +174,7 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
         return strategy._forward_redirection(strategy.model, module, method, *args)
 
 
-@contextmanager
+@contextlib.contextmanager
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
@@ -201,10 +199,8 @@ def _shares_rounding(module: Any, strategy: Any) -> str | None:
 
 
 def _sentence(record: Mapping[str, Any], is_new: bool) -> str:
-    result = "bit-equal whatever its neighbors hold"
-    if not record["bit_equal"]:
-        change, allowed = record["largest_change"], record["tolerance"]
-        result = f"equal to {change:.1e} (allowed for {record['tolerance_because_of']}: {allowed:g})"
+    inexact = "equal to {largest_change:.1e} (allowed for {tolerance_because_of}: {tolerance:g})"
+    result = "bit-equal whatever its neighbors hold" if record["bit_equal"] else inexact.format(**record)
     how = ", ".join(str(record[key]) for key in ("model_type", "attn_implementation", "compute_dtype", "engine"))
     when = f"in {record['seconds']:.1f} s" if is_new else "by an earlier run"
     return f"isolation proved {when}: a packed sample is {result}; {how}"
