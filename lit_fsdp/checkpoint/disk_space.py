@@ -18,8 +18,8 @@ from lit_fsdp.checkpoint.run_folder import FOLDER, Found, moved_aside
 from lit_fsdp.checkpoint.safetensors_file import num_bytes, spec_of
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.host import GIB
 
-GIB = 2**30
 _BESIDE = 1.02  # manifest, states and headers, as a factor on the bytes of tensors
 
 

@@ -20,13 +20,13 @@ import yaml
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import staging
-from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, OpenBase, plan_export
+from lit_fsdp.checkpoint.export_plan import Delta, ExportPlan, OpenBase, plan_export
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
-from lit_fsdp.host import return_freed_memory
+from lit_fsdp.host import GIB, return_freed_memory
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")

@@ -15,10 +15,10 @@ from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.checkpoint.pieces import BASE, Base
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.host import GIB
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Dtypes of an export, by the words of the command line."""
-GIB = 2**30
 Form = Literal["model", "adapter", "merge"]
 OpenBase = Callable[[Manifest], Base]
 """Opens the base that a checkpoint of adapters names."""
