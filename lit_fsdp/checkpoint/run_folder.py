@@ -194,7 +194,7 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     choice = choose(word, run_folder, config.monitor, config.mode, fallback)
     if is_first_process() and choice.damaged:
         going_on = f"going on from {choice.path} as {word} (resume.fallback)"
-        print("\n".join([*_damages(choice.damaged), going_on]), file=sys.stderr)
+        print("\n".join([*map(str.strip, _damages(choice.damaged)), going_on]), file=sys.stderr)
     return Resume(str(choice.path), choice.others if fallback else (), read_manifest(choice.path))
 
 
