@@ -61,15 +61,7 @@ def is_secret_variable(name: str) -> bool:
 
 def remember(values: Any, name: str = "") -> None:
     """Hide from now on, in every text of this process, what a recipe says under keys that name secrets."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            inherited = name if name and is_secret_key(name) else str(key)
-            remember(value, inherited)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            remember(value, name)
-    elif _hides(name, values):
-        _remembered.add(str(values))
+    _remembered.update(str(value) for _, key, value in _leaves(values, name=name) if _hides(key, value))
 
 
 def redact(text: str) -> str:
@@ -94,16 +86,22 @@ def redact_values(values: Any, name: str = "") -> Any:
     return redact(values) if isinstance(values, str) else values
 
 
-def hidden_keys(values: Any, path: str = "") -> Iterator[str]:
+def hidden_keys(values: Any) -> Iterator[str]:
     """Paths of the values in which a secret was replaced when they were written."""
+    return (path for path, _, value in _leaves(values) if isinstance(value, str) and HIDDEN in value)
+
+
+def _leaves(values: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every value inside of nested data: its path, the key that it has (or the one above, if that names a secret)."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from hidden_keys(value, f"{path}.{key}" if path else str(key))
+            inner = f"{path}.{key}" if path else str(key)
+            yield from _leaves(value, inner, name if is_secret_key(name) else str(key))
     elif isinstance(values, (list, tuple)):
         for index, value in enumerate(values):
-            yield from hidden_keys(value, f"{path}[{index}]")
-    elif isinstance(values, str) and HIDDEN in values:
-        yield path
+            yield from _leaves(value, f"{path}[{index}]", name)
+    else:
+        yield path, name, values
 
 
 @contextlib.contextmanager

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops, is_imported
+from lit_fsdp.callbacks.counters import count_in_micro_batches_of, fill_in_loops
 from lit_fsdp.checkpoint import disk_space, run_folder
+from lit_fsdp.checkpoint.importing.convert import IMPORTED
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig, validation_steps
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 
@@ -33,10 +32,9 @@ class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
-    all before. Kept are the last k, the best k and every n-th, but of those saved on a signal between only the newest
-    (see :func:`lit_fsdp.checkpoint.run_folder.to_remove`). The run folder is the Trainer's ``default_root_dir``; no
-    other job can train in it meanwhile. The metrics of a validation go into the manifest of its step's checkpoint
-    afterwards, so that saving never waits for a validation.
+    all before; which ones stay says :func:`lit_fsdp.checkpoint.run_folder.to_remove`. The run folder is the Trainer's
+    ``default_root_dir``; no other job can train in it meanwhile. The metrics of a validation go into the manifest of
+    its step's checkpoint afterwards.
 
     With ``async_save`` a checkpoint is written while training goes on. Once it stands, rank 0 records its metrics and
     removes old ones; that it has failed is an error on every rank at the next save or at the end.
@@ -60,7 +58,6 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._is_tidied = False
         self._checkpoint_bytes: int | None = None
         self._lock: RunLock | None = None
         self._agreed = True
@@ -77,24 +74,25 @@ class Checkpoint(ModelCheckpoint):
         root = Path(trainer.default_root_dir)
         self.dirpath = str(root / FOLDER)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _alike("locking the run folder", lambda: self._take(root))
+            Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             self._agreed = True
-            self._background = _open_background(trainer, self.config.async_save)
+            strategy: Any = trainer.strategy
+            is_ours, wanted = hasattr(strategy, "open_background"), self.config.async_save
+            given = f"true with {type(strategy).__name__}"
+            fits = is_ours or not wanted
+            require(fits, "checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
+            if wanted is None:
+                wanted = is_ours and strategy.root_device.type == "cuda"
+            self._background = strategy.open_background() if wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed.
-
-        Rank 0 looks at what is there for all of them: on a network file system each would see it at another time.
-        """
+        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
-        root, step = Path(trainer.default_root_dir), trainer.global_step
-        found = _alike(f"looking at {root}", lambda: _found_at_start(root, step))
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._make_room(trainer)
-        self._seen_step = self._saved_step = step
+        found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
+        self._seen_step = self._saved_step = trainer.global_step
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self._best_value = top[0].metrics[self.config.monitor] if top else None
         if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -114,15 +112,11 @@ class Checkpoint(ModelCheckpoint):
         if step == self._seen_step:  # in the middle of an accumulation
             return
         self._seen_step = step
-        self._look(trainer)
         if self._is_due(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, put its metrics into the checkpoint of this step, apply retention.
-
-        The metrics are those of rank 0: a metric that is not reduced over ranks differs between them.
-        """
+        """Save if this validation was the best, put its metrics (rank 0's) into the checkpoint of this step, tidy."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         own = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -138,8 +132,7 @@ class Checkpoint(ModelCheckpoint):
         if self._pending is None:
             self._complete(trainer, folder, metrics)
         else:
-            self._late_metrics, self._is_tidied = metrics, False
-            self._look(trainer)
+            self._tidy_behind(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
@@ -182,15 +175,12 @@ class Checkpoint(ModelCheckpoint):
             strategy: Any = trainer.strategy
             with strategy.saving_in_background():
                 trainer.save_checkpoint(folder, weights_only=False)
-            self._saved_step, self._pending, self._is_tidied = trainer.global_step, folder, False
+            self._saved_step, self._pending = trainer.global_step, folder
+            self._tidy_behind(trainer, {})
         return folder
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait until the last save stands, then record its metrics and apply retention.
-
-        Raises:
-            CheckpointError: It has failed, on whichever rank.
-        """
+        """Wait until the last save stands, then tidy; a CheckpointError if it has failed, on whichever rank."""
         if self._pending is None:
             return
         try:
@@ -199,8 +189,7 @@ class Checkpoint(ModelCheckpoint):
             self._pending = None
             raise
         folder, self._pending = self._pending, None
-        metrics, self._late_metrics = self._late_metrics, {}
-        self._complete(trainer, folder, metrics)
+        self._complete(trainer, folder, self._late_metrics)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
@@ -211,7 +200,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
-        if is_imported(checkpoint):
+        if checkpoint.get(IMPORTED):
             fill_in_loops(trainer, checkpoint)
         saved = checkpoint.get(_ACCUMULATION)
         self._schedule = count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
@@ -247,22 +236,14 @@ class Checkpoint(ModelCheckpoint):
         assert self.dirpath is not None
         return run_folder.step_folder(Path(self.dirpath).parent, step)
 
-    def _look(self, trainer: Trainer) -> None:
-        """Do what waited for the save in the background, if that stands; on rank 0, not collective."""
-        if self._pending is None or self._is_tidied or not self._background.stands:
-            return
-        self.last_model_path, self._is_tidied = str(self._pending), True
+    def _tidy_behind(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Let the thread of rank 0 tidy once the save in the background stands; :meth:`finish` looks whether it has."""
+        self._late_metrics, folder = metrics, self._folder(trainer.global_step)
         if trainer.is_global_zero:
-            try:
-                self.best_model_path = self._tidy(trainer, self._pending, self._late_metrics)
-            except (CheckpointError, OSError) as error:  # finish tries again, and is collective
-                _log.warning("%s", error)
+            self._background.then(lambda: self._tidy(trainer, folder, metrics))
 
     def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-        """What comes after a save: all ranks learn what is the best now, or that tidying has failed.
-
-        That is collective; after an exception rank 0 tidies alone.
-        """
+        """What comes after a save, collective: all learn the best; after an exception rank 0 tidies alone."""
         self.last_model_path = str(folder)
         if self._agreed:
             what = f"recording and removing in {self.dirpath}"
@@ -282,14 +263,24 @@ class Checkpoint(ModelCheckpoint):
             self._lock = RunLock(root)
         run_folder.sweep(root)
 
-    def _make_room(self, trainer: Trainer) -> None:
-        """Move the checkpoints of steps that this run has yet to reach aside, and say so; collective."""
-        strategy: Any = trainer.strategy
-        damaged = list(getattr(strategy, "damaged_checkpoints", ()))
-        root, step = Path(trainer.default_root_dir), trainer.global_step
-        moved = Ranks().first(f"making room in {root}", lambda: run_folder.move_newer_aside(root, step, damaged))
-        for old, new in moved.items() if trainer.is_global_zero else ():
-            _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+    def _begin(self, trainer: Trainer) -> list[Found]:
+        """What a run goes on with, once those of steps that it has yet to reach are moved aside; on rank 0.
+
+        Raises:
+            CheckpointError: A new run has to begin in a folder without checkpoints.
+        """
+        root, step, strategy = Path(trainer.default_root_dir), trainer.global_step, trainer.strategy
+        found = run_folder.checkpoints(root)
+        if found and step == 0:
+            raise CheckpointError(
+                f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
+                "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
+            )
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            moved = run_folder.move_newer_aside(root, step, getattr(strategy, "damaged_checkpoints", ()))
+            for old, new in moved.items():
+                _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+        return [entry for entry in found if entry.step <= step]
 
     def _check_room(self, trainer: Trainer, module: LightningModule, found: list[Found]) -> None:
         """Compare before step 1 for all checkpoints that will be kept at a time; collective."""
@@ -299,11 +290,10 @@ class Checkpoint(ModelCheckpoint):
         steps, validations = _plan(trainer)
         count = disk_space.peak_count(self.config, steps, trainer.enable_validation, validations)
         if steps is None or trainer.global_step < steps:
-            root, how = Path(trainer.default_root_dir), "in the background" if self._background else "in the foreground"
+            root, how = Path(trainer.default_root_dir), "background" if self._background else "foreground"
             check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
-            line = _alike("looking for disk space", check)
-            level = logging.WARNING if size > disk_space.LARGE_BYTES and trainer.is_global_zero else logging.INFO
-            _log.log(level, "%s; written %s (checkpoint.async_save)", line, how)
+            line = Ranks().first("looking for disk space", check)
+            _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
 
     def _check_next(self, trainer: Trainer) -> None:
         """Compare for the checkpoint that is written next; collective."""
@@ -315,50 +305,7 @@ class Checkpoint(ModelCheckpoint):
             run_folder.sweep(root)
             disk_space.check_room(self.config, root, run_folder.checkpoints(root), size)
 
-        _alike("looking for disk space", check)
-
-
-def _open_background(trainer: Trainer, wanted: bool | None) -> Any:
-    """The strategy's background saver, or None if training is to wait for each save; collective.
-
-    Raises:
-        ConfigError: It is wanted, but the strategy is not one of ours.
-    """
-    strategy: Any = trainer.strategy
-    if not hasattr(strategy, "open_background"):
-        if wanted:
-            given = f"true with {type(strategy).__name__}"
-            raise ConfigError("checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
-        return None
-    if wanted is None:
-        wanted = strategy.root_device.type == "cuda"
-    return strategy.open_background() if wanted else None
-
-
-def _alike(what: str, step: Callable[[], T]) -> T:
-    """What ``step`` returns on rank 0, which alone runs it; what it refuses is refused in its words on every rank."""
-
-    def attempt() -> T | Exception:
-        try:
-            return step()
-        except (CheckpointError, ConfigError) as error:
-            return error
-
-    found = Ranks().first(what, attempt)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _found_at_start(root: Path, step: int) -> list[Found]:
-    """What a run that goes on from ``step`` goes on with; a new one has to begin in a folder without checkpoints."""
-    found = run_folder.checkpoints(root)
-    if found and step == 0:
-        raise CheckpointError(
-            f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
-            "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
-        )
-    return [entry for entry in found if entry.step <= step]
+        Ranks().first("looking for disk space", check)
 
 
 def _is_last_step(trainer: Trainer) -> bool:

@@ -7,13 +7,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lit_fsdp.checkpoint.importing.convert import IMPORTED
-
-
-def is_imported(checkpoint: dict[str, Any]) -> bool:
-    """Whether ``lit-fsdp ckpt import`` wrote the checkpoint."""
-    return bool(checkpoint.get(IMPORTED))
-
 
 def count_in_micro_batches_of(
     trainer: Trainer, loop: dict[str, Any], saved: int | None
@@ -22,16 +15,12 @@ def count_in_micro_batches_of(
 
     Three things are mended. After the end of an epoch Lightning goes on counting from its last micro-batch, and would
     step too early where that accumulation was a short one. Saved at a validation inside an accumulation, the data begin
-    that global batch again. And other ranks mean another accumulation for the same step.
-
-    Args:
-        trainer: About to go on.
-        loop: The saved state of its fit loop.
-        saved: Micro-batches per optimizer step when it was saved, if anybody noted that.
+    that global batch again. And other ranks mean another accumulation for the same step (``saved``: micro-batches per
+    step when it was saved, if anybody noted that).
 
     Returns:
-        What sets the accumulation of each epoch, if there is such a callback. Lightning calls it when an epoch
-        starts, so not for one that is resumed in the middle.
+        The callback that sets the accumulation of each epoch, if any: Lightning calls it when an epoch starts, so not
+        for one that is resumed in the middle.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]

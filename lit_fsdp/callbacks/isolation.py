@@ -9,18 +9,16 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import lit_fsdp
-from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.callbacks.records import gathered, write_json
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
@@ -38,9 +36,8 @@ class IsolationProof(Callback):
 
     It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
     ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
-    sample must stay bit-equal whatever its neighbors hold. Random generators and the mode of every module are
-    afterwards what they were, so that a resumed run stays bit-equal. What was proved is remembered in the cache folder
-    by model configuration, attention, dtype, device and versions. Batches without packs cost nothing.
+    sample must stay bit-equal whatever its neighbors hold. Afterwards random generators and modes are what they were.
+    What was proved is remembered in the cache folder by model configuration, attention, dtype, device and versions.
     """
 
     proves_isolation = True
@@ -68,7 +65,10 @@ class IsolationProof(Callback):
                     type(module).__name__,
                 )
             return
-        _check_form(module, batch)
+        if not takes_positions(module.model):
+            raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
+        if batch.get("attention_mask") is not None:
+            raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
         path = _remembered_at(trainer, module)
         remembered = trainer.strategy.broadcast(_read(path) if trainer.is_global_zero else None)
         record = remembered or self.prove(trainer, batch)
@@ -84,63 +84,50 @@ class IsolationProof(Callback):
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """See :func:`prove_isolation`."""
-        return prove_isolation(trainer, batch)
+        """Return what was measured, for ``isolation.json``; collective.
 
+        Raises:
+            ConfigError: On every rank: samples see each other, or depend on their position in the pack.
+        """
+        module: Any = trainer.lightning_module
+        strategy: Any = trainer.strategy
+        started, ids = time.perf_counter(), batch["input_ids"]
 
-def prove_isolation(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured, for ``isolation.json``; collective.
+        def states(batch: Mapping[str, Any]) -> torch.Tensor:
+            return run_aside(strategy, module, "last_hidden_states", batch)
 
-    Raises:
-        ConfigError: On every rank: samples see each other, or depend on their position in the pack.
-    """
-    module: Any = trainer.lightning_module
-    strategy: Any = trainer.strategy
-    started, ids = time.perf_counter(), batch["input_ids"]
-
-    def states(batch: Mapping[str, Any]) -> torch.Tensor:
-        return run_aside(strategy, module, "last_hidden_states", batch)
-
-    with untouched(strategy, module):
-        own = measure_isolation(states, ids)
-        found = [own] * trainer.world_size
-        dist.all_gather_object(found, own)
-        change, moved = max(one.change for one in found), max(one.moved for one in found)
-        again = proof_batch(ids.flatten()[:2].repeat(2, 8))
-        repeats = change == 0 or torch.equal(states(again), states(again))
-    compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
-    record: dict[str, Any] = {
-        "model_type": module.source.hf_config.model_type,
-        "attn_implementation": module.attn_implementation,
-        "engine": strategy.config.engine,
-        "compute_dtype": compute,
-        "step": int(trainer.global_step),
-        "ranks": trainer.world_size,
-        "seconds": round(time.perf_counter() - started, 3),
-        "largest_change": change,
-        "largest_change_when_moved": moved,
-        "bit_equal": change == 0,
-        "tolerance": _ROUNDING[compute] if inexact else 0.0,
-        "tolerance_because_of": inexact,
-        "tolerance_when_moved": _MOVED[compute],
-    }
-    if change > record["tolerance"]:
-        if not repeats:
-            raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
-        by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
-        raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
-    if any(one.is_blind for one in found):
-        raise _refusal(module, "a sample with other tokens has the same hidden states")
-    if moved > _MOVED[compute]:
-        raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
-    return record
-
-
-def _check_form(module: Any, batch: Mapping[str, Any]) -> None:
-    if not takes_positions(module.model):
-        raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
-    if batch.get("attention_mask") is not None:
-        raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
+        with untouched(strategy, module):
+            own = measure_isolation(states, ids)
+            found = gathered(trainer, own)
+            change, moved = max(one.change for one in found), max(one.moved for one in found)
+            again = proof_batch(ids.flatten()[:2].repeat(2, 8))
+            repeats = change == 0 or torch.equal(states(again), states(again))
+        compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
+        record: dict[str, Any] = {
+            "model_type": module.source.hf_config.model_type,
+            "attn_implementation": module.attn_implementation,
+            "engine": strategy.config.engine,
+            "compute_dtype": compute,
+            "step": int(trainer.global_step),
+            "ranks": trainer.world_size,
+            "seconds": round(time.perf_counter() - started, 3),
+            "largest_change": change,
+            "largest_change_when_moved": moved,
+            "bit_equal": change == 0,
+            "tolerance": _ROUNDING[compute] if inexact else 0.0,
+            "tolerance_because_of": inexact,
+            "tolerance_when_moved": _MOVED[compute],
+        }
+        if change > record["tolerance"]:
+            if not repeats:
+                raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
+            by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
+            raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
+        if any(one.is_blind for one in found):
+            raise _refusal(module, "a sample with other tokens has the same hidden states")
+        if moved > _MOVED[compute]:
+            raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
+        return record
 
 
 def _refusal(module: Any, reason: str) -> ConfigError:
@@ -173,10 +160,9 @@ def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
-    try:
-        return None if path is None else json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):  # it is proved again
+        return json.loads(path.read_bytes()) if path else None
+    return None
 
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
@@ -188,7 +174,7 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
         return strategy._forward_redirection(strategy.model, module, method, *args)
 
 
-@contextmanager
+@contextlib.contextmanager
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
@@ -213,10 +199,8 @@ def _shares_rounding(module: Any, strategy: Any) -> str | None:
 
 
 def _sentence(record: Mapping[str, Any], is_new: bool) -> str:
-    result = "bit-equal whatever its neighbors hold"
-    if not record["bit_equal"]:
-        change, allowed = record["largest_change"], record["tolerance"]
-        result = f"equal to {change:.1e} (allowed for {record['tolerance_because_of']}: {allowed:g})"
+    inexact = "equal to {largest_change:.1e} (allowed for {tolerance_because_of}: {tolerance:g})"
+    result = "bit-equal whatever its neighbors hold" if record["bit_equal"] else inexact.format(**record)
     how = ", ".join(str(record[key]) for key in ("model_type", "attn_implementation", "compute_dtype", "engine"))
     when = f"in {record['seconds']:.1f} s" if is_new else "by an earlier run"
     return f"isolation proved {when}: a packed sample is {result}; {how}"

@@ -39,12 +39,8 @@ class RunCSVLogger(Logger):
 
     ``fit`` writes ``metrics.csv``: row k is of optimizer step k, counted from 0, and a validation stands in the row of
     the last step that was taken before it (-1: none). A run that goes on from a checkpoint keeps the rows before its
-    step and replaces the rest. ``validate`` and ``test`` add one row per call to a file of their own; its step is that
-    of the checkpoint.
-
-    Args:
-        run_folder: Where the file lies.
-        verb: Whose file it is.
+    step and replaces the rest. ``validate`` and ``test`` add one row per call to a file of their own, at the step of
+    the checkpoint.
     """
 
     trainer: Trainer | None = None
@@ -131,10 +127,7 @@ class RunCSVLogger(Logger):
 
 
 class LoggerRuns(Callback):
-    """Tells ``metrics.csv`` where the run is, and writes ``loggers.json``, by which other loggers go on.
-
-    It has the class and the run of each logger that can go on, in their order in the recipe.
-    """
+    """Tells ``metrics.csv`` where the run is; ``loggers.json`` has class and run of each logger that can go on."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the rows of ``metrics.csv`` be those of this run's steps."""
@@ -175,12 +168,8 @@ def _run_of(logger: Any) -> int | str | None:
 def go_on_logging(config: Any, run_folder: Path, resumed_from: str | Path | None) -> None:
     """Give the loggers of a parsed ``trainer`` section the runs that a run folder has noted, in place.
 
-    TensorBoard is told from which step on it should hide what a killed run has logged beyond its checkpoint.
-
-    Args:
-        config: The section; its ``logger`` is nothing, a switch, a logger or a list of them.
-        run_folder: An argument that the recipe gives wins over what stands there.
-        resumed_from: The checkpoint that the run goes on from; ``None``: from the start.
+    An argument that the recipe gives wins. TensorBoard is told from which step on to hide what a killed run has logged
+    beyond ``resumed_from``, the checkpoint that the run goes on from, if any.
     """
     path = run_folder / _NAME
     given = config.get("logger")

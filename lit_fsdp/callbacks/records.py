@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
-from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
@@ -30,48 +29,26 @@ PENDING_RECIPE = ".recipe.yaml"
 class DataRecord(Callback):
     """Prints what is about to be trained on and writes ``data.json``, on rank 0 and once per process.
 
-    The command line shows it before any process group exists. In somebody's own Trainer with a
-    :class:`lit_fsdp.CausalLMDataModule` it is shown while the Trainer sets up, still before step 1.
+    The command line does so before any process group exists, a Trainer while it sets up.
     """
 
     def __init__(self) -> None:
         self.shown = False
 
     def show(self, datamodule: Any, stage: str, folder: Path) -> None:
-        """Show what a data module of ours is about to give, and note it; for rank 0.
-
-        Args:
-            datamodule: A :class:`lit_fsdp.CausalLMDataModule`.
-            stage: ``fit``, ``validate``, ``test`` or ``predict``; only training leaves a record.
-            folder: Of the run.
-
-        Raises:
-            DataError: The first rows of a stream cannot be trained on.
-        """
+        """Show what a :class:`lit_fsdp.CausalLMDataModule` is about to give; of training it leaves a record."""
         record = datamodule.describe()
         if stage == "fit":
             write_json(folder / "data.json", record)
         print_data(record, sys.stderr)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show it, unless that was done before; the data module is set up already.
-
-        Raises:
-            DataError: On every rank, what rank 0 has met: the others would wait for it.
-        """
+        """Show it, unless that was done before; what rank 0 meets is a DataError on every rank."""
         datamodule = getattr(trainer, "datamodule", None)
         if self.shown or not hasattr(datamodule, "describe"):
             return
-        self.shown, refused = True, None
-        if trainer.is_global_zero:
-            try:
-                self.show(datamodule, stage, Path(trainer.default_root_dir))
-            except Exception as error:
-                trainer.strategy.broadcast(str(error))
-                raise
-        refused = trainer.strategy.broadcast(refused)
-        if refused is not None:
-            raise DataError(refused)
+        self.shown = True
+        Ranks().first("showing the data", lambda: self.show(datamodule, stage, Path(trainer.default_root_dir)))
 
 
 class RunRecord(Callback):
@@ -179,11 +156,7 @@ class PredictionWriter(Callback):
 
 def gathered(trainer: Trainer, own: Any) -> list[Any]:
     """What every rank has, in the order of ranks; collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    found: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(found, own)
-    return found
+    return Ranks().run("gathering what ranks have", lambda: own)
 
 
 def _resumed_from(trainer: Trainer, step: int) -> str:

@@ -57,10 +57,7 @@ class StopOnSignal(Callback):
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep Lightning's handlers out, and with them its broadcast of a SIGTERM flag before every batch.
-
-        Its requeue is switched off as well, whatever the plugin says: the batch script alone does that.
-        """
+        """Keep Lightning's handlers out, its broadcast of a flag before every batch, and its requeue."""
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment):
             environment.auto_requeue = False

@@ -24,12 +24,10 @@ class Throughput(Callback):
     """Logs rates over all ranks between two logged steps; validation, saving and the first step are not counted.
 
     The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
-    waited for at logged steps only, and nothing is sent between ranks.
-
-    ``tokens_per_second`` counts all tokens without padding, ``supervised_tokens_per_second`` supervised ones.
-    ``padding_share`` is the share of positions that hold no token. ``data_wait_share`` is this rank's own: the time
-    between two forward passes, in which the next batch is waited for and moved to the device. ``mfu`` and ``hfu`` are
-    those of :class:`FlopMeter`; where one cannot be known, a line says why, once, and it is not logged.
+    waited for at logged steps only, and nothing is sent between ranks. Tokens are those without padding;
+    ``padding_share`` is the share of positions that hold none. ``data_wait_share`` is this rank's own: the time between
+    two forward passes, in which the next batch is waited for and moved to the device. ``mfu`` and ``hfu`` are those of
+    :class:`FlopMeter`; where one cannot be known, a line says why, once, and it is not logged.
     """
 
     def __init__(self) -> None:
@@ -93,9 +91,7 @@ class Throughput(Callback):
         seconds = max(self._seconds, 1e-9)
         device = trainer.strategy.root_device
         found = {
-            "tokens_per_second": counts["tokens"] / seconds,
-            "supervised_tokens_per_second": counts["supervised_tokens"] / seconds,
-            "samples_per_second": counts["samples"] / seconds,
+            **{f"{name}_per_second": counts[name] / seconds for name in ("tokens", "supervised_tokens", "samples")},
             "step_seconds": seconds / self._steps,
             "padding_share": 1 - counts["tokens"] / max(1.0, counts["slots"]),
             "data_wait_share": self._waited / seconds,

@@ -18,10 +18,8 @@ from lit_fsdp.checkpoint.run_folder import FOLDER, Found, moved_aside
 from lit_fsdp.checkpoint.safetensors_file import num_bytes, spec_of
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.host import GIB
 
-GIB = 2**30
-LARGE_BYTES = 10**11
-"""Of one checkpoint, above which a run warns when it starts."""
 _BESIDE = 1.02  # manifest, states and headers, as a factor on the bytes of tensors
 
 
@@ -30,7 +28,7 @@ def checkpoint_bytes(
     params: Iterable[tuple[str, torch.Tensor]],
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> int:
-    """Bytes of one checkpoint: its tensors, the optimizer's too although they may not exist yet, and two percent.
+    """Bytes of one checkpoint before there is one: its tensors, those that the optimizer will have too, and 2 %.
 
     An optimizer is taken to keep two tensors per trained parameter, as AdamW does; SGD keeps its momentum, if any.
 
@@ -56,11 +54,7 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer, group: Mapping[str, 
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that an ordinary user may still write on the file system that holds ``folder``, which may not exist yet.
-
-    Raises:
-        CheckpointError: The file system does not answer.
-    """
+    """Bytes that an ordinary user may still write on the file system that holds ``folder``, which may not exist yet."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -96,29 +90,26 @@ def peak_count(
 def check_room(
     config: CheckpointConfig, run_folder: Path, there: Sequence[Found], checkpoint_bytes: int, count: int | None = 1
 ) -> str:
-    """Compare what checkpoints need with what is there.
+    """Compare what checkpoints need with what is there, and say both, for the log.
 
     Args:
         config: The ``checkpoint`` section.
         run_folder: Decides which file system.
         there: The run's complete checkpoints: they take no more space, and go only after a new one stands.
-        checkpoint_bytes: Of one checkpoint.
+        checkpoint_bytes: Of the next one. That of the largest one there counts instead, for it is measured.
         count: How many there will be at the same time, those that are there included; None: not known.
-
-    Returns:
-        How many of which size, and what is free, for the log.
 
     Raises:
         CheckpointError: The file system has not enough room.
         ConfigError: ``max_total_gib`` is too small.
     """
+    checkpoint_bytes = max((entry.num_bytes for entry in there), default=checkpoint_bytes)
     present = sum(entry.num_bytes for entry in there)
     peak = max(checkpoint_bytes * (count or 1), present + checkpoint_bytes)
     needed, free = peak - present, free_bytes(run_folder)
     kept = f"keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every}"
     number = "their number is not known" if count is None else f"at most {count} at a time"
-    large = "large " if checkpoint_bytes > LARGE_BYTES else ""
-    what = f"{large}checkpoints of {size_text(checkpoint_bytes)}, {number}"
+    what = f"checkpoints of {size_text(checkpoint_bytes)}, {number}"
     if needed > free:
         raise CheckpointError(
             f"{run_folder}: not enough disk space for checkpoints\n"

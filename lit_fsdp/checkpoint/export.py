@@ -19,13 +19,14 @@ import torch
 import yaml
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.export_plan import GIB, Delta, ExportPlan, OpenBase, plan_export
+from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint.export_plan import Delta, ExportPlan, OpenBase, plan_export
 from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
-from lit_fsdp.host import return_freed_memory
+from lit_fsdp.host import GIB, return_freed_memory
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
@@ -40,11 +41,9 @@ class ExportReport:
     """What an export wrote."""
 
     folder: Path
-    """Where the model is."""
     plan: ExportPlan
-    """Names, dtypes and ties of what is in it."""
     files: list[str]
-    """Every file in the folder."""
+    """Every file in the folder, by path."""
     is_verified: bool
     """Whether it was loaded again and compared before it was published."""
 
@@ -70,8 +69,7 @@ def export(
 ) -> ExportReport:
     """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
 
-    The process needs, beyond its imports, what one rank saved of the largest tensor or 64 MiB, and three times the
-    largest weight while adapters are merged, tensor by tensor, with their base; ``check`` needs as much as it says.
+    It needs memory for 64 MiB, and for three times the largest weight while adapters are merged with their base.
 
     Args:
         ckpt: A checkpoint in either layout, verified first.
@@ -83,8 +81,7 @@ def export(
         open_base: Needed to merge.
 
     Raises:
-        CheckpointError: ``ckpt`` is no sound checkpoint, its module left no description of a transformers model, or
-            the check found something; nothing is published then.
+        CheckpointError: ``ckpt`` is no sound checkpoint of a transformers model, or the check found something.
         ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base is not to be had.
     """
     ckpt, out = Path(ckpt), Path(out)
@@ -97,9 +94,7 @@ def export(
     try:
         draft.mkdir(parents=True)
     except OSError as error:  # of another client of a network file system no lock would tell whether it lives
-        text = (
-            f"{error.strerror}; if it exists another export is writing {out}, or a killed one left it: remove it then"
-        )
+        text = f"{error.strerror}; if it is there another export is writing {out}, or a killed one left it: remove it"
         raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
@@ -108,10 +103,7 @@ def export(
             lines = "\n".join(f"  {line}" for line in differences[:20])
             raise CheckpointError(f"{out}: not published, it differs from {ckpt}:\n{lines}")
         files = sorted(path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file())
-        disk.sync_tree(draft)
-        with disk.naming(out):
-            draft.rename(out)  # over an empty folder too
-        disk.sync_folder(out.parent)
+        staging.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -148,7 +140,7 @@ def _architectures(model_type: str) -> list[str]:
 
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
-    """The files that are made here, by name: the configuration, the index of the weight files, the model card."""
+    """What is made here, by name: the configuration, the index of the weight files, the model card."""
     config = _model_config(manifest, plan.dtype)
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
@@ -202,12 +194,10 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
 def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) -> None:
     specs = {name: plan.specs[name] for name in names}
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
-    file = TensorFile(path, specs, {"format": "pt", **of_base})
-    with file.abandoned_on_failure():
+    with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
             source, delta = plan.sources[name], plan.deltas.get(name)
-            file.append_pieces(name, pieces(source) if delta is None else [_merged(pieces, source, delta)])
-        file.close()
+            file.append(name, pieces(source) if delta is None else [_merged(pieces, source, delta)])
 
 
 def _merged(pieces: Pieces, source: str, delta: Delta) -> torch.Tensor:

@@ -14,11 +14,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.checkpoint.pieces import BASE, Base
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.host import GIB
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Dtypes of an export, by the words of the command line."""
-GIB = 2**30
 Form = Literal["model", "adapter", "merge"]
 OpenBase = Callable[[Manifest], Base]
 """Opens the base that a checkpoint of adapters names."""
@@ -80,14 +80,7 @@ def plan_export(
     lora: Literal["adapter", "merge"] | None = None,
     open_base: OpenBase | None = None,
 ) -> ExportPlan:
-    """Names, dtypes and files of the export of a checkpoint.
-
-    Args:
-        manifest: Of the checkpoint.
-        dtype: A key of ``DTYPES``; None keeps what was trained, and of a merged model that of its base.
-        max_shard_gib: Largest weight file in GiB.
-        lora: What becomes of adapters; None: the adapter alone where there is one.
-        open_base: Needed to merge.
+    """Names, dtypes and files of an export; see :func:`lit_fsdp.checkpoint.export.export` for the arguments.
 
     Raises:
         CheckpointError: The manifest does not describe a transformers model, or there is no tensor of it.
@@ -100,10 +93,8 @@ def plan_export(
             "CausalLMModule; only such checkpoints can be exported"
         )
     adapter = entry.get("adapter")
-    if lora is not None and not adapter:
-        raise ConfigError(
-            f"--{lora}", "a checkpoint without adapters", "one of a run with model.lora", f"drop --{lora}"
-        )
+    given = "a checkpoint without adapters"
+    require(adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     prefix = _MODEL + entry["prefix"]
     found = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
     if not found:

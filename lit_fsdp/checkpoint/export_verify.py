@@ -41,14 +41,6 @@ def find_export_differences(
 
     Memory: the whole model twice, in the dtype of the export (in fp32 while adapters are merged).
 
-    Args:
-        folder: Complete, not yet published.
-        manifest: Of the checkpoint.
-        plan: What was written.
-        add_adapters: Needed for checkpoints with adapters.
-        load_adapter: Needed for adapter folders.
-        open_base: Needed for both.
-
     Returns:
         One line per difference; none if keys are the same and all tensors and logits equal bit for bit.
     """
@@ -91,12 +83,7 @@ def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
 def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, base: Base | None, names: Mapping[str, str]) -> None:
     """Give every parameter and buffer its value in the checkpoint or else in the base, one at a time.
 
-    Args:
-        model: Built from the config, with or without adapters.
-        manifest: Of the checkpoint.
-        plan: Names and, for an adapter, the dtype its tensors are rounded to.
-        base: Of adapters.
-        names: Name in the checkpoint by name in ``model``, where they differ.
+    ``names`` has the name in the checkpoint by that in ``model``, where they differ.
     """
     prefix = f"model/{plan.entry['prefix']}"
     ties = {str(alias): str(name) for alias, name in (plan.entry.get("tied") or {}).items()}

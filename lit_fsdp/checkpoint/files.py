@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -32,7 +32,7 @@ class FileEntry:
 
 
 class HashedFile:
-    """A new binary file that is hashed while it is written and synced when it is closed.
+    """A new binary file that is hashed while it is written, and synced where its ``with`` block ends well.
 
     Args:
         path: Must not exist yet; parents are made.
@@ -61,17 +61,22 @@ class HashedFile:
         self._num_bytes += view.nbytes
         return view.nbytes
 
-    def close(self) -> FileEntry:
-        """Flush, sync and close; what was written."""
+    @property
+    def entry(self) -> FileEntry:
+        """What was written."""
+        return FileEntry(self._num_bytes, self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: Any, *more: Any) -> None:
+        if failure is not None:
+            with contextlib.suppress(OSError):  # the failure that led here is the one to report
+                self._file.close()
+            return
         with naming(self.path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
-        return FileEntry(self._num_bytes, self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Close without syncing, after a failure."""
-        with contextlib.suppress(OSError):  # the failure that led here is the one to report
-            self._file.close()
 
 
 @contextlib.contextmanager
@@ -85,13 +90,9 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> FileEntry:
     """Write one new file, synced; parents are made."""
-    file = HashedFile(path)
-    try:
+    with HashedFile(path) as file:
         file.write(data)
-        return file.close()
-    except BaseException:
-        file.abandon()
-        raise
+    return file.entry
 
 
 def replace_bytes(path: Path, data: bytes) -> None:

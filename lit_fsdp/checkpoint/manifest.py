@@ -31,7 +31,6 @@ class TensorSpec:
     dtype: str
     """Name without ``torch.``, e.g. ``float32``."""
     shape: tuple[int, ...]
-    """Size of each dim; empty for a number."""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -46,7 +45,6 @@ class Chunk:
     offsets: tuple[int, ...]
     """Where the part begins in the whole tensor."""
     sizes: tuple[int, ...]
-    """Its shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +56,16 @@ class Manifest:
     layout: Layout
     """One safetensors file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
     global_step: int
-    """Optimizer steps done."""
     world_size: int
     """Ranks that wrote it."""
     created: str
     """Time of writing, ISO 8601 in UTC."""
     versions: Mapping[str, str]
-    """Versions of python, torch, lightning, transformers and lit_fsdp at the time of writing."""
+    """Of python and the packages that wrote it."""
     tensors: Mapping[str, TensorSpec]
-    """Every tensor by name."""
     files: Mapping[str, FileEntry]
     """Every file but the manifest, by path inside the folder."""
     metrics: Mapping[str, float]
-    """Logged values by name."""
     chunks: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
     """The parts that make up each tensor, by its name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -82,11 +77,7 @@ class Manifest:
         return sum(entry.num_bytes for entry in self.files.values())
 
     def file(self, name: str) -> Path:
-        """The listed file ``name``, which lies inside the folder and has the listed size.
-
-        Raises:
-            CheckpointError: It is not listed, missing, of another size, or a link out of the folder.
-        """
+        """The listed file ``name``, which lies inside the folder and has the listed size."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder / name}: not in the manifest of this checkpoint")
         path = inside(self.folder, name)
@@ -124,11 +115,7 @@ class Manifest:
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free keys.
-
-    Raises:
-        CheckpointError: ``global_step`` is missing, or a value is not plain JSON.
-    """
+    """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free JSON keys."""
     try:
         plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
         _count(plain.get("global_step"))
@@ -138,11 +125,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain floats; 0-dim tensors are numbers too.
-
-    Raises:
-        CheckpointError: A value is not a number.
-    """
+    """Metrics as plain floats; 0-dim tensors are numbers too."""
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
@@ -172,18 +155,15 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank.
-
-    Raises:
-        CheckpointError: ``folder`` is no checkpoint, or the manifest cannot be written.
-    """
+    """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank."""
     old = read_manifest(folder)
     values = {**old.metrics, **checked_metrics(metrics)}
-    replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
+    if values != old.metrics:
+        replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
 
 
 def not_a_checkpoint(path: Path) -> str:
-    """A sentence about what is at ``path`` instead of a checkpoint, and what to give instead."""
+    """What is at ``path`` instead of a checkpoint, and what to give instead."""
     if not os.path.lexists(path):
         return f"{path}: no such checkpoint folder"
     steps = sorted(path.glob(f"step-*/{MANIFEST}")) or sorted(path.glob(f"checkpoints/step-*/{MANIFEST}"))

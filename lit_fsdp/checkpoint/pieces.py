@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from lit_fsdp.checkpoint.manifest import Chunk, Manifest
+from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.safetensors_file import opened
 
 _PIECE_BYTES = 1 << 26
@@ -32,10 +32,9 @@ Pieces = Callable[[str], Iterator[torch.Tensor]]
 
 
 def open_pieces(manifest: Manifest, base: Base | None = None) -> Pieces:
-    """A reader of a checkpoint of either layout, and of its base.
+    """A reader of a checkpoint of either layout, in pieces of about 64 MiB, and of its base, in whole tensors.
 
-    A piece has about 64 MiB (of the base it is a whole tensor). Only its bytes of a file are read, and no mapping of a
-    file stays open, since it would count as this process's memory.
+    No mapping of a file stays open, since it would count as this process's memory.
     """
 
     def pieces(name: str) -> Iterator[torch.Tensor]:
@@ -48,8 +47,11 @@ def open_pieces(manifest: Manifest, base: Base | None = None) -> Pieces:
             # without rows, a number, or cut by columns
             yield read_tensor(manifest, name)
             return
+        row_bytes = torch.Size(shape[1:]).numel() * getattr(torch, manifest.tensors[name].dtype).itemsize
+        step = max(1, _PIECE_BYTES // row_bytes)
         for chunk in chunks:
-            yield from _rows(manifest, name, chunk)
+            for start in range(0, chunk.sizes[0], step):  # a piece is held by nobody here
+                yield _some_rows(manifest.file(chunk.file), name, slice(start, start + step))
 
     return pieces
 
@@ -63,13 +65,6 @@ def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
         with opened(manifest.file(chunk.file)) as file:
             whole[where].copy_(file.get_tensor(name))
     return whole
-
-
-def _rows(manifest: Manifest, name: str, chunk: Chunk) -> Iterator[torch.Tensor]:
-    row_bytes = torch.Size(chunk.sizes[1:]).numel() * getattr(torch, manifest.tensors[name].dtype).itemsize
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    for start in range(0, chunk.sizes[0], step):
-        yield _some_rows(manifest.file(chunk.file), name, slice(start, start + step))  # held by nobody here
 
 
 def _some_rows(path: Path, name: str, rows: slice) -> torch.Tensor:

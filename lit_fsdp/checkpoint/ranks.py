@@ -7,17 +7,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """This process among those of ``group``; alone when there is no process group.
-
-    Args:
-        group: Default: all ranks, if ``torch.distributed`` is initialized.
-    """
+    """This process among those of ``group``, by default of all ranks; alone when there is no process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -52,22 +48,28 @@ class Ranks:
             raise self.error(what, failed, own) from own
         return [value for _, value in everyone]
 
-    def first(self, what: str, step: Callable[[], T]) -> T:
-        """The result of ``step`` on rank 0, which alone runs it, on every rank.
+    def own(self, what: str, step: Callable[[], T]) -> T:
+        """The result of ``step`` of this rank alone, once it has succeeded on all; see :meth:`run`."""
+        kept: list[T] = []
+        self.run(what, lambda: kept.append(step()))
+        return kept[0]
 
-        Raises:
-            CheckpointError: On every rank when ``step`` failed.
-        """
-        return self.run(what, lambda: step() if self.is_first else None)[0]  # type: ignore[return-value]
+    def first(self, what: str, step: Callable[[], T]) -> T:
+        """The result of ``step`` on rank 0, which alone runs it, on every rank; or its error if it is one of ours."""
+
+        def attempt() -> T | Exception:
+            try:
+                return step()
+            except (CheckpointError, ConfigError, DataError) as error:
+                return error
+
+        found = self.run(what, lambda: attempt() if self.is_first else None)[0]
+        if isinstance(found, Exception):
+            raise found
+        return found  # type: ignore[return-value]
 
     def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
-        """What to raise here when some ranks have failed; an interrupt of this rank stays what it is.
-
-        Args:
-            what: Was being done.
-            failed: One line by rank.
-            own: What this rank raised.
-        """
+        """What to raise here when some ranks have failed, with a line of each; an interrupt stays what it is."""
         if own is not None and (not isinstance(own, Exception) or (self.size == 1 and type(own) is CheckpointError)):
             return own
         return CheckpointError(f"{what} failed:\n" + "\n".join(f"  rank {r}: {failed[r]}" for r in sorted(failed)))

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -39,13 +39,9 @@ class Found:
     step: int
     """Optimizer steps done, by its manifest or else by its name; -1 if neither says."""
     path: Path
-    """Its folder."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Logged values from its manifest."""
     created: str = ""
-    """Time of writing, ISO 8601 in UTC."""
     num_bytes: int = 0
-    """Bytes of its files, the manifest aside."""
     on_signal: bool = False
     """Whether it was saved between others, for no other reason than a signal."""
     damage: str | None = None
@@ -57,7 +53,6 @@ class Choice:
     """The checkpoint that a word or a path means, as far as manifests and sizes of files tell."""
 
     path: Path
-    """Its folder."""
     others: tuple[Path, ...] = ()
     """What the word means next, should this one turn out to be damaged; nothing for a path."""
     damaged: tuple[Found, ...] = ()
@@ -107,8 +102,7 @@ def choose(
         fallback: Whether a word may pass over what is visibly damaged; a path never is.
 
     Raises:
-        CheckpointError: There is none (what is damaged is listed), the path is no checkpoint, or without ``fallback``
-            a damaged one may come first: that is never passed over in silence.
+        CheckpointError: There is none, the path is no checkpoint, or without ``fallback`` a damaged one may come first.
     """
     word = str(word_or_path)
     if word not in ("last", "best"):
@@ -118,10 +112,9 @@ def choose(
         return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
     if not found:
-        listed = [f"  {entry.path} is damaged: {entry.damage}" for entry in broken]
         names = sorted(path.name for path in Path(run_folder).glob("*"))[:12]
-        there = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: "
-        raise CheckpointError("\n".join([there + (", ".join(names) or "nothing"), *listed]))
+        text = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: "
+        raise CheckpointError("\n".join([text + (", ".join(names) or "nothing"), *_damages(broken)]))
     order = found[::-1] if word == "last" else ranked(found, monitor, mode)
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
@@ -139,12 +132,16 @@ def choose(
     choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
     if passed and not fallback:
         which = "the newest complete one" if word == "last" else "the best complete one"
-        lines = "\n".join(f"  {entry.path} is damaged: {entry.damage}" for entry in choice.damaged)
+        lines = "\n".join(_damages(choice.damaged))
         raise CheckpointError(
             f"ckpt_path {word}: a damaged checkpoint may come first\n{lines}\n"
             f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
         )
     return choice
+
+
+def _damages(found: Iterable[Found]) -> list[str]:
+    return [f"  {entry.path} is damaged: {entry.damage}" for entry in found]
 
 
 @dataclass(frozen=True)
@@ -177,10 +174,9 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
         word: ``last``, ``best`` or a path; a requeued job without any checkpoint starts afresh.
         run_folder: Of the run.
         config: ``monitor`` and ``mode`` decide what is best.
-        fallback: Whether an older checkpoint may take the place of a damaged one.
+        fallback: See :func:`choose`, which raises what is wrong.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
         ConfigError: The run folder is in use.
     """
     there = survey(run_folder / FOLDER)
@@ -197,8 +193,8 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
         return Resume(None)
     choice = choose(word, run_folder, config.monitor, config.mode, fallback)
     if is_first_process() and choice.damaged:
-        lines = [f"{entry.path} is damaged: {entry.damage}" for entry in choice.damaged]
-        print("\n".join([*lines, f"going on from {choice.path} as {word} (resume.fallback)"]), file=sys.stderr)
+        going_on = f"going on from {choice.path} as {word} (resume.fallback)"
+        print("\n".join([*map(str.strip, _damages(choice.damaged)), going_on]), file=sys.stderr)
     return Resume(str(choice.path), choice.others if fallback else (), read_manifest(choice.path))
 
 
@@ -221,23 +217,14 @@ def moved_aside(folder: Path) -> list[Path]:
 
 
 def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
-    """Rename the run's checkpoints of later steps than ``step``; call on one rank.
+    """Rename the run's checkpoints of later steps than ``step``, from where it goes on; call on one rank.
 
-    Left in its place, a newer one would stand in the way of the save of the same step, and ``last`` would mean a step
-    that the run, as it goes on, has not reached. ``step-00000010`` becomes
-    ``damaged-step-00000010-20260101T120000123456``, or ``superseded-…`` if nothing is known to be wrong with it. No
-    word means them any more and nothing removes them.
-
-    Args:
-        run_folder: Whose checkpoints.
-        step: From where the run goes on.
-        damaged: Folders whose damage their sizes do not show.
+    Left in its place, a newer one would be what ``last`` means. ``step-00000010`` becomes
+    ``damaged-step-00000010-20260101T120000123456``, or ``superseded-…`` if nothing is known to be wrong with it
+    (``damaged``: folders whose damage their sizes do not show). Nothing removes them.
 
     Returns:
         The new location of each folder by its old one, the oldest step first.
-
-    Raises:
-        CheckpointError: A folder cannot be renamed.
     """
     parent = Path(run_folder) / FOLDER
     known = {Path(folder).resolve() for folder in damaged}
@@ -256,17 +243,11 @@ def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()
 
 
 def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None = None) -> list[Found]:
-    """The checkpoints that nothing keeps, oldest first.
+    """Those of a run's complete checkpoints that nothing keeps, oldest first.
 
-    Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, and every step that
-    ``keep_every`` divides. Of those saved on a signal, between the others, only the newest counts: a run that is
-    preempted a hundred times has one more checkpoint than one that never was, and as many whole intervals behind it.
-
-    Args:
-        found: The complete checkpoints of a run.
-        config: The ``checkpoint`` section.
-        current: The step just saved; it stays even where a run that was resumed from an older checkpoint finds newer
-            ones beside it.
+    Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, every step that
+    ``keep_every`` divides, and the ``current`` one, also beside newer ones. Of those saved on a signal, between the
+    others, only the newest counts: a run that is preempted a hundred times has one more checkpoint than another.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
     passed = [entry for entry in ordered if entry.on_signal][:-1]
@@ -280,14 +261,7 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
 
 
 def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> Path | None:
-    """Remove the checkpoints of a run that nothing keeps, on one rank, once the new one stands.
-
-    One that cannot go is a warning, since training does not need its end.
-
-    Args:
-        run_folder: Its ``checkpoints`` are looked at.
-        config: The ``checkpoint`` section.
-        current: See :func:`to_remove`.
+    """Remove what :func:`to_remove` says, on one rank, once the new one stands; one that cannot go is a warning.
 
     Returns:
         The best checkpoint that is there, if any has a value of the metric.
@@ -307,11 +281,7 @@ def remove(folder: Path) -> None:
     """Delete one checkpoint; it is hidden by a rename first, so a kill in between leaves nothing half visible.
 
     Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
-
-    Raises:
-        CheckpointError: ``folder`` is no checkpoint, or cannot be renamed or deleted.
     """
-    folder = Path(folder)
     with naming(folder):
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
@@ -329,10 +299,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep(run_folder: Path) -> None:
-    """Delete what killed saves and removals have left in a run, whose lock the caller holds; says what it found.
-
-    A leftover that cannot be deleted is named in a warning: it takes space, but is no checkpoint.
-    """
+    """Delete what killed saves and removals have left in a run, whose lock the caller holds; says what it found."""
     parent = run_folder / FOLDER
     for path, name, kind in staging.hidden_folders(parent):
         if kind == "replaced":

@@ -43,12 +43,10 @@ class RunLock:
 
     def release(self) -> None:
         """Let others in."""
-        if self._place not in _held:  # this process was forked from the one that holds it
-            return
-        handle, count = _held.pop(self._place)
+        handle, count = _held.pop(self._place, (-1, 0))  # not held: this process was forked from the one that holds it
         if count > 1:
             _held[self._place] = (handle, count - 1)
-        else:
+        elif count:
             os.ftruncate(handle, 0)  # an empty file names nobody
             os.close(handle)
 

@@ -5,12 +5,11 @@ The header needs only names, dtypes and shapes, so the data can be streamed: no 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _HEADER_ALIGNMENT = 8
-_CONVERTED_AT_ONCE = 1 << 22
+_WRITTEN_AT_ONCE = 1 << 20  # elements: hashed and copied while they are in the processor's cache
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -45,7 +44,7 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 class TensorFile:
-    """A safetensors file in the making; tensors are appended in :func:`file_order`.
+    """A safetensors file in the making, complete and synced after its ``with`` block.
 
     Args:
         path: Must not exist yet.
@@ -72,38 +71,30 @@ class TensorFile:
         self._file = HashedFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the data of the next tensor."""
-        expected = self._left.pop(0)
-        assert (name, spec_of(tensor)) == (expected, self._specs[expected]), (name, spec_of(tensor), expected)
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy())
-
-    def append_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Write the data of the next tensor from pieces of whole rows in order, converted to its dtype bit by bit."""
+    def append(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write the data of the next tensor in :func:`file_order`: pieces of whole rows, converted to its dtype."""
         expected = self._left.pop(0)
         assert name == expected, (name, expected)
         dtype, left = getattr(torch, self._specs[name].dtype), math.prod(self._specs[name].shape)
         for piece in pieces:
-            for part in piece.detach().contiguous().reshape(-1).split(_CONVERTED_AT_ONCE):
+            flat = piece.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            for part in flat.split(_WRITTEN_AT_ONCE):
                 self._file.write(part.to(dtype).view(torch.uint8).numpy())
             left -= piece.numel()
-            del piece, part  # before the next one is read
+            del piece, flat, part  # before the next one is read
         assert left == 0, f"{name}: {left} elements too few"
 
-    def close(self) -> FileEntry:
-        """Sync and close; all tensors must have been written."""
-        assert not self._left, f"not written: {self._left}"
-        return self._file.close()
+    @property
+    def entry(self) -> FileEntry:
+        """What was written."""
+        return self._file.entry
 
-    @contextlib.contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Close the unfinished file when what is done inside fails."""
-        try:
-            yield
-        except BaseException:
-            self._file.abandon()
-            raise
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: Any, *more: Any) -> None:
+        self._file.__exit__(failure)
+        assert failure or not self._left, f"not written: {self._left}"
 
 
 def opened(path: Path) -> Any:

@@ -37,11 +37,7 @@ def hidden_folders(parent: Path) -> list[tuple[Path, str, Kind]]:
 
 
 def stage(folder: Path) -> Path:
-    """A new empty hidden sibling of ``folder``; what a dead process has left of ``folder`` is cleared away.
-
-    Raises:
-        CheckpointError: ``folder`` is something that no checkpoint may replace, or its parent cannot be written.
-    """
+    """A new empty hidden sibling of ``folder``; what a dead process has left of ``folder`` is cleared away."""
     _refuse_other(folder)
     with naming(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)

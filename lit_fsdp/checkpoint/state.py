@@ -24,14 +24,10 @@ _DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isi
 
 
 def encode(state: Any) -> Any:
-    """``state`` as plain JSON values.
+    """``state``, any nest of Python's containers with what ``_TYPES`` lists, as plain JSON values.
 
-    Tensors come back on the CPU, detached, and each on its own: views of one storage become separate tensors.
-
-    Args:
-        state: Any nest of dict, list, tuple, set, frozenset, None, bool, int, float, complex, str, bytes, timedelta,
-            Path, NumPy scalars and arrays, torch.Size, dtype, device, Counter, OrderedDict and dense tensors.
-            Subclasses are not taken for their bases, because they would not come back as what they were.
+    Tensors come back on the CPU, detached, and each on its own. Subclasses are not taken for their bases, because they
+    would not come back as what they were.
 
     Raises:
         CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
@@ -49,11 +45,7 @@ def refused(state: Any) -> str | None:
 
 
 def decode(value: Any) -> Any:
-    """The state that :func:`encode` turned into ``value``.
-
-    Raises:
-        CheckpointError: It is malformed.
-    """
+    """The state that :func:`encode` turned into ``value``."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:

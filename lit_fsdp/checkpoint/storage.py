@@ -13,8 +13,8 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,23 +59,21 @@ class Snapshot:
     """What this rank brings to a checkpoint; all but the tensors is independent of live objects."""
 
     folder: Path
-    """Where it becomes visible."""
     layout: Layout
-    """One file per rank (sharded) or one in all (full)."""
     tensors: Mapping[str, torch.Tensor]
     """Of the sharded layout what this rank holds, of the full one whole tensors or DTensors."""
-    chunks: Mapping[str, ChunkStorageMetadata]
-    """Which part of the whole each of this rank's tensors is; empty in the full layout."""
     specs: Mapping[str, TensorSpec]
     """Whole shape and dtype of every tensor."""
-    state: Any
-    """Common state as plain JSON; None but on rank 0."""
     rank_state: Any
     """State of this rank as plain JSON."""
-    extra: Mapping[str, Any]
-    """The caller's part of the manifest; empty but on rank 0."""
-    files: Mapping[str, bytes]
-    """Extra files; empty but on rank 0."""
+    chunks: Mapping[str, ChunkStorageMetadata] = field(default_factory=dict)
+    """In the sharded layout: which part of the whole each of this rank's tensors is."""
+    state: Any = None
+    """Common state as plain JSON; this and what follows is rank 0's."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The caller's part of the manifest."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Extra files by path."""
 
 
 class Planner(DefaultSavePlanner):
@@ -97,11 +95,7 @@ class Planner(DefaultSavePlanner):
 
 
 class Writer(StorageWriter):
-    """Streams this rank's part to a hidden folder; on rank 0 it begins and commits the whole.
-
-    Args:
-        snapshot: What this rank writes.
-    """
+    """Streams this rank's part to a hidden folder; on rank 0 it begins and commits the whole."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -128,11 +122,7 @@ class Writer(StorageWriter):
         return [dataclasses.replace(p, storage_data=(rank, self._draft.name)) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync this rank's files.
-
-        Raises:
-            CheckpointError: A file cannot be written, or this rank does not see the folder.
-        """
+        """Write and sync this rank's files."""
         rank, name = plan.storage_data
         draft = self._snapshot.folder.with_name(name)
         if not draft.is_dir() and (self._is_first or self._snapshot.layout == "sharded"):
@@ -201,27 +191,23 @@ class Writer(StorageWriter):
             offsets[key] = tuple(data.chunk.offsets)
         # what torch's own HuggingFaceStorageReader looks for
         sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
-        file = TensorFile(draft / name, specs, {"format": "pt", "DCP_SHARDING_INFO": sharding})
-        with file.abandoned_on_failure():
+        with TensorFile(draft / name, specs, {"format": "pt", "DCP_SHARDING_INFO": sharding}) as file:
             for key in file_order(specs):
-                file.append(key, cast(torch.Tensor, planner.resolve_data(parts[key])))
-        found.append(_result(name, file.close(), [(key, offsets[key], specs[key].shape) for key in specs]))
+                file.append(key, [cast(torch.Tensor, planner.resolve_data(parts[key]))])
+        found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
 
     def _write_full(self, draft: Path, found: list[WriteResult]) -> None:
-        snapshot = self._snapshot
-        specs = {name: snapshot.specs[name] for name in snapshot.tensors}
-        file: TensorFile | None = None
+        tensors = self._snapshot.tensors
+        specs = {name: self._snapshot.specs[name] for name in tensors}
 
-        def take(name: str, tensor: torch.Tensor) -> None:
-            nonlocal file
-            file = file or TensorFile(draft / FULL_FILE, specs)
-            with file.abandoned_on_failure():
-                file.append(name, tensor)
-
-        gather_whole(snapshot.tensors, specs, take if self._is_first else None)
-        if file is not None:
+        def write(wholes: Wholes) -> None:
+            with TensorFile(draft / FULL_FILE, specs) as file:
+                for name, tensor in wholes:
+                    file.append(name, [tensor])
             parts = [(name, (0,) * len(spec.shape), spec.shape) for name, spec in specs.items()]
-            found.append(_result(FULL_FILE, file.close(), parts))
+            found.append(_result(FULL_FILE, file.entry, parts))
+
+        gather_whole(tensors, specs, write if self._is_first and tensors else None)
 
 
 class Reader(HuggingFaceStorageReader):
@@ -236,15 +222,10 @@ class Reader(HuggingFaceStorageReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's slices.
-
-        Raises:
-            CheckpointError: A header is damaged. DCP sends the error itself to the other ranks, and that of
-                safetensors cannot be pickled.
-        """
+        """Read this rank's slices; a damaged header is a CheckpointError."""
         try:
             return super().read_data(plan, planner)
-        except SafetensorError as error:
+        except SafetensorError as error:  # which cannot be pickled, as DCP does for the other ranks
             raise CheckpointError(f"{self.path}: not a whole safetensors file ({error})") from None
 
 
@@ -256,11 +237,7 @@ class _Place:
 
 
 def _described(manifest: Manifest) -> Metadata:
-    """DCP's description of the tensors.
-
-    Raises:
-        CheckpointError: A file is missing or has another size.
-    """
+    """DCP's description of the tensors, whose files are there and have their sizes."""
     places = {
         name: _Place(str(manifest.file(name))) for name in {c.file for cs in manifest.chunks.values() for c in cs}
     }
@@ -274,32 +251,25 @@ def _described(manifest: Manifest) -> Metadata:
     return Metadata(tensors, storage_data=storage)
 
 
+Wholes = Iterator[tuple[str, torch.Tensor]]
+
+
 def gather_whole(
-    tensors: Mapping[str, torch.Tensor],
-    specs: Mapping[str, TensorSpec],
-    take: Callable[[str, torch.Tensor], None] | None,
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], take: Callable[[Wholes], None] | None
 ) -> None:
-    """Give ``take`` one whole tensor after the other, in :func:`file_order`; collective where there are DTensors.
+    """Give ``take`` whole tensors, made one after the other in :func:`file_order`; collective with DTensors.
 
-    A failure must not leave the other ranks waiting in a collective, so the rest is gathered and dropped. A rank that
-    cannot even begin one for want of memory would: see :func:`make_room`.
-
-    Args:
-        tensors: Tensors and DTensors by name.
-        specs: Of all of them.
-        take: What to do with each; None on ranks that only help to gather.
+    ``take`` is None on ranks that only help to gather. Its failure must not leave these waiting in a collective, so the
+    rest is gathered and dropped. A rank that cannot even begin one for want of memory would: see :func:`make_room`.
     """
-    failure: BaseException | None = None
-    for name in file_order(specs):
-        tensor = tensors[name]
-        try:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if take is not None and failure is None:
-                take(name, whole)
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+    named = ((name, tensors[name]) for name in file_order(specs))
+    wholes = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in named)
+    try:
+        if take is not None:
+            take(wholes)
+    finally:
+        for _ in wholes:
+            pass
 
 
 def make_room(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +39,7 @@ from lit_fsdp.checkpoint.storage import (
     Planner,
     Reader,
     Snapshot,
+    Wholes,
     Writer,
     gather_whole,
     make_room,
@@ -69,10 +70,10 @@ def save_checkpoint(
     Args:
         folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
         tensors: Tensors (equal on all ranks) and DTensors by name; the same names on every rank.
-        state: Non-tensor state, saved by rank 0; see :func:`lit_fsdp.checkpoint.state.encode`.
-        manifest: ``global_step``, perhaps ``metrics``, and free JSON keys; rank 0's is written.
+        state: Non-tensor state of rank 0; see :func:`lit_fsdp.checkpoint.state.encode`.
+        manifest: ``global_step``, perhaps ``metrics``, and free JSON keys; rank 0's.
         layout: One file per rank (``sharded``) or one in all (``full``).
-        files: Small files by path inside the checkpoint, content or a file to copy; rank 0's are written.
+        files: Small files by path inside the checkpoint, content or a file to copy; rank 0's.
         rank_state: State of this rank alone, e.g. its random generators.
 
     Raises:
@@ -87,9 +88,7 @@ def save_checkpoint(
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread, one at a time; made once, by all ranks together.
-
-    The threads meet in a process group of their own, so that their collectives never mix with those of training.
+    """Writes checkpoints in a thread, one at a time; made by all ranks together, whose threads have a group of theirs.
 
     Args:
         device: Where training computes; copies off a CUDA device go to pinned memory.
@@ -97,7 +96,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        self._device, group = device, None
+        group = None
         if dist.is_available() and dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._writers = Ranks(group)
@@ -106,53 +105,53 @@ class BackgroundSaver:
             use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
         )
         self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
-        self._pool = ThreadPoolExecutor(1, "checkpoint-save")
-        self._pending: tuple[Path, Future[None]] | None = None
+        self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")
+        self._pending: list[futures.Future[None]] = []
 
     @property
-    def pending(self) -> Path | None:
-        """The folder that is being written, or was and nobody has asked how it went."""
-        return self._pending[0] if self._pending else None
-
-    @property
-    def stands(self) -> bool:
-        """Whether the last save has ended well, as far as this rank knows; on rank 0 that is for certain."""
-        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is None
+    def is_writing(self) -> bool:
+        """Whether the last save goes on."""
+        return not all(future.done() for future in self._pending)
 
     def save(self, folder: Path, tensors: Mapping[str, torch.Tensor], layout: Layout, **parts: Any) -> None:
-        """Begin to write a checkpoint and return once everything it will hold is copied; collective.
+        """:func:`save_checkpoint`, which returns once everything is copied to the host; collective.
 
-        What is refused, and memory that is not there, is an error at once. The layout ``full`` is gathered here,
-        tensor by tensor, to the host of rank 0: a thread may not use the groups that training uses.
-
-        Args:
-            folder: Where it becomes visible; the rest as for :func:`save_checkpoint`.
-            tensors: What is copied.
-            layout: ``sharded`` or ``full``.
-            **parts: ``state``, ``manifest``, ``files`` and ``rank_state``.
+        The layout ``full`` is gathered here, to the host of rank 0: a thread may not use the groups of training.
 
         Raises:
-            CheckpointError: On every rank; also if the save before this one has failed.
+            CheckpointError: On every rank: this save is refused, or the one before it has failed.
         """
         self.wait()
         folder, ranks = Path(folder), Ranks()
         snapshot = _agreed(ranks, folder, tensors, layout=layout, **parts)
-        chunks: dict[str, Any] = {}
 
-        def copy() -> dict[str, torch.Tensor]:
+        def copy() -> Snapshot:
             if layout == "sharded":
-                local, of_whole = parts_of(tensors)
-                chunks.update(of_whole)
-                return self._stager.stage(local)  # type: ignore[return-value]
+                local, chunks = parts_of(tensors)
+                return replace(snapshot, tensors=self._stager.stage(local), chunks=chunks)  # type: ignore[arg-type]
             whole: dict[str, torch.Tensor] = {}
-            keep = lambda name, tensor: whole.update({name: tensor.detach().to("cpu", copy=True)})  # noqa: E731
-            gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
-            return whole
 
-        copied: list[dict[str, torch.Tensor]] = []
-        ranks.run(f"copying {folder}", lambda: copied.append(copy()))
-        snapshot = replace(snapshot, tensors=copied[0], chunks=chunks)
-        self._pending = folder, self._pool.submit(_write, snapshot, self._writers)
+            def keep(wholes: Wholes) -> None:
+                whole.update((name, tensor.detach().to("cpu", copy=True)) for name, tensor in wholes)
+
+            gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
+            return replace(snapshot, tensors=whole)
+
+        copied = ranks.own(f"copying {folder}", copy)
+        self._pending = [self._pool.submit(_write, copied, self._writers)]
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Let the thread call ``act`` after the last save, if that stands; what goes wrong there is a warning."""
+        before = self._pending[:1]  # nothing once it was waited for
+
+        def after() -> None:
+            if not any(save.exception() for save in before):  # it has ended: there is one thread
+                try:
+                    act()
+                except (CheckpointError, OSError) as error:
+                    _log.warning("%s", error)
+
+        self._pending.append(self._pool.submit(after))
 
     def wait(self) -> None:
         """Wait until the thread of this rank has ended; not collective, but its end is the same on every rank.
@@ -160,14 +159,10 @@ class BackgroundSaver:
         Raises:
             CheckpointError: The save failed on any rank; told once.
         """
-        if self._pending is None:
-            return
-        future = self._pending[1]
-        try:
+        futures.wait(self._pending)  # Ctrl-C leaves it pending
+        ended, self._pending = self._pending, []
+        for future in ended:
             future.result()
-        finally:
-            if future.done():  # not so after Ctrl-C: it is still being written
-                self._pending = None
 
     def close(self) -> None:
         """Wait, end the thread and give the memory back; an error that nobody has seen is logged."""
@@ -193,19 +188,18 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
         CheckpointError: Names, shapes or dtypes differ (all are listed), or a file cannot be read.
     """
     ranks, folder = Ranks(), Path(folder)
-    readers: list[Reader] = []
 
-    def prepare() -> None:
+    def prepare() -> Reader:
         manifest = read_manifest(folder)
         _check_targets(manifest, into, set(skip))
-        readers.append(Reader(manifest))
+        return Reader(manifest)
 
     what = f"reading {folder}"
-    ranks.run(what, prepare)
+    reader = ranks.own(what, prepare)
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     here = {name: tensor for name, tensor in into.items() if _local(tensor).numel()}
     try:
-        dcp.load(here, storage_reader=readers[0], planner=planner)
+        dcp.load(here, storage_reader=reader, planner=planner)
     except CheckpointException as error:
         raise _of_all(what, error, ranks) from error
     except RuntimeError as error:
@@ -213,7 +207,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 
 
 def load_weights(module: Module, path: Path | str) -> Module:
-    """Put the weights of a checkpoint into a plain module, in one process: to evaluate it, or to look at it.
+    """Put the weights of a checkpoint into a plain module, in one process, and return it.
 
     Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
     hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here, and reads the
@@ -222,9 +216,6 @@ def load_weights(module: Module, path: Path | str) -> Module:
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
         path: A checkpoint, e.g. ``RUN/checkpoints/step-00000050``.
-
-    Returns:
-        ``module``.
 
     Raises:
         CheckpointError: No checkpoint, or a damaged one.
@@ -249,11 +240,7 @@ def load_weights(module: Module, path: Path | str) -> Module:
 
 
 def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
-    """The verified model tensors of a checkpoint under the module's own names, tied ones under each of theirs.
-
-    Raises:
-        CheckpointError: No checkpoint, or a damaged one.
-    """
+    """The verified model tensors of a checkpoint under the module's own names, tied ones under each of theirs."""
     manifest = read_manifest(path)
     _refuse(manifest.folder, verify(manifest.folder))
     state = {n.removeprefix("model/"): read_tensor(manifest, n) for n in manifest.tensors if n.startswith("model/")}
@@ -262,11 +249,7 @@ def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
 
 
 def load_state(folder: Path) -> Any:
-    """The common non-tensor state of the checkpoint at ``folder``, verified.
-
-    Raises:
-        CheckpointError: No checkpoint, or the file is damaged.
-    """
+    """The common non-tensor state of the checkpoint at ``folder``, verified."""
     return state_json.decode(_states(folder).get("state"))
 
 
@@ -277,11 +260,7 @@ def load_rank_state(folder: Path, rank: int) -> Any:
 
 
 def verify_files(folder: Path) -> None:
-    """Compare size and hash of every file with the manifest, shared out over the ranks; collective.
-
-    Raises:
-        CheckpointError: On every rank; names each file that is missing or differs.
-    """
+    """Raise CheckpointError on every rank unless every file is as in the manifest; collective."""
     _refuse(Path(folder), verify(Path(folder), ranks=Ranks()))
 
 
@@ -295,25 +274,19 @@ def _agreed(
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
 ) -> Snapshot:
-    """What this rank brings, once every rank could take its own and all hold the same tensors; collective.
-
-    Raises:
-        CheckpointError: On every rank: one could not, or names, shapes, dtypes or the folder differ.
-    """
+    """What this rank brings, once every rank could take its own and all hold the same tensors; collective."""
     taken: list[Snapshot] = []
 
     def take() -> str:
         found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
         if layout == "full":
             make_room(tensors)
-        own: dict[str, Any] = {"state": None, "extra": {}, "files": {}}
+        own: dict[str, Any] = {}
         if ranks.is_first:
             own = {"state": state_json.encode(state), "extra": checked_extra(manifest)}
             own["files"] = {_free_name(name): _content(value) for name, value in (files or {}).items()}
-        rank_json = state_json.encode(rank_state)
-        taken.append(
-            Snapshot(folder=folder, layout=layout, tensors=tensors, chunks={}, specs=found, rank_state=rank_json, **own)
-        )
+        own["rank_state"] = state_json.encode(rank_state)
+        taken.append(Snapshot(folder=folder, layout=layout, tensors=tensors, specs=found, **own))
         return hashlib.sha256(repr((str(folder), layout, sorted(found.items()))).encode()).hexdigest()
 
     if len(set(ranks.run(f"checking what to save at {folder}", take))) > 1:
@@ -322,11 +295,7 @@ def _agreed(
 
 
 def _write(snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write what all ranks have agreed on; collective.
-
-    Raises:
-        CheckpointError: On every rank; the folder is as it was.
-    """
+    """Write what all ranks have agreed on, or raise on every rank and leave the folder as it was; collective."""
     writer, what = Writer(snapshot), f"writing {snapshot.folder}"
     try:
         dcp.save(

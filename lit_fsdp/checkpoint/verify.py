@@ -29,18 +29,15 @@ _WAY_OUT = (
 
 
 def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) -> dict[str, str]:
-    """Everything in which the checkpoint at ``folder`` differs from its manifest; nothing if it is sound.
+    """What is wrong with each file of a checkpoint that differs from its manifest, by its path; nothing if it is sound.
 
-    An unreadable manifest is the only difference then. A file that the manifest does not list is one in a single
-    process alone: a run reads none.
+    An unreadable manifest is the only difference then.
 
     Args:
         folder: The checkpoint.
         hashes: Compare the content of each file, not only its size.
-        ranks: Each takes a part of the files, and all get the same answer; collective.
-
-    Returns:
-        What is wrong with each file that differs, by its path inside the checkpoint.
+        ranks: Each takes a part of the files, and all get the same answer (collective); files that are not listed are
+            looked for without ranks only: a run reads none.
     """
     folder = Path(folder)
 
@@ -66,13 +63,7 @@ def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) 
 def sound_checkpoint(
     folder: Path, others: Sequence[Path], ranks: Ranks, hashes: bool = True
 ) -> tuple[Path, Mapping[Path, str]]:
-    """The first of ``folder`` and ``others`` that agrees with its manifest, the same one on every rank; collective.
-
-    Args:
-        folder: The checkpoint that was asked for.
-        others: What may be taken instead, in this order.
-        ranks: That look together.
-        hashes: As for :func:`verify`.
+    """The first of ``folder`` and ``others`` that is sound (see :func:`verify`), the same on every rank; collective.
 
     Returns:
         Its folder, and what is wrong with each one that would have come first, by folder.

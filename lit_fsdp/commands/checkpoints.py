@@ -58,18 +58,14 @@ def _ls(argv: Sequence[str]) -> int:
     config = _config(folder.parent / "recipe.yaml")
     monitor, mode = options.monitor or config.monitor, options.mode or config.mode
     rows = _rows(folder, monitor, mode, options.verify)
-    making = hidden_folders(folder)
     if options.json:
-        left = [{"path": str(path), "kind": kind} for path, _, kind in making]
-        record = {"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows, "unfinished": left}
-        print(json.dumps(record, indent=1))
+        print(json.dumps({"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows}, indent=1))
     elif rows:
         print(_table(rows, monitor))
     if not any(row["complete"] for row in rows):
         print(f"{folder}: no complete checkpoint" if rows else f"{folder}: no checkpoints yet", file=sys.stderr)
-    for path, _, kind in making:
-        what = "a save" if kind == "tmp" else "a removal"
-        print(f"{path.name}: {what} that goes on, or was killed: then the next run clears it away", file=sys.stderr)
+    for path, _, _ in hidden_folders(folder):
+        print(f"{path.name}: being written or removed, or left by a kill until the next run starts", file=sys.stderr)
     for path in moved_aside(folder):
         print(f"{path.name}: moved aside by a run that went on from an older step", file=sys.stderr)
     return 1 if any(row["differences"] for row in rows) else 0
@@ -138,25 +134,22 @@ def _verify(argv: Sequence[str]) -> int:
     paths = [options.path] if is_one else [entry.path for entry in survey(folder)]
     if not paths:
         raise CheckpointError(f"{options.path}: nothing to verify: there is no checkpoint in {folder}")
-    results = {path: verify(path) for path in paths}
-    sums = {path: sha256_of(read_manifest(path)) for path in paths if options.sha256 and not results[path]}
-    if options.json:
-        records = [
-            {"path": str(path), "verified": not found, "differences": found}
-            | ({"sha256": sums.get(path)} if options.sha256 else {})
-            for path, found in results.items()
-        ]
-        print(json.dumps(records, indent=1))
-        return 1 if any(results.values()) else 0
-    for path, found in results.items():
-        if found:
-            print(describe(path, found))
-            continue
-        manifest = read_manifest(path)
-        print(f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest")
+    records: list[dict[str, Any]] = []
+    for path in paths:
+        found = verify(path)
+        records.append({"path": str(path), "verified": not found, "differences": found})
+        lines = [describe(path, found)]
+        if not found:
+            manifest = read_manifest(path)
+            lines = [f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest"]
         if options.sha256:
-            print(f"{sums[path]}  {path}")
-    return 1 if any(results.values()) else 0
+            records[-1]["sha256"] = None if found else sha256_of(read_manifest(path))
+            lines += [] if found else [f"{records[-1]['sha256']}  {path}"]
+        if not options.json:
+            print("\n".join(lines))
+    if options.json:
+        print(json.dumps(records, indent=1))
+    return 0 if all(record["verified"] for record in records) else 1
 
 
 def _checkpoints_in(field: str, path: Path) -> Path:

@@ -42,15 +42,8 @@ def run_import(argv: Sequence[str]) -> int:
 
     source = open_source(options.source)  # before a model is looked for
     target = _target(options.model, options.tokenizer, options.trust_remote_code)
-    report = import_checkpoint(
-        source,
-        options.out,
-        target,
-        prefix=options.prefix,
-        allow_surplus=options.allow_surplus,
-        step=options.step,
-        dtype=options.dtype,
-    )
+    choices = {name: getattr(options, name) for name in ("prefix", "allow_surplus", "step", "dtype")}
+    report = import_checkpoint(source, options.out, target, **choices)
     print(json.dumps(vars(report), indent=1) if options.json else report)
     return 0
 
@@ -60,17 +53,12 @@ def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Targe
     from lit_fsdp.checkpoint.importing.convert import Target
     from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.parallel.units import tied_names
 
     module = CausalLMModule(name=model, tokenizer=tokenizer, trust_remote_code=trust_remote_code).build()
     built = module.model
     assert built is not None
-    first: dict[int, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    ties: dict[str, str] = {}
-    for name, tensor in built.state_dict(keep_vars=True).items():
-        if first.setdefault(id(tensor), name) != name:
-            ties[name] = first[id(tensor)]
-        else:
-            shapes[name] = tuple(tensor.shape)
+    ties = tied_names(built)
+    shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if name not in ties}
     entry = model_entry(module.source, {}, None)
     return Target(shapes=shapes, ties=ties, files=module.checkpoint_files(), entry=entry)

@@ -108,7 +108,7 @@ class Bench:
 
         def train(path: Path) -> None:
             self._begin_saving(path)
-            found.append(self._steps_until(lambda: self._saver.stands))
+            found.append(self._steps_until(lambda: not self._saver.is_writing))
 
         self._saved(train)
         return found[0]

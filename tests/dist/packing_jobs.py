@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
-from lit_fsdp.callbacks.isolation import IsolationProof, prove_isolation
+from lit_fsdp.callbacks.isolation import IsolationProof
 from tests.dist.jobs import fit, local, module_for, trainer_for
 
 
@@ -25,7 +25,7 @@ class Proofs(IsolationProof):
         before, seen = torch.get_rng_state(), []
         embedding: Any = trainer.lightning_module.model.get_input_embeddings()  # type: ignore[union-attr, operator]
         hook = embedding.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
-        record = prove_isolation(trainer, batch)
+        record = super().prove(trainer, batch)
         hook.remove()
         same = torch.equal(before, torch.get_rng_state())
         is_training = all(child.training for child in trainer.lightning_module.model.modules())

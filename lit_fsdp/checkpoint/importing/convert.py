@@ -47,7 +47,6 @@ class ImportReport:
     """What an import wrote, and what it did not."""
 
     folder: str
-    """The checkpoint."""
     num_tensors: int
     """Weights written; a tied one once."""
     prefix: str
@@ -55,7 +54,6 @@ class ImportReport:
     surplus: list[str]
     """Tensors of the source that were left out."""
     step: int
-    """Optimizer steps done, where a run goes on."""
     num_moments: int
     """Parameters whose AdamW state was written; the others begin afresh."""
     no_moments: str
@@ -86,17 +84,8 @@ def import_checkpoint(
 ) -> ImportReport:
     """Write the weights, and where its parameters have names the AdamW state, of ``source`` as a checkpoint folder.
 
-    Nothing of the source is run or changed. The order of data, random state, learning rate and counters of batches
-    are the run's own, from its recipe and the step.
-
-    Args:
-        source: From :func:`~lit_fsdp.checkpoint.importing.sources.open_source`.
-        out: Must not exist.
-        target: The model it is for.
-        prefix: What stands before every name of the model in the source; None finds it.
-        allow_surplus: Leave out what has no place in the model.
-        step: Optimizer steps done; None takes it from the source.
-        dtype: Of floating-point weights and moments; None keeps the source's.
+    The order of data, random state, learning rate and counters of batches are the run's own, from its recipe and the
+    step. The options are those of ``lit-fsdp ckpt import``.
 
     Raises:
         CheckpointError: The source does not fit the model, or ``out`` exists.
@@ -154,9 +143,8 @@ def _names(source: Source, target: Target, prefix: str | None) -> tuple[dict[str
     clean = {name: _WRAPPERS.sub("", name) for name in source.weights}
     wanted = {*target.shapes, *target.ties}
     if prefix is None:
-        votes = Counter(
-            name[: len(name) - len(inner)] for name in clean.values() for inner in _endings(name) if inner in wanted
-        )
+        starts = [(name, match.end()) for name in clean.values() for match in re.finditer(r"^|\.", name)]
+        votes = Counter(name[:start] for name, start in starts if name[start:] in wanted)
         best = sorted(prefix for prefix, count in votes.items() if count == max(votes.values()))
         if len(best) > 1:
             raise CheckpointError(
@@ -166,11 +154,6 @@ def _names(source: Source, target: Target, prefix: str | None) -> tuple[dict[str
         prefix = best[0] if best else ""
     inner = {name: one.removeprefix(prefix) for name, one in clean.items() if one.startswith(prefix)}
     return {name: one for name, one in inner.items() if one in wanted}, prefix
-
-
-def _endings(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[cut:]) for cut in range(len(parts))]
 
 
 def _weights(source: Source, target: Target, names: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,6 @@ class Source:
     """Another tool's checkpoint."""
 
     path: Path
-    """Where it is."""
     weights: Mapping[str, torch.Tensor]
     """Parameters and persistent buffers by the source's own names."""
     moments: Moments = field(default_factory=dict)
@@ -68,11 +67,7 @@ def open_source(path: Path) -> Source:
 
 
 def read_lightning_file(path: Path) -> Mapping[str, Any]:
-    """Return a ``.ckpt`` of any Lightning strategy that saves one file; its tensors stay there until they are used.
-
-    Raises:
-        CheckpointError: It is something else, damaged, or holds more than tensors and plain data.
-    """
+    """Return a ``.ckpt`` of any Lightning strategy that saves one file; its tensors stay there until they are used."""
     content = read_torch(path)
     if not (isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping)):
         raise CheckpointError(

@@ -36,11 +36,7 @@ _CLASSES = {
 
 
 def read_torch(path: Path) -> Any:
-    """Return the content of a file of ``torch.save``; its tensors stay in the file until they are used.
-
-    Raises:
-        CheckpointError: It holds anything but tensors and plain data, or is damaged.
-    """
+    """Return the tensors and plain data of a file of ``torch.save``; tensors stay there until they are used."""
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -69,11 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, or of all files that an index names; mapped, not read.
-
-    Raises:
-        CheckpointError: A file is missing, damaged or outside the folder of its index.
-    """
+    """Return the tensors of a safetensors file, or of all files that an index beside them names; mapped, not read."""
     if path.suffix == ".json":
         files = read_json(path).get("weight_map", {})
         paths = [disk.inside(path.parent, file) for file in sorted(set(files.values()), key=str)]
@@ -85,11 +77,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_dcp(folder: Path, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return tensors of a ``torch.distributed.checkpoint`` folder by their path in the state that was saved.
-
-    Args:
-        folder: With ``.metadata``.
-        wanted: Whether the tensor of a path is to be read; pickled values never are.
+    """Return wanted tensors of a ``torch.distributed.checkpoint`` folder by their path in the state that was saved.
 
     Raises:
         CheckpointError: The description names anything but DCP's own classes, a path leads out of the folder, a file

@@ -45,30 +45,26 @@ def test_equal_neighbors_share_a_line_of_the_audit(capsys: pytest.CaptureFixture
     assert "peak host memory per rank while loading: 1.00 → 2.00 GiB" in err
 
 
-def test_a_stream_with_nothing_to_learn_stops_every_rank(tmp_path: Path):
-    """Rank 0 looks, and tells the others; or they would wait for it."""
+def trainer(folder: Path, data: CausalLMDataModule) -> Any:
+    return SimpleNamespace(datamodule=data, default_root_dir=str(folder))
+
+
+def test_a_stream_with_nothing_to_learn_is_refused_as_it_is(tmp_path: Path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "only asked"}]}) + "\n")
     data = CausalLMDataModule(train=str(rows), streaming=True, num_tokenizers=1)
     data.attach(miniature_tokenizer(), 0)
     data.prepare(["train"])
-    told: list[Any] = []
-    for tell in (lambda refused: told.append(refused) or refused, lambda refused: told[0]):
-        strategy = SimpleNamespace(broadcast=tell)
-        rank: Any = SimpleNamespace(
-            is_global_zero=not told, datamodule=data, strategy=strategy, default_root_dir=str(tmp_path)
-        )
-        with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
-            DataRecord().setup(rank, None, "fit")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
+        DataRecord().setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
 
 
-def test_data_are_shown_by_rank_0_of_anybodys_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_data_are_shown_once_by_anybodys_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = CausalLMDataModule(train="generated:12", num_tokenizers=1)
     data.attach(miniature_tokenizer(), 0)
     data.prepare(["train"])
-    for is_first in (False, True):
-        strategy = SimpleNamespace(broadcast=lambda refused: refused)
-        options = {"is_global_zero": is_first, "default_root_dir": str(tmp_path)}
-        rank: Any = SimpleNamespace(datamodule=data, strategy=strategy, **options)
-        DataRecord().setup(rank, None, "fit")  # type: ignore[arg-type]
-        assert ("rows read" in capsys.readouterr().err) == (tmp_path / "data.json").exists() == is_first
+    record = DataRecord()
+    for is_new in (True, False):
+        record.setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
+        assert ("rows read" in capsys.readouterr().err) == is_new
+    assert (tmp_path / "data.json").exists()

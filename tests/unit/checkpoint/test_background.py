@@ -56,7 +56,7 @@ def test_what_changes_after_the_call_is_not_saved(
     folder, given, file = step_folder(tmp_path, 1), parts(1.0), tmp_path / "recipe.yaml"
     file.write_text("first")
     saver.save(folder, layout="sharded", files={"recipe.yaml": file}, **given)
-    assert (saver.pending, saver.stands) == (folder, False)
+    assert saver.is_writing
     assert not folder.exists()
     for tensor in given["tensors"].values():
         tensor.fill_(9)
@@ -64,11 +64,11 @@ def test_what_changes_after_the_call_is_not_saved(
     given["rank_state"]["own"] = 9
     given["manifest"]["global_step"] = 9
     file.write_text("second")
+    behind: list[bool] = []
+    saver.then(lambda: behind.append(folder.is_dir()))
     gate.open.set()
-    saver._pending[1].result(100)  # type: ignore[index]
-    assert saver.stands
     saver.wait()
-    assert saver.pending is None
+    assert (saver.is_writing, behind) == (False, [True])
     into = parts(5.0)["tensors"]
     store.load_tensors(folder, into)
     assert all(torch.equal(into[name], tensor) for name, tensor in parts(1.0)["tensors"].items())
@@ -83,6 +83,7 @@ def test_an_error_nobody_asked_for_is_logged_at_the_end(
 ):
     Gate(monkeypatch, CheckpointError("gone")).open.set()
     saver.save(step_folder(tmp_path, 1), layout="sharded", **parts(1.0))
+    saver.then(lambda: pytest.fail("there is nothing to tidy"))
     saver.close()
     assert [record.message for record in caplog.records] == ["not saved: gone"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-save")]

@@ -16,10 +16,10 @@ from lit_fsdp.errors import CheckpointError
 
 def test_a_hashed_file_knows_its_size_and_hash(tmp_path):
     pieces = [b"", b"small", os.urandom(1 << 19), b"x" * 3, os.urandom((1 << 20) + 1), memoryview(b"")]
-    file = disk.HashedFile(tmp_path / "f")
-    for piece in pieces:
-        assert file.write(piece) == len(piece)
-    entry = file.close()
+    with disk.HashedFile(tmp_path / "f") as file:
+        for piece in pieces:
+            assert file.write(piece) == len(piece)
+    entry = file.entry
     content = b"".join(bytes(piece) for piece in pieces)
     assert (tmp_path / "f").read_bytes() == content
     assert entry == disk.FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
