@@ -204,7 +204,7 @@ class CausalLMModule(LightningModule):
         """What is logged of a step, from its sums over all ranks."""
         extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
         has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
-        tells_scores = self._loss_plan is None or self._loss_plan.tells_scores
+        tells_scores = self._loss_plan is None or self._loss_plan.backend != "liger"
         return step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores)
 
     @property

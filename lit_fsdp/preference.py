@@ -134,16 +134,12 @@ class PreferenceModule(CausalLMModule):
         checkpoint["reference"] = self._identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As :class:`CausalLMModule`; and find out which model the loss compares with."""
+        """Find out which model the loss compares with."""
         super().on_load_checkpoint(checkpoint)
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have the log-probabilities of every pair of a split at hand; collective.
-
-        Raises:
-            ConfigError: They are in no cache and cannot be computed any more, or rows have no numbers.
-        """
+        """Have the log-probabilities of every pair of a split at hand; collective."""
         if not self.config.preference.has_reference or self._has_base or split in self._references:
             return
         field, loss = "model.preference.loss", self.config.preference.loss

@@ -36,8 +36,7 @@ class Samples(Callback):
     ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
     taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
     letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place; either can be monitored.
-    Training is not changed: the answers are the most likely ones, and random generators are left as they were. Module,
-    data module and strategy are those of this package.
+    Training is not changed, random generators neither. Module, data module and strategy are those of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
@@ -51,11 +50,7 @@ class Samples(Callback):
         self._prompts: list[Prompt] = []
 
     def read(self, datamodule: Any) -> None:
-        """Read the prompts, once.
-
-        Raises:
-            DataError: A source or row is bad.
-        """
+        """Read the prompts, once."""
         if self.config.prompts is not None and not self._prompts:
             self._prompts = datamodule.prompts(self.config.prompts)
 

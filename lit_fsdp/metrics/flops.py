@@ -37,11 +37,13 @@ _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFlops:
-    """Operations of one block: per token for its weights, per pair of query and key for its attention."""
+    """Operations of one block: per token for its weights, per pair of query and key for its attention.
+
+    ``forward_…`` alone, and ``train_…`` with the backward pass.
+    """
 
     forward_per_token: float
     train_per_token: float
-    """Forward and backward."""
     forward_per_pair: float
     train_per_pair: float
     window: int | None
@@ -52,21 +54,16 @@ class BlockFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """What a model costs; made by :func:`flop_formula`."""
+    """What a model costs, forward and backward; made by :func:`flop_formula`."""
 
     blocks: Mapping[str, BlockFlops]
     """By module name, as in ``model.named_modules()``."""
     outside_per_token: float
-    """Forward and backward of weights that are in no block, without the head."""
+    """Of weights that are in no block, without the head."""
     head_per_supervised_token: float
-    """Forward and backward."""
 
     def train_flops(self, counts: Mapping[str, float]) -> float:
-        """Operations that loss and gradients of a step need, without recomputation.
-
-        Args:
-            counts: ``tokens``, ``supervised_tokens`` and ``squared_tokens`` of :func:`~.step_metrics.step_counts`.
-        """
+        """Operations that loss and gradients of a step need; ``counts`` as :func:`~.step_metrics.step_counts`."""
         tokens, each = counts["tokens"], self.blocks.values()
         blocks = sum(b.train_per_token * tokens + b.train_per_pair * num_pairs(counts, b.window) for b in each)
         head = self.head_per_supervised_token * counts["supervised_tokens"]
@@ -75,9 +72,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block up to the last product whose result is needed (exact for the dense architectures and
-        mixtures that the tests name; where experts are shared, one product too many); ``selective`` keeps all products
-        by default, so none is repeated. What a compiler keeps within a memory budget, only the compiler knows.
+        ``full`` repeats a block up to the last product whose result is needed (where experts are shared, one product
+        too many); ``selective`` keeps all products by default, so none is repeated. What a compiler keeps within a
+        memory budget, only the compiler knows.
 
         Args:
             counts: As for :meth:`train_flops`.

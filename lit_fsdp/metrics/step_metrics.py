@@ -36,13 +36,10 @@ def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def step_metrics(
     totals: torch.Tensor, with_objective: bool, with_z_loss: bool, with_scores: bool = True
 ) -> dict[str, torch.Tensor]:
-    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars on the totals' device.
+    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars.
 
-    Args:
-        totals: In the order of :data:`STEP_COUNTS`; more may follow.
-        with_objective: Log what backward ran on beside ``train_loss``, the plain cross-entropy.
-        with_z_loss: Log its z-loss.
-        with_scores: Log accuracy and entropy, which a fused backend does not tell.
+    ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow. ``with_objective``: what backward ran on,
+    beside the plain cross-entropy; ``with_scores``: accuracy and entropy, which a fused backend does not tell.
     """
     means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
     found = {"train_loss": means["loss_sum"]}

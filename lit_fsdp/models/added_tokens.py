@@ -38,9 +38,6 @@ def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
 
     Rows that the model has beyond the tokenizer's tokens (a padded vocabulary) are used first, so it may stay as
     large as it is. They start at the mean too: what a file holds there was never trained.
-
-    Raises:
-        ConfigError: There is no tokenizer, or it has tokens without a row that are not named.
     """
     if not config.add_tokens or source.tokenizer_source is None:
         return source
@@ -55,7 +52,6 @@ def with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
         f"{source.tokenizer_source} with {len(unnamed)} tokens beyond the {num_stored} embeddings of"
         f" {source.label}, which add_tokens does not name ({', '.join(unnamed[:5])})",
         "the tokenizer that belongs to the model, and in add_tokens every token without an embedding",
-        "name the tokenizer that belongs to the model",
     )
     num_rows = max(num_stored, 1 + max(numbers[token] for token in config.add_tokens))
     ids = {numbers[token] for token in fresh} | set(range(num_stored, num_rows))

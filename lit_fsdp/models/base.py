@@ -27,10 +27,9 @@ _DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a r
 
 
 def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[str, Any]:
-    """Where a base is and which one it is, as plain JSON, for the manifest of a checkpoint.
+    """Where a base is, which one it is and how it was quantized, as plain JSON, for the manifest of a checkpoint.
 
-    ``xxh3`` is one hash of all bytes of its safetensors files, whatever these are called and wherever they lie; a
-    random initialization has ``seed`` instead. How it was quantized belongs to it.
+    ``xxh3`` is one hash of all bytes of its safetensors files, wherever they lie; random initialization has ``seed``.
     """
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
@@ -57,7 +56,6 @@ def weights_hash(folder: Path) -> str:
     """
     files = sorted({stored.file.resolve() for stored in stored_tensors(folder).values()})
     times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
     kind: Any = xxhash.xxh3_128
 
     def digest(file: Path) -> str:
@@ -77,10 +75,7 @@ def weights_hash(folder: Path) -> str:
 class BaseWeights:
     """The tensors of a base by the names of plain transformers, as its adapters were trained on them, one at a time.
 
-    Args:
-        source: Of the base.
-        saved: What :func:`describe_base` said of it.
-        trust_remote_code: Run Python code that comes with it.
+    ``saved`` is what :func:`describe_base` said of it.
     """
 
     def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
@@ -128,7 +123,7 @@ def find_base(
         trust_remote_code: Run Python code that comes with it.
 
     Raises:
-        ConfigError: It is not there any more, or another one.
+        ConfigError: It is not there any more, or is another one.
     """
     options: dict[str, Any] = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
     seed = saved.get("seed", 0)

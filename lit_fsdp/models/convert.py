@@ -27,11 +27,11 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
     """The same model as a GGUF file or a folder holds, as a safetensors folder in fp32, which holds every value.
 
     For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
-    Needs memory for one whole model, in one process. Converted at the first call; later ones find it by names, sizes
-    and times of the files. Of a GGUF file the tokenizer and its chat template come along.
+    Needs memory for one whole model, in one process. Later calls find it by names, sizes and times of the files. Of a
+    GGUF file the tokenizer and its chat template come along.
 
     Raises:
-        ConfigError: The ``gguf`` package is missing, or the files are of a kind that transformers cannot read.
+        ConfigError: The ``gguf`` package is missing, or transformers cannot read the files.
         CheckpointError: ``from_pretrained`` does not find every tensor either.
     """
     files, name = [source], source

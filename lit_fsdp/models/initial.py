@@ -33,13 +33,9 @@ class InitialValues:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def value(self, module_name: str, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """The initial parameter or buffer ``attribute`` of a module, or its ``rows`` in dim 0, on the CPU.
+        """The initial parameter or buffer ``attribute`` of a module, or its ``rows`` in dim 0; see ``Weights.read``.
 
-        In the dtype that the model declares. The tensor owns its memory. The module last asked about is kept, so
-        that asking for all its attributes, or for one in several slices, runs the initializer once.
-
-        Raises:
-            CheckpointError: The model's code leaves the tensor uninitialized.
+        The module last asked about is kept, so that asking for all its attributes runs the initializer once.
         """
         last_name, values = self._last
         if last_name != module_name or attribute not in values:
@@ -48,10 +44,8 @@ class InitialValues:
             self._last = (module_name, values)
         value = values.pop(attribute) if rows is None else values[attribute][rows].clone()
         if value.is_floating_point() and value.isnan().any():
-            name = f"{module_name}.{attribute}"
-            raise CheckpointError(
-                f"{name}: the model's code (_init_weights) leaves it uninitialized, and no file holds it"
-            )
+            text = "the model's code (_init_weights) leaves it uninitialized, and no file holds it"
+            raise CheckpointError(f"{module_name}.{attribute}: {text}")
         return value
 
     @torch.no_grad()

@@ -20,12 +20,9 @@ class MuonWithAdamW(Optimizer):
         weight_decay: Of groups that do not say.
         adamw_lr: Of AdamW's groups.
         betas: AdamW's.
-        momentum: Muon's.
-        nesterov: Whether Muon looks ahead along its momentum.
-        ns_steps: Newton-Schulz iterations.
-        adjust_lr_fn: ``match_rms_adamw`` scales Muon's steps to the size of AdamW's.
+        momentum: This and what follows as :class:`torch.optim.Muon` takes it.
 
-    Source: https://kellerjordan.github.io/posts/muon/ and torch.optim.Muon.
+    Source: https://kellerjordan.github.io/posts/muon/
     """
 
     def __init__(

@@ -37,11 +37,11 @@ def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
     require(is_optimizer, f"{_FIELD}.class_path", path, "a subclass of torch.optim.Optimizer")
     known = inspect.signature(found).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for key in optim.optimizer_args or {} if not takes_any else ():
-        names = [one for one in known if one not in ("params", "lr", "weight_decay")]
+    names = [name for name in known if name not in ("params", "lr", "weight_decay")]
+    for key in optim.optimizer_args or {}:
         near = difflib.get_close_matches(key, names, n=1)
-        fix = f"write {near[0]}" if near else f"drop {key}"
-        require(key in known, f"{_FIELD}.init_args.{key}", f"no argument of {path}", f"one of {', '.join(names)}", fix)
+        fix, given = f"write {near[0]}" if near else f"drop {key}", f"no argument of {path}"
+        require(takes_any or key in known, f"{_FIELD}.init_args.{key}", given, f"one of {', '.join(names)}", fix)
     return found
 
 
@@ -53,16 +53,15 @@ def hidden_matrices(model: Any) -> set[str]:
 
 
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:
-    """What an optimizer keeps of a parameter between steps, without step counters, by its class alone.
+    """What an optimizer keeps of a parameter between steps, without step counters, by its class, which is not imported.
 
     Args:
-        optim: The ``model.optim`` section; the class is not imported.
+        optim: The ``model.optim`` section.
         model: Whose parameters are meant.
         itemsize: Bytes of an element of them at rest.
 
     Returns:
-        Bytes on a rank, of a parameter and the number of its elements there; and the class they are of: of one that is
-        not known here AdamW's are told.
+        Bytes on a rank, of a parameter and its elements there; and the class they are of, AdamW for one not known here.
     """
     path, args = optim.optimizer, optim.optimizer_args or {}
     plain = lambda tensors: lambda param, count: tensors * count * itemsize  # noqa: E731

@@ -29,12 +29,7 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
     """Replace the linear layers of ``model``, which is on meta, by 4-bit ones in place, before it gets adapters.
 
     The head stays as it is, and so do embeddings, norms and experts that are kept in one tensor, which are no linear
-    layers.
-
-    Args:
-        model: Biases keep their place and dtype.
-        keep: Names of modules, or their ends, that are trained whole and left alone.
-        double_quantization: Quantize the scales too, to 8 bits.
+    layers, and ``keep``: names of modules, or their ends, that are trained whole.
 
     Raises:
         ConfigError: bitsandbytes is missing, or there is nothing to quantize.
@@ -71,14 +66,9 @@ def is_quantized(module: nn.Module, attribute: str) -> bool:
 
 
 def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
-    """The packed weight of a layer; what unpacks it is given to the layer.
+    """The packed weight of a layer, of all of ``weight`` in the dtype of its file; the layer gets what unpacks it.
 
-    The same weight gives the same bits on the same kind of device.
-
-    Args:
-        weight: All of it, in the dtype of its file.
-        layer: Of :func:`apply_nf4`.
-        device: Where it is quantized, and where ``quant_state`` stays.
+    The same weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
     packed, layer.quant_state = _bitsandbytes().functional.quantize_4bit(
         weight.to(device),
@@ -105,11 +95,7 @@ def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndB
 
 
 def give_shapes(layer: Any) -> None:
-    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read.
-
-    Args:
-        layer: Of :func:`apply_nf4`; gets its input in the dtype in which it computes.
-    """
+    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
     shape = torch.Size((layer.out_features, layer.in_features))

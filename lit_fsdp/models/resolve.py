@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 _FIELD = "model.name"
 
 
-def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> ModelSource:
+def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True) -> ModelSource:
     """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
 
     Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and
     reads no weights.
 
     Args:
-        config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
+        config: Of a folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
         seed: Of random initialization; only named in the label here.
         with_weights: Else nothing large is fetched or converted, and the result has no weights.
 
@@ -65,28 +65,17 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
-    """The architecture that ``config`` names; no weights are looked for, let alone read.
-
-    Raises:
-        ConfigError: No config is at hand for it; the error says what is.
-    """
-    return resolve_model(config, 0, with_weights=False).hf_config
+    """The architecture that ``config`` names; no weights are looked for, let alone read."""
+    return resolve_model(config, with_weights=False).hf_config
 
 
 def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted.
-
-    Raises:
-        ConfigError: No tokenizer or no config is at hand, or they do not fit each other.
-    """
-    return load_tokenizer(resolve_model(config, 0, with_weights=False), config)
+    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted."""
+    return load_tokenizer(resolve_model(config, with_weights=False), config)
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:
-    """Bring everything a run needs of a model into the caches of this node, and look whether it fits together.
-
-    Any number of processes may do so at once; one works. Names and shapes of all tensors are compared, no weights are
-    loaded.
+    """Bring everything a run needs of a model into the caches of this node; names and shapes of tensors are compared.
 
     Returns:
         Folders of ``weights`` and ``tokenizer`` (None: made from nothing), and ``hub_name`` or None.
@@ -95,7 +84,7 @@ def prepare_model(config: ModelConfig) -> dict[str, str | None]:
         ConfigError: Nothing usable can be had; the error says how it could.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
-    source = resolve_model(config, seed=0)
+    source = resolve_model(config)
     open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
     load_tokenizer(source, config)
     tokenizer = source.tokenizer_source
@@ -121,10 +110,9 @@ def _find(
     if is_gguf and not with_weights:
         with reading(path):
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True), None
-    if not with_weights and not path.exists():
-        shipped = shipped_config(name, exact=not config.miniature)
-        if shipped is not None:
-            return _config_of(shipped, name), None
+    shipped = None if with_weights or path.exists() else shipped_config(name, exact=not config.miniature)
+    if shipped is not None:
+        return _config_of(shipped, name), None
     if path.is_dir():
         folder = path
     elif is_gguf:
@@ -174,8 +162,8 @@ def _miniature(full: PretrainedConfig, config: ModelConfig, label: str, seed: in
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
     add_special_tokens(loaded, config.add_tokens or ())
     small = shrink(full, loaded, config.trust_remote_code)
-    sizes = (label, small.model_type, *(getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size")))
-    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", *sizes)
+    sizes = (small.model_type, small.num_hidden_layers, small.hidden_size)
+    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", label, *sizes)
     if tokenizer is None:
         given = config.tokenizer or "the model's"
         _log.info("miniature: model.tokenizer: %s → %d byte-level tokens made here", given, len(loaded))
@@ -186,11 +174,9 @@ def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
     """Of an inline config, a config file, or one that ships."""
     values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
     model_type = values.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3, cutoff=0.5)
-        given = f"model_type {model_type!r} in {where}"
-        fix = f"write model_type: {' or '.join(close) or 'llama'}"
-        raise ConfigError(_FIELD, given, "a model type of transformers", fix)
+    close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1) or ["llama"]
+    given, fix = f"model_type {model_type!r} in {where}", f"write model_type: {close[0]}"
+    require(model_type in CONFIG_MAPPING, _FIELD, given, "a model type of transformers", fix)
     with reading(where, fix=f"correct that key of the {model_type} config"):
         return _text_part(AutoConfig.for_model(model_type, **values), where)
 
@@ -211,9 +197,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 def _text_part(hf_config: PretrainedConfig, where: str) -> PretrainedConfig:
     """The config of the language model inside of one that also sees, where it is known to work without the rest.
 
-    On the hub Gemma 3 4B and larger are ``gemma3``: a vision tower beside a language model, and transformers builds
-    both for a causal LM. Rows of text never reach the tower, whose weights would only cost memory. What is saved and
-    exported is the text model.
+    On the hub Gemma 3 4B and larger are ``gemma3``, and transformers builds their vision tower too for a causal LM.
+    Rows of text never reach it. What is saved and exported is the text model.
     """
     text = hf_config.get_text_config()
     if hf_config.model_type != "gemma3" or text.model_type != "gemma3_text":
@@ -227,6 +212,6 @@ def _label(name: str | Mapping[str, Any]) -> str:
     if isinstance(name, Mapping):
         return str(name.get("model_type", "model"))
     path = Path(name)
-    if path.name == "config.json" and path.parent.name:
-        return path.parent.name
+    if path.name == "config.json":
+        return path.absolute().parent.name
     return path.stem if path.suffix in (".gguf", ".json") else path.name

@@ -39,8 +39,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
     Raises:
-        ConfigError: There is no tokenizer, it cannot be read, has more tokens than the model has embeddings, or lacks
-            what it would be padded with.
+        ConfigError: It is not there, cannot be read or padded with, or has more tokens than the model has embeddings.
     """
     name, field = source.tokenizer_source, "model.tokenizer"
     label = name or "the miniature's tokenizer"
@@ -70,9 +69,6 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 
     Returns:
         Those that have a new number; pieces of text that were in the vocabulary keep theirs.
-
-    Raises:
-        ConfigError: The tokenizer does not read one of them as one token afterwards.
     """
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
@@ -87,8 +83,7 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
     """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
 
-    No token is made up for it, so the vocabulary stays as it is. Labels are masked by position, never by token, so
-    the end of text is supervised although it is padded with.
+    Labels are masked by position, never by token, so the end of text is supervised although it is padded with.
     """
     token = pad_token or tokenizer.pad_token or tokenizer.eos_token
     require(token, "model.tokenizer", label, "a tokenizer with an eos or pad token", "set model.pad_token")
@@ -106,8 +101,7 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, la
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The number put where a batch has no token; nothing is supervised there and nothing looks, so any will do."""
-    numbers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(number) for number in numbers if number is not None)
+    return next(number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -128,10 +122,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def miniature_tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE of under 512 tokens: every byte, some frequent pieces, ChatML marks and a chat template.
-
-    The same on every machine: the merges are written here, not trained.
-    """
+    """A byte-level BPE of under 512 tokens: every byte, some frequent pieces, ChatML marks and a chat template."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
@@ -167,11 +158,7 @@ def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
 
 
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, GGUF file or hub repository as it is there.
-
-    Raises:
-        ConfigError: It cannot be found or read.
-    """
+    """The tokenizer of a folder, GGUF file or hub repository as it is there."""
     path, field = find_tokenizer(name, trust_remote_code), "model.tokenizer"
     if path.is_file():
         with reading(path, field):

@@ -38,7 +38,6 @@ class ModelSource:
     """What a model name has been resolved to; nothing large has been read yet."""
 
     hf_config: PretrainedConfig
-    """The architecture."""
     weights_folder: Path | None
     """Folder of safetensors files whose names and shapes fit, or None for random initialization."""
     tokenizer_source: str | None
@@ -46,13 +45,12 @@ class ModelSource:
     label: str
     """Short name for logs and reports."""
     hub_name: str | None = None
-    """Name of the repository on the hub, where it is one: what model cards name as their base model."""
+    """What model cards name as their base model."""
     base: str | None = None
-    """What ``from_pretrained`` loads the model from: the name on the hub, or a folder (of a GGUF file, its converted
-    one); None with random init. Adapters name it, so that peft finds their base."""
+    """What ``from_pretrained`` loads it from: a hub name or folder, which adapters name so that peft finds their
+    base; None with random init."""
     overlay: Path | None = None
-    """Folder of the tensors to be taken instead of those in ``weights_folder``: embedding and head with rows for
-    ``model.add_tokens``."""
+    """Folder of the tensors to be taken instead of those in ``weights_folder``: grown by ``model.add_tokens``."""
 
 
 class Stored(NamedTuple):
@@ -63,14 +61,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """The tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file.
-
-        Open, copy, close: the mapping of the file (which counts as this process's memory) goes at once.
-
-        Raises:
-            CheckpointError: The file has been cut short.
-        """
-        try:
+        """The tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
+        try:  # open, copy, close: the mapping of the file, which counts as this process's memory, goes at once
             with safe_open(self.file, framework="pt") as handle:
                 if rows is None:
                     return handle.get_tensor(self.name).clone()
@@ -87,7 +79,7 @@ class StoredExperts(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Experts first."""
+        """Of the whole: experts first."""
         first = self.parts[0]
         return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
 
@@ -97,7 +89,7 @@ class StoredExperts(NamedTuple):
         return self.parts[0][0].file
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`Stored.read`; only the parts of the experts in ``rows`` are read."""
+        """As :meth:`Stored.read`; of other experts than those in ``rows`` nothing is read."""
         chosen = self.parts[rows or slice(None)]
         whole = self.parts[0][0].read(slice(0, 0)).new_empty(len(chosen), *self.shape[1:])
         for expert, parts in zip(whole, chosen, strict=True):
@@ -107,16 +99,17 @@ class StoredExperts(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A model held against a folder."""
+    """A model held against a folder.
+
+    ``found`` has the names of parameters and persistent buffers of the model, tied ones all with the one stored;
+    ``missing`` are names of the model, ``unexpected`` names in the folder but for those that models are known to drop,
+    and ``misshapen`` lines of text.
+    """
 
     found: dict[str, Stored | StoredExperts]
-    """By the name of the parameter or persistent buffer in the model; tied names all point at the one stored."""
     missing: list[str]
-    """Names in the model with nothing in the folder."""
     unexpected: list[str]
-    """Names in the folder without a place in the model, but for those that models are known to drop."""
     misshapen: list[str]
-    """One line for each tensor whose shape differs."""
 
 
 class Weights:
@@ -128,20 +121,19 @@ class Weights:
         self._initial, self._stored, self._first_owner = initial, stored, first_owner
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """The parameter or buffer ``attribute`` owned directly by ``module``, or only its ``rows`` in dim 0.
+        """The parameter or buffer ``attribute`` of ``module``, or only its ``rows`` (maybe none) in dim 0.
 
         Args:
-            module_name: Name of ``module`` inside the transformers model.
+            module_name: Inside the transformers model.
             module: Not looked at.
             attribute: ``weight``, ``bias``, ``inv_freq``, ...
-            rows: Rows of the unsharded tensor; may be empty. Only these are read from a file.
+            rows: Of the unsharded tensor; only these are read from a file.
 
         Returns:
             A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's.
 
         Raises:
-            CheckpointError: The file has been cut short since it was checked, or the model's code does not
-                initialize a value that no file holds.
+            CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.
         """
         name = f"{module_name}.{attribute}" if module_name else attribute
         if name in self._stored:
@@ -151,12 +143,7 @@ class Weights:
 
 
 def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weights:
-    """The weights of ``source`` for ``model``, held against each other once: names and shapes.
-
-    Args:
-        source: A folder, or random initialization.
-        model: On meta and not yet wrapped; tied parameters are one object under several names.
-        seed: Of random initialization.
+    """The weights of ``source`` for ``model`` (on meta, not yet wrapped), held against each other by names and shapes.
 
     Raises:
         CheckpointError: Tensors are missing in the folder or have other shapes, or a file is damaged.
@@ -186,11 +173,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors model folder by its name there; only headers are read.
-
-    Raises:
-        CheckpointError: A file of the index is missing, or a file is damaged or cut short.
-    """
+    """Every tensor of a safetensors model folder, as :func:`headers_of` its files."""
     if (folder / _SINGLE).is_file():
         return headers_of([folder / _SINGLE])
     index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -198,7 +181,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
-    """Every tensor of safetensors files by its name.
+    """Every tensor of safetensors files by its name; only headers are read.
 
     Raises:
         CheckpointError: A file is missing, damaged or cut short.

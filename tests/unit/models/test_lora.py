@@ -60,7 +60,7 @@ def test_freezing_by_pattern(tiny):
 
 def test_names_that_cannot_be_meant_are_refused(tiny):
     for lora, field, text in (
-        ({"target_modules": ["q_projj"]}, "target_modules", "write q_proj"),
+        ({"target_modules": ["q_projj"]}, "target_modules", "'q_projj'"),
         ({"target_modules": ["q_proj", "query"]}, "target_modules", "layers of this model: down_proj,"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save", "share no weight"),
         ({"target_modules": ["norm"]}, "target_modules", "not supported"),
@@ -69,7 +69,7 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
             apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
         assert error.value.field == f"model.lora.{field}"
     for freeze, only, text in (
-        (["model.embed_token.*"], None, "write model.embed_tokens.weight"),
+        (["model.embed_token.*"], None, "such as model.embed_tokens.weight"),
         (None, ["head"], "fits no parameter"),
         (["*"], None, "something to train"),
     ):
