@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import nn
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
-_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWED)
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWS)
 _NO_PRODUCT = ("original_module", "lora_embedding_A", "token_adapter")
 _NORM_AFTER_MLP = re.compile(r"post_(feedforward|mlp|ffn)\w*norm")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
@@ -115,8 +115,7 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     """
     config = _text_config(model)
     names = _block_names(model, config.num_hidden_layers)
-    find_head: Any = getattr(model, "get_output_embeddings", None)
-    head = find_head() if find_head is not None else None
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise ValueError("it has no head over a vocabulary")
     in_head = set(head.modules())
@@ -132,11 +131,8 @@ def flop_formula(model: nn.Module) -> ModelFlops:
             flows = flows or any(p.requires_grad for p in module.parameters(recurse=False))
             outside += _train(_own_products(name, module, config), flows)
     in_the_head = [p for name, module in head.named_modules() for p in _own_products(name, module, config)]
-    return ModelFlops(
-        blocks=blocks,
-        outside_per_token=outside,
-        head_per_supervised_token=_train(in_the_head, flows or any(trained for _, trained in in_the_head)),
-    )
+    per_head = _train(in_the_head, flows or any(trained for _, trained in in_the_head))
+    return ModelFlops(blocks=blocks, outside_per_token=outside, head_per_supervised_token=per_head)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -190,30 +186,21 @@ def _train(products: list[tuple[float, bool]], flows: bool) -> float:
 
 def _block(block: nn.Module, flows: bool, config: Any, index: int) -> BlockFlops:
     products = [p for name, module in block.named_modules() for p in _own_products(name, module, config)]
-    qk_dim, v_dim = _head_dims(config)
-    per_pair = 2.0 * config.num_attention_heads * (qk_dim + v_dim)
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    per_pair = 2.0 * config.num_attention_heads * dims
+    kinds = getattr(config, "layer_types", None)
+    field = _WINDOWS.get(kinds[index] if kinds else "sliding_attention")
     return BlockFlops(
         forward_per_token=_train([(elements, False) for elements, _ in products], False),
         train_per_token=_train(products, flows),
         forward_per_pair=per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
-        window=_window(config, index),
+        window=getattr(config, field, None) if field else None,
         last_product=0.0 if _uses_last_product(block) or not products else 2 * products[-1][0],
     )
-
-
-def _head_dims(config: Any) -> tuple[int, int]:
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim, dim
-
-
-def _window(config: Any, index: int) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[index] if kinds else "sliding_attention"
-    field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
-    return getattr(config, field, None) if kind in _WINDOWED else None
 
 
 def _uses_last_product(block: nn.Module) -> bool:

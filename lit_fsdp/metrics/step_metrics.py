@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torchmetrics import Metric
@@ -52,23 +52,26 @@ def step_metrics(
     return found
 
 
-class EvalMetrics(Metric):
-    """Token-weighted loss, perplexity, accuracy and entropy; every rank may have seen another number of tokens."""
+class SumMetric(Metric):
+    """Sums over the batches of all ranks, each of which may have seen another number of tokens, and their means."""
 
     sums: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, num_sums: int, means: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
         super().__init__()
-        self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
+        self._means = means
+        self.add_state("sums", torch.zeros(num_sums, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(
-        self, num_tokens: torch.Tensor, nll_sum: torch.Tensor, num_correct: torch.Tensor, entropy_sum: torch.Tensor
-    ) -> None:
-        """Add the sums of one batch; one without supervised tokens changes nothing."""
-        batch = [value.detach().double() for value in (num_tokens, nll_sum, num_correct, entropy_sum)]
-        self.sums = self.sums + torch.stack(batch)
+    def update(self, sums: torch.Tensor) -> None:
+        """Add the sums of one batch, fp64."""
+        self.sums = self.sums + sums
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Fp32 scalars over all ranks."""
-        loss, accuracy, entropy = (self.sums[1:] / self.sums[0]).float()
-        return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}
+        return self._means(self.sums)
+
+
+def eval_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss, perplexity, accuracy and entropy of supervised tokens: of their number, and the sums over them."""
+    loss, accuracy, entropy = (sums[1:] / sums[0]).float()
+    return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}

@@ -73,13 +73,10 @@ def check_attention(attn_implementation: str | None, device_type: str) -> None:
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
     package = _FLASH_PACKAGES.get(attn_implementation or "")
-    require(
-        package is None or importlib.util.find_spec(package),
-        "model.attn_implementation",
-        f"{attn_implementation}, but the package {package} is not installed",
-        "sdpa | eager | flex_attention without it",
-        "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out",
-    )
+    is_there = package is None or importlib.util.find_spec(package)
+    given = f"{attn_implementation}, but the package {package} is not installed"
+    fix = "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out"
+    require(is_there, "model.attn_implementation", given, "sdpa | eager | flex_attention without it", fix)
 
 
 def build_trainable(
@@ -88,21 +85,18 @@ def build_trainable(
     """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
     With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
-    learned and the others move with them (as with peft's ``modules_to_save``, but in place: no second copy in memory,
-    and tied weights stay tied). ``freeze`` takes them out again.
+    learned (as with peft's ``modules_to_save``, but in place: no second copy in memory, and tied weights stay tied).
+    ``freeze`` takes them out again.
 
     Returns:
         The model, and the content of ``adapter_config.json``, which names ``base``, or None.
-
-    Raises:
-        ConfigError: The architecture cannot be built, or a layer or pattern named does not exist.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
     adapter_config = None if config.lora is None else apply_lora(model, config.lora, base)
     if adapter_config is not None:
         _train_beside_adapters(model, vocabulary)
-    freeze_parameters(model, config.freeze, config.train_only)
+    freeze_parameters(model, config.freeze or [])
     frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
     if config.add_tokens and frozen:
         _log.warning("model.add_tokens: not trained, so new tokens keep the values they start from: %s", frozen)
@@ -139,43 +133,26 @@ def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.M
     inside = {module: name for name, module in model.named_modules()}
     for name, module in vocabulary.items():
         where = inside[module]
-        require(
-            not where.endswith(".base_layer"),  # an adapter's two factors give no single row a value of its own
+        field, given = (
             "model.lora.target_modules",
             f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole",
-            "layers other than embedding and head",
-            "leave it out of target_modules; all-linear leaves embedding and head alone",
         )
+        # an adapter's two factors give no single row a value of its own
+        require(not where.endswith(".base_layer"), field, given, "layers other than embedding and head", "leave it out")
         if where == name:
             module.requires_grad_(True)
 
 
-def freeze_parameters(model: nn.Module, freeze: list[str] | None, train_only: list[str] | None = None) -> None:
-    """Freeze parameters by patterns of their names (``*`` stands for anything, dots too; of tied ones any), in place.
-
-    Raises:
-        ConfigError: A pattern that fits no parameter, or nothing is left to train.
-    """
+def freeze_parameters(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze parameters by patterns of their names (``*`` stands for anything; of tied ones any name), in place."""
     params = dict(model.named_parameters(remove_duplicate=False))
     names_of = {name: group for group in tied_groups(model) for name in group if name in params}
-    if train_only:
-        chosen = _matching(names_of, train_only, "model.train_only")
-        for name, param in params.items():
-            param.requires_grad_(name in chosen)
-    for name in _matching(names_of, freeze or [], "model.freeze"):
-        params[name].requires_grad_(False)
-    is_trained = any(param.requires_grad for param in params.values())
-    field = "model.freeze" if freeze else "model.train_only"
-    require(is_trained, field, freeze or train_only, "patterns that leave something to train", "drop a pattern")
-
-
-def _matching(names_of: dict[str, list[str]], patterns: list[str], path: str) -> set[str]:
-    """Names that fit a pattern, with the other names of the same tensor."""
-    found: set[str] = set()
     for pattern in patterns:
-        fitting = {other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]}
+        fitting = [other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]]
         close = [] if fitting else difflib.get_close_matches(pattern, names_of, cutoff=0.3) or list(names_of)[:3]
         allowed = f"names of parameters, such as {', '.join(close)}; * stands for anything"
-        require(fitting, path, f"{pattern!r}, which fits no parameter", allowed)
-        found |= fitting
-    return found
+        require(fitting, "model.freeze", f"{pattern!r}, which fits no parameter", allowed)
+        for name in fitting:
+            params[name].requires_grad_(False)
+    is_trained = any(param.requires_grad for param in params.values())
+    require(is_trained, "model.freeze", patterns, "patterns that leave something to train", "drop a pattern")

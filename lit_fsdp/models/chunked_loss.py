@@ -28,15 +28,14 @@ class LossTerms:
     """What is made of the logits that a head gives, and of the loss.
 
     The loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean over v of -log p(v)
-    + z_loss * logsumexp(logits) ** 2``, of the logits ``cap * tanh(scale * head(hidden) / cap)``.
+    + z_loss * logsumexp(logits) ** 2``, of the logits ``cap * tanh(scale * head(hidden) / cap)``: Granite and Cohere
+    have a ``scale``, Gemma 2 a ``cap``.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     scale: float = 1.0
-    """Factor on the logits (Granite, Cohere)."""
     cap: float | None = None
-    """Bound of the logits (Gemma 2), in nats."""
 
 
 Objective = Callable[[torch.Tensor], torch.Tensor]
@@ -94,10 +93,7 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
 def plain_loss(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms, objective: Objective | None = None
 ) -> tuple[torch.Tensor, TokenScores]:
-    """The summed loss of logits that are all there, scaled and capped; a scalar with a graph, and scores without.
-
-    With an objective its value in place of the sum.
-    """
+    """The summed loss, or the objective's value, of logits that are all there, scaled and capped; a scalar; scores."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if objective is not None:
         loss = objective(F.cross_entropy(z_NV, targets_N, reduction="none"))
@@ -183,7 +179,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if objective is not None and trained:
             loss, weights_N = _weighed(objective, _scores(head, hidden_ND, targets_N, terms, num_rows).nll)
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        found, dhidden = [], []
+        found: list[TokenScores] = []
+        dhidden: list[torch.Tensor] = []
         chunks = zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
         for index, (hidden_CD, targets_C) in enumerate(chunks):
             weights_C = None if weights_N is None else weights_N.split(num_rows)[index]

@@ -40,10 +40,10 @@ def fitting_generation(generation: GenerationConfig, tokenizer: PreTrainedTokeni
 
     A base model's own end of text is not what it has learned to answer with.
     """
-    fitting = copy.deepcopy(generation)
+    fitting, turn = copy.deepcopy(generation), end_of_turn_id(tokenizer)
     if fitting.pad_token_id is None:
         fitting.pad_token_id = tokenizer.pad_token_id
-    given, turn = fitting.eos_token_id, end_of_turn_id(tokenizer)
+    given = fitting.eos_token_id
     stops = given if isinstance(given, list) else [] if given is None else [given]
     if turn is not None and turn not in stops:
         fitting.eos_token_id = [*stops, turn] if stops else turn
@@ -62,14 +62,13 @@ def model_entry(
     Args:
         source: Named in model cards by its name on the hub, never by a path.
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
-        adapter_config: The content of ``adapter_config.json``, or None.
+        adapter_config: The content of ``adapter_config.json``.
         kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
-        base: With adapters: where the frozen weights are, which the checkpoint does not hold.
+        base: Of adapters: where the frozen weights are, which the checkpoint does not hold.
     """
-    prefix = "model."
     return {
-        "prefix": prefix,
-        "tied": {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in ties.items()},
+        "prefix": "model.",
+        "tied": {a.removeprefix("model."): b.removeprefix("model.") for a, b in ties.items()},
         "base": base,
         "hub_name": source.hub_name,
         "adapter": adapter_config,

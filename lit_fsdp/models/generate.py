@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
-from lit_fsdp.models.export_files import fitting_generation
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.quantize import as_loaded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
@@ -23,8 +22,7 @@ def chat(
 ) -> str:
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
-    In bf16 on CUDA and on CPUs that multiply in it, else in fp32. A base that was quantized for training is quantized
-    again.
+    In bf16 on CUDA and on CPUs that multiply in it, else in fp32. A base that was quantized for training is so again.
 
     Args:
         folder: Of a model, or of an adapter of peft.
@@ -56,7 +54,6 @@ def chat(
     if is_adapter:
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings the rows of added tokens
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        model.generation_config = fitting_generation(model.generation_config, tokenizer)
         model = load_adapter_folder(model, place)
     conversation = [{"role": "system", "content": system}] if system else []
     conversation.append({"role": "user", "content": prompt})

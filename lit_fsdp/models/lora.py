@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.models.initial import seeded
 from lit_fsdp.models.quantize import apply_nf4, is_quantized, pack
-from lit_fsdp.models.weights import Weights, tied_groups
+from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
@@ -35,11 +34,8 @@ class LoraWeights:
     ``A`` is random as a linear layer's weight is, ``B`` is zero, so that the first loss is the base model's. (In an
     embedding ``A`` is zero and ``B`` random, as in peft.) DoRA's lengths are those of the base weights.
 
-    Args:
-        base: The weights of the model before :func:`apply_lora`.
-        model: After it, on meta and not wrapped yet.
-        seed: Of random values.
-        device: Where a base is quantized, one module at a time; default: the CPU.
+    ``base`` are the weights before :func:`apply_lora`, ``model`` is what it made, on meta and not wrapped yet; a base
+    is quantized on ``device``, one module at a time.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:
@@ -102,7 +98,6 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         modules_to_save=config.modules_to_save,
-        bias=config.bias,
     )
     try:
         _inject(model, settings)

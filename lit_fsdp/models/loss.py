@@ -34,11 +34,10 @@ _BACKEND = "model.loss.backend"
 
 
 class TokenLoss(NamedTuple):
-    """Sums over the supervised tokens of a batch, to be added up over batches and ranks before dividing; scalars.
+    """Sums over the supervised tokens of a batch, in nats, to be added up over batches and ranks before dividing.
 
-    Backward runs on ``loss_sum`` (fp32 with a graph), which is ``nll_sum`` and what label smoothing, z-loss
-    (``z_loss_sum``) and a mixture's router loss make of it. Likelihoods and entropies are in nats; ``num_correct`` and
-    ``entropy_sum`` are NaN if the backend does not tell.
+    Backward runs on ``loss_sum``, the only one with a graph: ``nll_sum`` and what label smoothing, z-loss and a
+    mixture's router loss make of it. ``num_correct`` and ``entropy_sum`` are NaN if the backend does not tell.
     """
 
     loss_sum: torch.Tensor
@@ -51,19 +50,15 @@ class TokenLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss of one model is computed; made by :func:`plan_loss`."""
+    """How the loss of one model is computed, which may be another way than the recipe's; see :func:`plan_loss`."""
 
     backend: str
-    """``chunked``, ``plain`` or ``liger``: the recipe's, or ``plain`` where nothing else is safe."""
     terms: LossTerms
     chunk_tokens: int | None = None
-    """The recipe's."""
 
 
 def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
-    """How the loss of ``model`` is computed, from its configuration; what cannot work is refused.
-
-    An architecture whose logits are not understood gets the plain way, and the log says why.
+    """How the loss of ``model`` is computed; one whose logits are not understood gets the plain way, and a warning.
 
     Raises:
         ConfigError: Liger is not installed or does not fit this model.
@@ -157,10 +152,7 @@ def summed(scores: TokenScores) -> tuple[torch.Tensor, ...]:
 def sample_losses(
     model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each row.
-
-    For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
-    """
+    """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each unpacked row."""
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
     _, scores, _ = token_losses(model, batch, targets_BT, plan)
     return by_position(scores.nll, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
@@ -236,36 +228,28 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     owner: Any = owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
-    for holder in (owner, owner.config):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            factor = getattr(holder, name, None)
-            if isinstance(factor, (int, float)):
-                return aux * factor
-    raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = [getattr(holder, name, None) for holder in (owner, owner.config) for name in names]
+    factor = next((factor for factor in found if isinstance(factor, (int, float))), None)
+    if factor is None:
+        raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+    return aux * factor
 
 
 def _liger_loss(
     head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms
 ) -> tuple[torch.Tensor, TokenScores]:
-    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine.
-
-    A factor on the logits goes to the hidden states and the bias: the product is the same.
-    """
+    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
 
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    result: Any = liger_fused_linear_cross_entropy(
-        hidden_ND.to(dtype) * terms.scale,
-        head.weight.to(dtype),
-        targets_N,
-        bias=None if head.bias is None else head.bias.to(dtype) * terms.scale,
-        lse_square_scale=terms.z_loss,
-        reduction="sum",
-        softcap=terms.cap,
-        return_z_loss=True,
-        accum_dtype=torch.float32,
-    )
+    # a factor on the logits may as well stand on the hidden states and the bias
+    bias = None if head.bias is None else head.bias.to(dtype) * terms.scale
+    options: dict[str, Any] = {"lse_square_scale": terms.z_loss, "softcap": terms.cap, "return_z_loss": True}
+    options |= {"bias": bias, "reduction": "sum", "accum_dtype": torch.float32}
+    hidden_ND = hidden_ND.to(dtype) * terms.scale
+    result: Any = liger_fused_linear_cross_entropy(hidden_ND, head.weight.to(dtype), targets_N, **options)
     loss = result.loss.detach().float().reshape(1)
     z_loss = result.z_loss.detach().float().reshape(1) if terms.z_loss else loss * 0
     unknown = loss * torch.nan

@@ -1,8 +1,7 @@
 """Packed batches: what each attention backend wants of them, and whether their samples see each other.
 
 Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
-begin. FlashAttention gets all packs as one row and the borders between the sequences. The proof puts other tokens in
-some samples and looks at what changes in the rest.
+begin. FlashAttention gets all packs as one row and the borders between the sequences.
 
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
@@ -19,8 +18,7 @@ from torch import nn
 
 from lit_fsdp.models.loss import owner_of_head
 
-INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
-"""What a model, or its loss, may get of a batch."""
+INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")  # what a model, or its loss, may get of a batch
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
@@ -113,11 +111,9 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
 
 
 def other_ids(ids_NL: torch.Tensor) -> torch.Tensor:
-    """Another id for every token, of those that are there anyway; (N, L).
-
-    Not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same.
-    """
+    """Another id for every token, of those that are there anyway; (N, L)."""
     known = ids_NL.unique()
     if len(known) == 1:
         return torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
+    # not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same
     return known[(torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)]

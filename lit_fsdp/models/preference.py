@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 from lit_fsdp.config.model import PreferenceConfig
 from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, summed, token_losses
@@ -108,25 +107,6 @@ def pair_losses(
         return -beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
     margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
     return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
-
-
-class PairMetrics(Metric):
-    """The loss and what is logged of pairs, as means over all pairs of all ranks."""
-
-    sums: torch.Tensor
-
-    def __init__(self, config: PreferenceConfig) -> None:
-        super().__init__()
-        self._config = config
-        self.add_state("sums", torch.zeros(len(PAIR_COUNTS), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, sums: torch.Tensor) -> None:
-        """Add the sums of one batch."""
-        self.sums = self.sums + sums
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        """Fp32 scalars over all ranks."""
-        return pair_metrics(self.sums, self._config)
 
 
 def adapters_are_all(model: nn.Module) -> bool:

@@ -47,20 +47,14 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     tokenizer = read_tokenizer(name, config.trust_remote_code) if name else miniature_tokenizer()
     fresh = add_special_tokens(tokenizer, config.add_tokens or ())
     if config.add_tokens:
-        known = [token for token in config.add_tokens if token not in fresh]
-        _log.info(
-            "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s",
-            *(label, " ".join(fresh) or "none", " ".join(known) or "none"),
-        )
+        known = " ".join(token for token in config.add_tokens if token not in fresh) or "none"
+        text = "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s"
+        _log.info(text, label, " ".join(fresh) or "none", known)
     _set_pad_token(tokenizer, config.pad_token, label)
-    embeddings = source.hf_config.get_text_config().vocab_size
-    require(
-        len(tokenizer) <= embeddings,
-        field,
-        f"{label} with {len(tokenizer)} tokens",
-        f"at most the {embeddings} embeddings of {source.label}",
-        "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding",
-    )
+    size, embeddings = len(tokenizer), source.hf_config.get_text_config().vocab_size
+    allowed = f"at most the {embeddings} embeddings of {source.label}"
+    fix = "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding"
+    require(size <= embeddings, field, f"{label} with {size} tokens", allowed, fix)
     return tokenizer
 
 
@@ -87,13 +81,8 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, la
     """
     token = pad_token or tokenizer.pad_token or tokenizer.eos_token
     require(token, "model.tokenizer", label, "a tokenizer with an eos or pad token", "set model.pad_token")
-    require(
-        token in tokenizer.get_vocab(),
-        "model.pad_token",
-        f"{token!r}, which {label} does not have",
-        "one of its tokens, or one that is added",
-        f"write add_tokens: ['{token}'] beside it, or drop pad_token",
-    )
+    given, fix = f"{token!r}, which {label} does not have", f"write add_tokens: ['{token}'] beside it"
+    require(token in tokenizer.get_vocab(), "model.pad_token", given, "one of its tokens, or one that is added", fix)
     if tokenizer.pad_token != token:
         _log.info("%s has %s pad token: padding with %s", label, tokenizer.pad_token or "no", token)
         tokenizer.pad_token = token
@@ -105,10 +94,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that its chat template writes after what the assistant says; None if it writes none.
-
-    Found by rendering a placeholder; templates that refuse such a conversation have none here.
-    """
+    """The special token that its chat template writes after what the assistant says; None if it writes none."""
     word = "qzx0xzq"
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
     try:
@@ -174,10 +160,9 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file with its special tokens, chat template and the context length as its limit.
+    """The tokenizer of a GGUF file with what transformers drops: the context length, and that SmolLM splits digits.
 
-    transformers drops the context length, and of SmolLM that digits stand alone (``tokenizer.ggml.pre``). Not through
-    AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
+    Not through AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
     """
     from gguf import GGUFReader
 

@@ -78,7 +78,7 @@ def test_a_cached_copy_without_its_weights(hub_cache):
         run(["model", "prepare", "--name", "some/model"])
     (hub_cache / "model-1.safetensors").unlink()
     (hub_cache / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"no weights(.|\n)*lit-fsdp model prepare --name"):
+    with pytest.raises(ConfigError, match=r"without weights(.|\n)*lit-fsdp model prepare --name"):
         run(["model", "prepare", "--name", "some/model"])
 
 
