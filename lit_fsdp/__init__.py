@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lit_fsdp.cli import RecipeCLI
     from lit_fsdp.datamodule import CausalLMDataModule
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
-    from lit_fsdp.models.muon import MuonWithAdamW
+    from lit_fsdp.models.optimizers import MuonWithAdamW
     from lit_fsdp.module import CausalLMModule
     from lit_fsdp.preference import PreferenceModule
     from lit_fsdp.strategy import fsdp_strategy
@@ -34,7 +34,7 @@ _HOMES = {
     "DataError": "errors",
     "DataRecord": "callbacks.records",
     "IsolationProof": "callbacks.isolation",
-    "MuonWithAdamW": "models.muon",
+    "MuonWithAdamW": "models.optimizers",
     "PreferenceModule": "preference",
     "RecipeCLI": "cli",
     "Samples": "callbacks.samples",

@@ -27,16 +27,15 @@ from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.metrics.step_metrics import STEP_COUNTS, EvalMetrics, batch_counts, step_metrics
+from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
-from lit_fsdp.models.muon import MuonWithAdamW
 from lit_fsdp.models.neftune import EmbeddingNoise
-from lit_fsdp.models.optimizers import hidden_matrices, optimizer_class
+from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
@@ -89,8 +88,7 @@ class CausalLMModule(LightningModule):
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
         self._noise: EmbeddingNoise | None = None
-        self._val_metrics: Metric = EvalMetrics()
-        self._test_metrics: Metric = EvalMetrics()
+        self._val_metrics, self._test_metrics = SumMetric(4, eval_means), SumMetric(4, eval_means)
 
     @property
     def source(self) -> ModelSource:
@@ -198,7 +196,7 @@ class CausalLMModule(LightningModule):
         """What is logged of a step, from its sums over all ranks."""
         extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
         has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
-        tells_scores = self._loss_plan is None or self._loss_plan.tells_scores
+        tells_scores = self._loss_plan is None or self._loss_plan.backend != "liger"
         return step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores)
 
     @property
@@ -288,7 +286,8 @@ class CausalLMModule(LightningModule):
 
     def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
         loss, _ = self._forward(batch)
-        metrics.update(loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+        sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+        metrics.update(torch.stack([value.double() for value in sums]))
 
     def _log_means(self, metrics: Metric, stage: str) -> None:
         means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}

@@ -24,11 +24,11 @@ from lit_fsdp.config.parser import build
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
-from lit_fsdp.metrics.step_metrics import STEP_COUNTS
+from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
 from lit_fsdp.models.loss import TokenLoss, sample_losses
 from lit_fsdp.models.packing import model_inputs
 from lit_fsdp.models.preference import (
-    PairMetrics,
+    PAIR_COUNTS,
     adapters_are_all,
     adapters_off,
     evaluating,
@@ -51,9 +51,6 @@ class PreferenceModule(CausalLMModule):
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.model.PreferenceModelConfig`.
-
-    Raises:
-        ConfigError: An unknown option or a wrong value.
     """
 
     config: PreferenceModelConfig
@@ -64,8 +61,8 @@ class PreferenceModule(CausalLMModule):
         kwargs = vars(build(PreferenceModelConfig, kwargs, "model"))
         super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})
         self.config = PreferenceModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
-        self._val_metrics = PairMetrics(self.config.preference)
-        self._test_metrics = PairMetrics(self.config.preference)
+        means = functools.partial(pair_metrics, config=self.config.preference)
+        self._val_metrics, self._test_metrics = (SumMetric(len(PAIR_COUNTS), means) for _ in range(2))
         self._references: dict[str, torch.Tensor] = {}
         self._identity: str | None = None
 
@@ -134,16 +131,12 @@ class PreferenceModule(CausalLMModule):
         checkpoint["reference"] = self._identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As :class:`CausalLMModule`; and find out which model the loss compares with."""
+        """Find out which model the loss compares with."""
         super().on_load_checkpoint(checkpoint)
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have the log-probabilities of every pair of a split at hand; collective.
-
-        Raises:
-            ConfigError: They are in no cache and cannot be computed any more, or rows have no numbers.
-        """
+        """Have the log-probabilities of every pair of a split at hand; collective."""
         if not self.config.preference.has_reference or self._has_base or split in self._references:
             return
         field, loss = "model.preference.loss", self.config.preference.loss

@@ -25,8 +25,7 @@ from lit_fsdp.report.samples import visible
 from lit_fsdp.report.tables import wide_console
 
 _COLUMNS = ["step", "prompt", "wanted", "got"]
-_AT_ONCE = 8
-"""Prompts of one batch on each rank."""
+_AT_ONCE = 8  # prompts of one batch on each rank
 _SHOWN_CHARACTERS = 300
 
 
@@ -36,14 +35,10 @@ class Samples(Callback):
     ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
     taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
     letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place; either can be monitored.
-    Training is not changed: the answers are the most likely ones, and random generators are left as they were. Module,
-    data module and strategy are those of this package.
+    Training is not changed, random generators neither. Module, data module and strategy are those of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
-
-    Raises:
-        ConfigError: An unknown option or a wrong value.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -51,11 +46,7 @@ class Samples(Callback):
         self._prompts: list[Prompt] = []
 
     def read(self, datamodule: Any) -> None:
-        """Read the prompts, once.
-
-        Raises:
-            DataError: A source or row is bad.
-        """
+        """Read the prompts, once."""
         if self.config.prompts is not None and not self._prompts:
             self._prompts = datamodule.prompts(self.config.prompts)
 
@@ -113,8 +104,8 @@ class Samples(Callback):
         return {"val_exact_match": float(exact.compute()), "val_answer_token_accuracy": float(tokens.compute())}
 
 
-def _text(tokenizer: Any, ids: list[int] | None) -> str | None:
-    return None if ids is None else str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+def _text(tokenizer: Any, ids: list[int] | None) -> str:
+    return str(tokenizer.decode(ids or [], skip_special_tokens=True)).strip()
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
@@ -136,7 +127,7 @@ def _table(rows: list[list[Any]]) -> Table:
         table.add_column(name, overflow="fold")
     for _, prompt, wanted, got in rows:
         start = "…" if len(prompt) > _SHOWN_CHARACTERS else ""
-        shown = (start + prompt[-_SHOWN_CHARACTERS:], wanted or "", got)
+        shown = (start + prompt[-_SHOWN_CHARACTERS:], wanted, got)
         table.add_row(*(Text(visible(text)) for text in shown))
     return table
 
@@ -147,10 +138,6 @@ def _log_table(trainer: Trainer, rows: list[list[Any]]) -> None:
         if hasattr(logger, "log_table"):  # W&B
             logger.log_table("samples", columns=_COLUMNS, data=rows, step=rows[0][0])
         elif isinstance(logger, TensorBoardLogger):
-            cells = [
-                _COLUMNS,
-                ["---"] * len(_COLUMNS),
-                *(["" if cell is None else str(cell) for cell in row] for row in rows),
-            ]
-            lines = [" | ".join(cell.replace("|", r"\|").replace("\n", "<br>") for cell in row) for row in cells]
+            cells = [[str(cell).replace("|", r"\|").replace("\n", "<br>") for cell in row] for row in rows]
+            lines = [" | ".join(row) for row in (_COLUMNS, ["---"] * len(_COLUMNS), *cells)]
             logger.experiment.add_text("samples", "\n".join(f"| {line} |" for line in lines), rows[0][0])

@@ -111,7 +111,7 @@ def plan_export(
     if form == "adapter":
         assert adapter is not None
         beside = {str(name) for name in entry.get("kept_with_adapter") or ()}
-        sources, tied = _adapter_sources(found, str(adapter.get("bias", "none")), beside), {}
+        sources, tied = _adapter_sources(found, beside), {}
     else:
         tied = {base_name(str(a)): base_name(str(b)) for a, b in (entry.get("tied") or {}).items()}
         sources = _model_sources(found, tied, base.specs if base else ())
@@ -180,12 +180,11 @@ def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: I
     return sources
 
 
-def _adapter_sources(found: Mapping[str, str], bias: str, beside: set[str]) -> dict[str, str]:
+def _adapter_sources(found: Mapping[str, str], beside: set[str]) -> dict[str, str]:
     """The names that peft gives the tensors of an adapter in ``adapter_model.safetensors``.
 
     What is kept with it (embeddings) stands there under its own name, as with peft's ``save_embedding_layers``.
     """
-    layers = {name.partition(part)[0] for part in _LORA_PARTS for name in found if part in f"{name}."}
     sources = {}
     for name, source in found.items():
         kept = name
@@ -194,16 +193,10 @@ def _adapter_sources(found: Mapping[str, str], bias: str, beside: set[str]) -> d
             kept = kept.removesuffix(".weight") if ".lora_magnitude_vector." in name else kept
         elif _WHOLE_COPY in name:
             kept = name.replace(_WHOLE_COPY, ".")
-        elif name not in beside and not _is_trained_bias(name, bias, layers):
+        elif name not in beside:
             continue
         sources[f"base_model.model.{kept}"] = source
     return sources
-
-
-def _is_trained_bias(name: str, bias: str, layers: set[str]) -> bool:
-    if bias == "none" or not name.endswith(".bias") or ".original_module." in name:
-        return False
-    return bias == "all" or name.removesuffix(".base_layer.bias") in layers
 
 
 def _deltas(

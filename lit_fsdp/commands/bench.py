@@ -58,7 +58,6 @@ def run_bench(argv: Sequence[str]) -> int:
     words += quiet_flags({"logger": "true", "num_nodes": 1, **timed})
     if "model" not in recipe.run.foreign:  # a schedule that fits these few steps
         words += ["--model.optim.warmup_steps=0"]
-        words += ["--model.optim.decay_steps=0.5"] if recipe.run.model.optim.decay_steps else []
     refused: dict[int, ConfigError] = {}
     for number, cell in enumerate(cells):
         try:

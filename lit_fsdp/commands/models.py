@@ -18,11 +18,8 @@ def run_export(argv: Sequence[str]) -> int:
     parser = verb_parser("export", text, example)
     parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="dtype of the weights; default: as trained; merged: as the base",
-    )
+    text = "dtype of the weights; default: as trained; merged: as the base"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
     parser.add_argument("--max_shard_gib", type=float, default=5.0, help="largest weight file in GiB (default 5)")
     text = "load the folder again and compare keys, tensors and logits before it appears; needs memory for two models"
     parser.add_argument("--verify", action="store_true", help=text)
@@ -39,14 +36,12 @@ def run_export(argv: Sequence[str]) -> int:
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both", "add --push-to-hub you/model")
     from lit_fsdp.checkpoint.export import export
     from lit_fsdp.models.base import open_base
-    from lit_fsdp.models.hub import check_push, push
+    from lit_fsdp.models.hub import push
 
     def base_of(manifest: Manifest) -> Any:
         saved = manifest.extra["model"]["base"]
         return open_base(saved, manifest.folder, options.base, options.trust_remote_code)
 
-    if hub_name:
-        check_push(hub_name)
     report = export(
         options.ckpt,
         options.out,

@@ -12,16 +12,9 @@ _SMALL_UNIT = 1.0e4
 
 
 def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None) -> list[str]:
-    """Replace what a miniature on a few CPU ranks cannot keep, in place.
+    """Replace what a miniature on a few CPU ranks cannot keep, in place, and give one line per replacement.
 
-    Args:
-        trainer: Namespace of the Trainer's arguments.
-        strategy: Namespace of the strategy's arguments, None for somebody else's strategy.
-        model: Namespace of the module's arguments.
-        data: Namespace of the data module's arguments, None for somebody else's.
-
-    Returns:
-        One line per replacement, with its reason.
+    All are namespaces of arguments; those of somebody else's strategy or data module are None.
     """
     said: list[str] = []
 
@@ -59,9 +52,6 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         replace(model.loss, "model.loss", "backend", "chunked", f"{model.loss.backend} needs a GPU")
     if 0 < trainer.max_steps < model.optim.warmup_steps:
         replace(model.optim, "model.optim", "warmup_steps", 1, f"{trainer.max_steps} steps")
-    decay = model.optim.decay_steps
-    if decay is not None and 0 < trainer.max_steps < decay + model.optim.warmup_steps:
-        replace(model.optim, "model.optim", "decay_steps", None, f"{trainer.max_steps} steps")
     return said
 
 

@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from lit_fsdp.errors import ConfigError, require
 
-FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
-"""Attention backends that compute in bf16 or fp16 only, and come in packages of their own."""
-GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)
-"""Attention backends that have a backward pass on GPUs only."""
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")  # these compute in bf16 or fp16 only
+GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)  # these have a backward pass on GPUs only
 ADAMW = "torch.optim.AdamW"
 
 
@@ -31,8 +29,8 @@ class OptimConfig:
     """Added to the root of the second moment, by AdamW and what takes eps too."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls from its peak to min_lr_ratio of it over the run; wsd: linearly, at its end only."""
-    decay_steps: int | float | None = None
-    """Of wsd (warm-up, stable, decay): optimizer steps of the fall, or below 1 their share of the run; default: 0.1."""
+    decay_ratio: float = 0.1
+    """Of wsd (warm-up, stable, decay): share of the run's optimizer steps over which the learning rate falls."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.0
@@ -54,24 +52,17 @@ class OptimConfig:
             require(0 <= value < float("inf"), field, value, "a finite number >= 0")
         for field in ("beta1", "beta2"):
             require(0 <= getattr(self, field) < 1, field, getattr(self, field), f"0 <= {field} < 1")
-        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
-        decay = self.decay_steps
-        fits = decay is None or 0 < decay < 1 or (decay >= 1 and float(decay).is_integer())
-        require(fits, "decay_steps", decay, "a number of steps >= 1, or a share between 0 and 1")
-        given = f"{decay} with schedule: {self.schedule}"
-        require(decay is None or self.schedule == "wsd", "decay_steps", given, "schedule: wsd", "set schedule: wsd")
-
-    def decay_from(self, total_steps: int) -> int:
-        """The optimizer step of a run from which wsd falls."""
-        decay = 0.1 if self.decay_steps is None else self.decay_steps
-        return max(0, total_steps - max(1, round(decay * total_steps if decay < 1 else decay)))
+        for field in ("min_lr_ratio", "decay_ratio"):
+            require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "0 to 1")
+        given, fits = f"{self.decay_ratio} with schedule: {self.schedule}", self.schedule == "wsd"
+        require(fits or self.decay_ratio == 0.1, "decay_ratio", given, "schedule: wsd", "set schedule: wsd")
 
 
 def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step`` (from 0) as a share of its peak.
 
-    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls (``wsd`` only over
-    the last ``decay_steps``) and would reach ``min_lr_ratio`` at step ``total_steps``, where training has ended.
+    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls (``wsd`` only at
+    the end) and would reach ``min_lr_ratio`` at step ``total_steps``, where training has ended.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
@@ -79,7 +70,7 @@ def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
         return 1.0
     start = optim.warmup_steps
     if optim.schedule == "wsd":  # MiniCPM, arXiv:2404.06395; the linear fall of arXiv:2405.18392
-        start = max(start, optim.decay_from(total_steps))
+        start = max(start, total_steps - max(1, round(optim.decay_ratio * total_steps)))
     done = min(1.0, max(0, step - start) / max(1, total_steps - start))
     fall = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * fall
@@ -107,8 +98,8 @@ class LossConfig:
         backend, chunk, smooth, z_loss = self.backend, self.chunk_tokens, self.label_smoothing, self.z_loss
         fits = chunk is None or (chunk >= 1 and backend == "chunked")
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
-        require(0 <= z_loss < float("inf"), "z_loss", z_loss, "a finite number >= 0", "write z_loss: 1.0e-4")
-        require(0 <= smooth < 1, "label_smoothing", smooth, "0 <= label_smoothing < 1", "write 0.1")
+        require(0 <= z_loss < float("inf"), "z_loss", z_loss, "a finite number >= 0")
+        require(0 <= smooth < 1, "label_smoothing", smooth, "0 <= label_smoothing < 1")
         given = f"{smooth}: liger does not tell the plain loss beside it"
         require(backend != "liger" or not smooth, "label_smoothing", given, "0 here", "set backend: chunked")
 
@@ -131,10 +122,8 @@ class LoraConfig:
     """Scale by alpha / sqrt(r), which keeps large ranks stable."""
     modules_to_save: list[str] | None = None
     """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
-    bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases are trained: none, all of the model, or those of layers with an adapter."""
-    quantize: Literal["nf4", "int8"] | None = None
-    """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA); int8 is refused."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA)."""
     double_quantization: bool = False
     """With quantize: keep the scales of the 4-bit weights in 8 bits too, about 0.4 bits less per weight."""
 
@@ -144,14 +133,13 @@ class LoraConfig:
         require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1", "write dropout: 0.05")
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
-        _check_quantize(self)
+        given, fix = "true without quantize", "add quantize: nf4"
+        require(self.quantize or not self.double_quantization, "double_quantization", given, "quantize: nf4", fix)
+        given, allowed = "true with quantize: DoRA needs whole weights in every forward", "false with quantize"
+        require(not (self.quantize and self.use_dora), "use_dora", given, allowed, "drop use_dora or quantize")
 
     def check_checkpoint(self, manifest: Any) -> None:
-        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base.
-
-        Args:
-            manifest: A :class:`lit_fsdp.checkpoint.manifest.Manifest`.
-        """
+        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base."""
         model = manifest.extra.get("model", {})
         saved = {**(model.get("adapter") or {}), **(model.get("base") or {})}
         keys = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora"}
@@ -160,17 +148,6 @@ class LoraConfig:
             before = saved.get(keys.get(name, name), now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
             require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
-
-
-def _check_quantize(lora: LoraConfig) -> None:
-    given = "int8: bitsandbytes keeps such weights as whole numbers, which the engines would cast with all others"
-    require(lora.quantize != "int8", "quantize", given, "nf4 | null", "write quantize: nf4")
-    given, fix = "true without quantize", "add quantize: nf4"
-    require(lora.quantize or not lora.double_quantization, "double_quantization", given, "quantize: nf4", fix)
-    given, allowed = "true with quantize: DoRA needs whole weights in every forward", "false with quantize"
-    require(not (lora.quantize and lora.use_dora), "use_dora", given, allowed, "drop use_dora or quantize")
-    given = f"{lora.bias} with quantize: 4-bit layers cast their biases in place"
-    require(not lora.quantize or lora.bias == "none", "bias", given, "none with quantize", "drop bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +166,6 @@ class ModelConfig:
     """Train adapters beside the frozen model instead of the model; {} for all defaults."""
     freeze: list[str] | None = None
     """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
-    train_only: list[str] | None = None
-    """Patterns of the only parameters that are trained."""
     add_tokens: list[str] | None = None
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     pad_token: str | None = None
@@ -207,17 +182,11 @@ class ModelConfig:
     """Random init of the same architecture shrunk to about a million parameters, for trying a recipe out."""
 
     def __post_init__(self) -> None:
-        for field in ("freeze", "train_only"):
-            require(getattr(self, field) != [], field, "[]", "at least one pattern, or null", f"drop {field}")
-        alpha = self.neftune_alpha
+        alpha, tokens = self.neftune_alpha, self.add_tokens
         is_bound = alpha is None or 0 < alpha < float("inf")
         require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
-        tokens = self.add_tokens
         fits = tokens is None or (all(tokens) and tokens and len(set(tokens)) == len(tokens))
         require(fits, "add_tokens", tokens, "different tokens, none of them empty")
-        fix = "drop train_only, or name whole modules in lora.modules_to_save"
-        fits = self.lora is None or self.train_only is None
-        require(fits, "train_only", self.train_only, "nothing beside lora, which freezes the base", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,10 +213,6 @@ def _training_ends(run: RunConfig) -> None:
     warmup = run.model.optim.warmup_steps
     given, fix = f"{warmup} with trainer.max_steps {steps}", f"set warmup_steps: {max(0, steps // 10)}"
     require(not 0 < steps < warmup, "model.optim.warmup_steps", given, f"at most max_steps ({steps})", fix)
-    optim, stable = run.model.optim, run.model.optim.decay_from(steps) - warmup
-    given = f"{optim.decay_steps} beside warmup_steps {warmup} with trainer.max_steps {steps}"
-    fits = steps <= 0 or optim.decay_steps is None or stable >= 0
-    require(fits, "model.optim.decay_steps", given, f"at most {steps - warmup}, what warm-up leaves of the run")
 
 
 def _a_stream_ends(run: RunConfig) -> None:

@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import nn
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
-_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWED)
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWS)
 _NO_PRODUCT = ("original_module", "lora_embedding_A", "token_adapter")
 _NORM_AFTER_MLP = re.compile(r"post_(feedforward|mlp|ffn)\w*norm")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
@@ -37,11 +37,13 @@ _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFlops:
-    """Operations of one block: per token for its weights, per pair of query and key for its attention."""
+    """Operations of one block: per token for its weights, per pair of query and key for its attention.
+
+    ``forward_…`` alone, and ``train_…`` with the backward pass.
+    """
 
     forward_per_token: float
     train_per_token: float
-    """Forward and backward."""
     forward_per_pair: float
     train_per_pair: float
     window: int | None
@@ -52,21 +54,16 @@ class BlockFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """What a model costs; made by :func:`flop_formula`."""
+    """What a model costs, forward and backward; made by :func:`flop_formula`."""
 
     blocks: Mapping[str, BlockFlops]
     """By module name, as in ``model.named_modules()``."""
     outside_per_token: float
-    """Forward and backward of weights that are in no block, without the head."""
+    """Of weights that are in no block, without the head."""
     head_per_supervised_token: float
-    """Forward and backward."""
 
     def train_flops(self, counts: Mapping[str, float]) -> float:
-        """Operations that loss and gradients of a step need, without recomputation.
-
-        Args:
-            counts: ``tokens``, ``supervised_tokens`` and ``squared_tokens`` of :func:`~.step_metrics.step_counts`.
-        """
+        """Operations that loss and gradients of a step need; ``counts`` as :func:`~.step_metrics.step_counts`."""
         tokens, each = counts["tokens"], self.blocks.values()
         blocks = sum(b.train_per_token * tokens + b.train_per_pair * num_pairs(counts, b.window) for b in each)
         head = self.head_per_supervised_token * counts["supervised_tokens"]
@@ -75,9 +72,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block up to the last product whose result is needed (exact for the dense architectures and
-        mixtures that the tests name; where experts are shared, one product too many); ``selective`` keeps all products
-        by default, so none is repeated. What a compiler keeps within a memory budget, only the compiler knows.
+        ``full`` repeats a block up to the last product whose result is needed (where experts are shared, one product
+        too many); ``selective`` keeps all products by default, so none is repeated. What a compiler keeps within a
+        memory budget, only the compiler knows.
 
         Args:
             counts: As for :meth:`train_flops`.
@@ -118,8 +115,7 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     """
     config = _text_config(model)
     names = _block_names(model, config.num_hidden_layers)
-    find_head: Any = getattr(model, "get_output_embeddings", None)
-    head = find_head() if find_head is not None else None
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise ValueError("it has no head over a vocabulary")
     in_head = set(head.modules())
@@ -135,11 +131,8 @@ def flop_formula(model: nn.Module) -> ModelFlops:
             flows = flows or any(p.requires_grad for p in module.parameters(recurse=False))
             outside += _train(_own_products(name, module, config), flows)
     in_the_head = [p for name, module in head.named_modules() for p in _own_products(name, module, config)]
-    return ModelFlops(
-        blocks=blocks,
-        outside_per_token=outside,
-        head_per_supervised_token=_train(in_the_head, flows or any(trained for _, trained in in_the_head)),
-    )
+    per_head = _train(in_the_head, flows or any(trained for _, trained in in_the_head))
+    return ModelFlops(blocks=blocks, outside_per_token=outside, head_per_supervised_token=per_head)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -193,30 +186,21 @@ def _train(products: list[tuple[float, bool]], flows: bool) -> float:
 
 def _block(block: nn.Module, flows: bool, config: Any, index: int) -> BlockFlops:
     products = [p for name, module in block.named_modules() for p in _own_products(name, module, config)]
-    qk_dim, v_dim = _head_dims(config)
-    per_pair = 2.0 * config.num_attention_heads * (qk_dim + v_dim)
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    per_pair = 2.0 * config.num_attention_heads * dims
+    kinds = getattr(config, "layer_types", None)
+    field = _WINDOWS.get(kinds[index] if kinds else "sliding_attention")
     return BlockFlops(
         forward_per_token=_train([(elements, False) for elements, _ in products], False),
         train_per_token=_train(products, flows),
         forward_per_pair=per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
-        window=_window(config, index),
+        window=getattr(config, field, None) if field else None,
         last_product=0.0 if _uses_last_product(block) or not products else 2 * products[-1][0],
     )
-
-
-def _head_dims(config: Any) -> tuple[int, int]:
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim, dim
-
-
-def _window(config: Any, index: int) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[index] if kinds else "sliding_attention"
-    field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
-    return getattr(config, field, None) if kind in _WINDOWED else None
 
 
 def _uses_last_product(block: nn.Module) -> bool:

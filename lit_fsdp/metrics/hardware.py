@@ -44,11 +44,9 @@ _SLOWER = ("LAPTOP", "MIG", "D", "Q")
 
 
 def peak_flops(device_name: str, multiplies: str) -> float | None:
-    """Peak FLOP/s of a device, dense; None for one that is not in the table.
+    """Peak FLOP/s of a device, dense, in ``fp8``, ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if not in the table.
 
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` says it, e.g. ``NVIDIA H100 80GB HBM3``.
-        multiplies: ``fp8``, ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
+    ``device_name`` is what ``torch.cuda.get_device_name`` says, e.g. ``NVIDIA H100 80GB HBM3``.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     if any(word in words for word in _SLOWER):
@@ -64,10 +62,8 @@ def peak_host_bytes() -> int:
     ``getrusage`` would do on Linux only until the first fork: a child starts with its parent's peak.
     """
     status = Path("/proc/self/status")
-    if not status.is_file():
-        return 0
-    lines = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return next((int(line.split()[1]) * 1024 for line in lines), 0)
+    found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
+    return int(found[1]) * 1024 if found else 0
 
 
 def reset_peak_host_bytes() -> None:

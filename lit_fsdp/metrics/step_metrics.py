@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torchmetrics import Metric
@@ -36,13 +36,10 @@ def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def step_metrics(
     totals: torch.Tensor, with_objective: bool, with_z_loss: bool, with_scores: bool = True
 ) -> dict[str, torch.Tensor]:
-    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars on the totals' device.
+    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars.
 
-    Args:
-        totals: In the order of :data:`STEP_COUNTS`; more may follow.
-        with_objective: Log what backward ran on beside ``train_loss``, the plain cross-entropy.
-        with_z_loss: Log its z-loss.
-        with_scores: Log accuracy and entropy, which a fused backend does not tell.
+    ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow. ``with_objective``: what backward ran on,
+    beside the plain cross-entropy; ``with_scores``: accuracy and entropy, which a fused backend does not tell.
     """
     means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
     found = {"train_loss": means["loss_sum"]}
@@ -55,23 +52,26 @@ def step_metrics(
     return found
 
 
-class EvalMetrics(Metric):
-    """Token-weighted loss, perplexity, accuracy and entropy; every rank may have seen another number of tokens."""
+class SumMetric(Metric):
+    """Sums over the batches of all ranks, each of which may have seen another number of tokens, and their means."""
 
     sums: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, num_sums: int, means: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
         super().__init__()
-        self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
+        self._means = means
+        self.add_state("sums", torch.zeros(num_sums, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(
-        self, num_tokens: torch.Tensor, nll_sum: torch.Tensor, num_correct: torch.Tensor, entropy_sum: torch.Tensor
-    ) -> None:
-        """Add the sums of one batch; one without supervised tokens changes nothing."""
-        batch = [value.detach().double() for value in (num_tokens, nll_sum, num_correct, entropy_sum)]
-        self.sums = self.sums + torch.stack(batch)
+    def update(self, sums: torch.Tensor) -> None:
+        """Add the sums of one batch, fp64."""
+        self.sums = self.sums + sums
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Fp32 scalars over all ranks."""
-        loss, accuracy, entropy = (self.sums[1:] / self.sums[0]).float()
-        return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}
+        return self._means(self.sums)
+
+
+def eval_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss, perplexity, accuracy and entropy of supervised tokens: of their number, and the sums over them."""
+    loss, accuracy, entropy = (sums[1:] / sums[0]).float()
+    return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}

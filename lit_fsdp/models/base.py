@@ -20,17 +20,16 @@ from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.hub import fetch
 from lit_fsdp.models.quantize import linear_layers, rounded
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import ModelSource, open_weights, stored_tensors
+from lit_fsdp.models.weights import ModelSource, files_key, open_weights, stored_tensors
 
 _QUANTIZED = ("quantize", "double_quantization")
 _DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a random initialization follow from
 
 
 def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[str, Any]:
-    """Where a base is and which one it is, as plain JSON, for the manifest of a checkpoint.
+    """Where a base is, which one it is and how it was quantized, as plain JSON, for the manifest of a checkpoint.
 
-    ``xxh3`` is one hash of all bytes of its safetensors files, whatever these are called and wherever they lie; a
-    random initialization has ``seed`` instead. How it was quantized belongs to it.
+    ``xxh3`` is one hash of all bytes of its safetensors files, wherever they lie; random initialization has ``seed``.
     """
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
@@ -56,8 +55,6 @@ def weights_hash(folder: Path) -> str:
     Reading them all costs what loading costs, and loading reads them from memory then.
     """
     files = sorted({stored.file.resolve() for stored in stored_tensors(folder).values()})
-    times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
     kind: Any = xxhash.xxh3_128
 
     def digest(file: Path) -> str:
@@ -69,18 +66,15 @@ def weights_hash(folder: Path) -> str:
             hashes = sorted(pool.map(digest, files))
         (place / "xxh3").write_text(xxhash.xxh3_128_hexdigest(" ".join(hashes).encode()), encoding="ascii")
 
-    key = hashlib.blake2b(repr(times).encode(), digest_size=8).hexdigest()
-    made = make_once(cache_root() / "models" / f"xxh3-{key}", make, f"hashing {folder}, which checkpoints name")
+    place = cache_root() / "models" / f"xxh3-{files_key(files)}"
+    made = make_once(place, make, f"hashing {folder}, which checkpoints name")
     return (made / "xxh3").read_text(encoding="ascii")
 
 
 class BaseWeights:
     """The tensors of a base by the names of plain transformers, as its adapters were trained on them, one at a time.
 
-    Args:
-        source: Of the base.
-        saved: What :func:`describe_base` said of it.
-        trust_remote_code: Run Python code that comes with it.
+    ``saved`` is what :func:`describe_base` said of it.
     """
 
     def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
@@ -88,32 +82,26 @@ class BaseWeights:
         self._weights = open_weights(source, model, saved.get("seed", 0))
         self._quantized = {f"{name}.weight" for name in linear_layers(model)} if saved.get("quantize") else set()
         self._double = bool(saved.get("double_quantization"))
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self.specs = {name: (self._dtype(name, shape), tuple(shape)) for name, shape in shapes.items()}
+        self.specs: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Dtype (``float32``) in its files, and shape."""
+        for name, tensor in model.state_dict().items():
+            dtype = self._weights.read_named(name, slice(0, 0) if tensor.ndim else None).dtype
+            self.specs[name] = str(dtype).removeprefix("torch."), tuple(tensor.shape)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, in memory of its own."""
-        stored = self._stored(name)
+        stored = self._weights.read_named(name)
         return rounded(stored, self._double) if name in self._quantized else stored
-
-    def _stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        owner, _, attribute = name.rpartition(".")
-        return self._weights.read(owner, torch.nn.Module(), attribute, rows)
-
-    def _dtype(self, name: str, shape: torch.Size) -> str:
-        return str(self._stored(name, slice(0, 0) if shape else None).dtype).removeprefix("torch.")
 
 
 def base_of_folder(adapter: Path) -> dict[str, Any]:
     """What the folder of an adapter says of its base: as :func:`describe_base`; of one of others the name alone."""
-    weights = adapter / "adapter_model.safetensors"
+    weights, said = adapter / "adapter_model.safetensors", None
     if weights.is_file():
         with safe_open(weights, "pt") as file:
             said = (file.metadata() or {}).get("base")
-        if said:
-            return dict(json.loads(said))
-    return {"name": json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")}
+    name = json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+    return dict(json.loads(said)) if said else {"name": name}
 
 
 def find_base(
@@ -126,18 +114,14 @@ def find_base(
         adapters: Their checkpoint or folder, named in errors.
         name: A folder, GGUF file or hub name in place of the one that was trained from.
         trust_remote_code: Run Python code that comes with it.
-
-    Raises:
-        ConfigError: It is not there any more, or another one.
     """
     options: dict[str, Any] = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
-    seed = saved.get("seed", 0)
-    where = name or saved["name"]
+    options["lora"] = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})
+    seed, where = saved.get("seed", 0), name or saved["name"]
     try:
         if name is None and saved.get("revision"):
             where = str(fetch(where, "model", trust_remote_code, saved["revision"]))
-        lora = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})
-        config = ModelConfig(name=where, trust_remote_code=trust_remote_code, lora=lora, **options)
+        config = ModelConfig(name=where, trust_remote_code=trust_remote_code, **options)
         source = resolve_model(config, seed)
     except ConfigError as error:
         allowed = f"{_words(saved)}, where {adapters} has its base"

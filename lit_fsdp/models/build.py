@@ -29,7 +29,7 @@ def build_on_meta(
     """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
 
     Floating-point parameters are declared fp32 whatever the config says: the dtype at rest is the precision mode's
-    business. Tied parameters are one object. The key-value cache is switched off, as training never reads it.
+    business. Tied parameters are one object. The key-value cache is switched off.
 
     Args:
         hf_config: Not changed; the model gets a copy.
@@ -60,30 +60,23 @@ def build_on_meta(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters of ``model``, a tied one counted once."""
+    """Parameters of ``model``, a tied one once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
-    """Refuse an attention backend that cannot train on this kind of device, before anything is built.
+    """Refuse an attention backend that needs a GPU or a package that is not there.
 
     FlexAttention runs forward on a CPU, but torch (2.13) has no backward pass of it there. Where the package of
     FlashAttention is missing, transformers would download a kernel in its place.
-
-    Raises:
-        ConfigError: It needs a GPU, or a package that is not installed; the error says what to install.
     """
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
-    if attn_implementation in _FLASH_PACKAGES:
-        package = _FLASH_PACKAGES[attn_implementation]
-        require(
-            importlib.util.find_spec(package),
-            "model.attn_implementation",
-            f"{attn_implementation}, but the package {package} is not installed",
-            "sdpa | eager | flex_attention without it",
-            "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out",
-        )
+    package = _FLASH_PACKAGES.get(attn_implementation or "")
+    is_there = package is None or importlib.util.find_spec(package)
+    given = f"{attn_implementation}, but the package {package} is not installed"
+    fix = "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out"
+    require(is_there, "model.attn_implementation", given, "sdpa | eager | flex_attention without it", fix)
 
 
 def build_trainable(
@@ -92,37 +85,28 @@ def build_trainable(
     """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
     With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
-    learned and the others move with them (as with peft's ``modules_to_save``, but in place: no second copy in memory,
-    and tied weights stay tied). ``freeze`` takes them out again.
-
-    Args:
-        hf_config: The architecture, with rows for added tokens.
-        config: The ``model`` section.
-        base: Hub name or folder of the base model, noted in the adapters' configuration.
+    learned (as with peft's ``modules_to_save``, but in place: no second copy in memory, and tied weights stay tied).
+    ``freeze`` takes them out again.
 
     Returns:
-        The model, and the content of ``adapter_config.json`` or None.
-
-    Raises:
-        ConfigError: The architecture cannot be built, or a layer or pattern named does not exist.
+        The model, and the content of ``adapter_config.json``, which names ``base``, or None.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
     adapter_config = None if config.lora is None else apply_lora(model, config.lora, base)
     if adapter_config is not None:
         _train_beside_adapters(model, vocabulary)
-    freeze_parameters(model, config.freeze, config.train_only)
+    freeze_parameters(model, config.freeze or [])
     frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
     if config.add_tokens and frozen:
-        text = "model.add_tokens: not trained, so that new tokens keep the values they start from: %s"
-        _log.warning(text, ", ".join(frozen))
+        _log.warning("model.add_tokens: not trained, so new tokens keep the values they start from: %s", frozen)
     return model, adapter_config
 
 
 def vocabulary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Input embedding and head by name."""
-    wanted: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return {name: module for name, module in model.named_modules() if any(module is one for one in wanted)}
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    return {name: module for name, module in model.named_modules() if module in ends}
 
 
 def vocabulary_tensors(model: PreTrainedModel) -> list[str]:
@@ -149,49 +133,26 @@ def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.M
     inside = {module: name for name, module in model.named_modules()}
     for name, module in vocabulary.items():
         where = inside[module]
-        require(
-            not where.endswith(".base_layer"),  # an adapter's two factors give no single row a value of its own
+        field, given = (
             "model.lora.target_modules",
             f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole",
-            "layers other than embedding and head",
-            "leave it out of target_modules; all-linear leaves embedding and head alone",
         )
+        # an adapter's two factors give no single row a value of its own
+        require(not where.endswith(".base_layer"), field, given, "layers other than embedding and head", "leave it out")
         if where == name:
             module.requires_grad_(True)
 
 
-def freeze_parameters(model: nn.Module, freeze: list[str] | None, train_only: list[str] | None = None) -> None:
-    """Freeze by name, in place; a tied parameter goes by any of its names.
-
-    Args:
-        model: Its ``named_parameters`` are meant.
-        freeze: Patterns (``*`` stands for anything, dots too) of parameters that are not trained.
-        train_only: Patterns of the only ones that are.
-
-    Raises:
-        ConfigError: A pattern that fits no parameter, or nothing is left to train.
-    """
+def freeze_parameters(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze parameters by patterns of their names (``*`` stands for anything; of tied ones any name), in place."""
     params = dict(model.named_parameters(remove_duplicate=False))
     names_of = {name: group for group in tied_groups(model) for name in group if name in params}
-    if train_only is not None:
-        chosen = _matching(names_of, train_only, "model.train_only")
-        for name, param in params.items():
-            param.requires_grad_(name in chosen)
-    for name in _matching(names_of, freeze or [], "model.freeze"):
-        params[name].requires_grad_(False)
-    is_trained = any(param.requires_grad for param in params.values())
-    field = "model.freeze" if freeze else "model.train_only"
-    require(is_trained, field, freeze or train_only, "patterns that leave something to train", "drop a pattern")
-
-
-def _matching(names_of: dict[str, list[str]], patterns: list[str], path: str) -> set[str]:
-    """Names that fit a pattern, with the other names of the same tensor."""
-    found: set[str] = set()
     for pattern in patterns:
-        fitting = {other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]}
-        if not fitting:
-            close = difflib.get_close_matches(pattern, names_of, n=3, cutoff=0.3) or list(names_of)[:3]
-            allowed = f"names of parameters, such as {', '.join(close)}; * stands for anything"
-            raise ConfigError(path, f"{pattern!r}, which fits no parameter", allowed, f"write {close[0]}")
-        found |= fitting
-    return found
+        fitting = [other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]]
+        close = [] if fitting else difflib.get_close_matches(pattern, names_of, cutoff=0.3) or list(names_of)[:3]
+        allowed = f"names of parameters, such as {', '.join(close)}; * stands for anything"
+        require(fitting, "model.freeze", f"{pattern!r}, which fits no parameter", allowed)
+        for name in fitting:
+            params[name].requires_grad_(False)
+    is_trained = any(param.requires_grad for param in params.values())
+    require(is_trained, "model.freeze", patterns, "patterns that leave something to train", "drop a pattern")

@@ -1,9 +1,9 @@
 """Head and cross-entropy a few tokens at a time, so that the logits of a whole batch never exist.
 
-The gradient of a sum of losses is known as soon as the logits of a chunk are, up to the factor that backward brings
-later. So the forward pass differentiates each chunk at once and keeps the sums of the gradients: nothing of size (N, V)
-outlives a chunk, and nothing is computed twice. Where an objective weights tokens by what it makes of all of them, a
-head that is trained runs once more before.
+The gradient of a sum is known as soon as the logits of a chunk are, up to the factor that backward brings. So the
+forward pass differentiates each chunk at once and keeps the sums of the gradients: nothing of size (N, V) outlives a
+chunk, and nothing is computed twice. Where an objective weights tokens by what it makes of all of them, a head that is
+trained runs once more before.
 
 Shapes: N supervised tokens, C tokens of a chunk, D width of the hidden states, V vocabulary.
 """
@@ -28,15 +28,14 @@ class LossTerms:
     """What is made of the logits that a head gives, and of the loss.
 
     The loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean over v of -log p(v)
-    + z_loss * logsumexp(logits) ** 2``, of the logits ``cap * tanh(scale * head(hidden) / cap)``.
+    + z_loss * logsumexp(logits) ** 2``, of the logits ``cap * tanh(scale * head(hidden) / cap)``: Granite and Cohere
+    have a ``scale``, Gemma 2 a ``cap``.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     scale: float = 1.0
-    """Factor on the logits (Granite, Cohere)."""
     cap: float | None = None
-    """Bound of the logits (Gemma 2), in nats."""
 
 
 Objective = Callable[[torch.Tensor], torch.Tensor]
@@ -46,19 +45,16 @@ Objective = Callable[[torch.Tensor], torch.Tensor]
 class TokenScores(NamedTuple):
     """What is known of each supervised token, without a graph; fp32 (N,), or fp64 for fp64 logits.
 
-    Of Liger sums alone, as (1,), and NaN for entropy and right predictions, which it does not tell.
+    ``loss`` has label smoothing and z-loss, ``nll`` is the negative log-likelihood in nats, ``z_loss`` is weighted,
+    ``entropy`` that of the prediction in nats, and ``correct`` (bool) whether the most likely token was right. Of Liger
+    sums alone, as (1,), and NaN for the last two.
     """
 
     loss: torch.Tensor
-    """The loss with label smoothing and z-loss."""
     nll: torch.Tensor
-    """Negative log-likelihood in nats."""
     z_loss: torch.Tensor
-    """The z-loss alone, already weighted."""
     entropy: torch.Tensor
-    """Entropy of the prediction in nats."""
     correct: torch.Tensor
-    """Whether the most likely token was right: bool."""
 
 
 def made_of(logits_NV: torch.Tensor, terms: LossTerms) -> torch.Tensor:
@@ -97,10 +93,7 @@ def score_tokens(z_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms) 
 def plain_loss(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms, objective: Objective | None = None
 ) -> tuple[torch.Tensor, TokenScores]:
-    """The summed loss of logits that are all there, scaled and capped; a scalar with a graph, and scores without.
-
-    With an objective its value in place of the sum.
-    """
+    """The summed loss, or the objective's value, of logits that are all there, scaled and capped; a scalar; scores."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if objective is not None:
         loss = objective(F.cross_entropy(z_NV, targets_N, reduction="none"))
@@ -129,12 +122,9 @@ def chunked_loss(
     num_rows: int,
     objective: Objective | None = None,
 ) -> tuple[torch.Tensor, TokenScores]:
-    """The summed loss of all tokens, a tensor of shape (1, 1, 1) with a graph, and the scores of each without one.
+    """The summed loss of all tokens, or the objective's value, (1, 1, 1) with a graph, and scores without one.
 
-    With an objective its value in place of the sum: its gradients by the likelihoods weight the tokens.
-
-    Without any token the loss is a zero whose gradients are zeros, for hidden states and head alike. Backward works
-    once.
+    Without any token the loss is a zero whose gradients are zeros. Backward works once.
 
     Args:
         head: Gives logits (C, V) of hidden states (C, D); its weights are there.
@@ -143,7 +133,7 @@ def chunked_loss(
         targets_N: Right tokens.
         terms: See :class:`LossTerms`.
         num_rows: Tokens per chunk, C.
-        objective: What is trained on in place of the sum.
+        objective: What is trained on in place of the sum; its gradients by the likelihoods weight the tokens.
     """
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or trained):
         loss, *scores = _ChunkedLoss.apply(head, targets_N, terms, num_rows, objective, hidden_ND, *trained)
@@ -185,28 +175,24 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         *trained: torch.Tensor,
     ) -> Any:
-        with_hidden = ctx.needs_input_grad[5]
         loss = weights_N = None
         if objective is not None and trained:
             loss, weights_N = _weighed(objective, _scores(head, hidden_ND, targets_N, terms, num_rows).nll)
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        dhidden: list[torch.Tensor] = []
         found: list[TokenScores] = []
+        dhidden: list[torch.Tensor] = []
         chunks = zip(hidden_ND.split(num_rows), targets_N.split(num_rows), strict=True)
         for index, (hidden_CD, targets_C) in enumerate(chunks):
-            leaf_CD = hidden_CD.detach().requires_grad_(with_hidden)
             weights_C = None if weights_N is None else weights_N.split(num_rows)[index]
-            scores, dhidden_CD, factor = _differentiate(head, leaf_CD, targets_C, weights_C, terms, trained, sums)
+            scores, dhidden_CD, factor = _differentiate(head, hidden_CD, targets_C, weights_C, terms, trained, sums)
             found.append(scores)
-            if dhidden_CD is not None:
-                dhidden.append(dhidden_CD)
-        joined = _joined(found)
-        dhidden_ND = torch.cat(dhidden) if dhidden else None
+            dhidden.append(dhidden_CD)
+        joined, dhidden_ND = _joined(found), torch.cat(dhidden)
         if objective is None:
             loss = joined.loss.sum()
         elif loss is None:  # a frozen head needs no sums: the weights may come last
             loss, weights_N = _weighed(objective, joined.nll)
-            dhidden_ND = dhidden_ND if dhidden_ND is None else dhidden_ND * weights_N[:, None]
+            dhidden_ND *= weights_N[:, None]
         ctx.gradients, ctx.factor = [dhidden_ND, *sums], factor
         ctx.dtypes = [tensor.dtype for tensor in (hidden_ND, *trained)]
         ctx.mark_non_differentiable(*joined)
@@ -218,10 +204,8 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients of a chunked loss are given away once"
         factor = grad.view(()) / ctx.factor
-        narrow = [
-            None if total is None else total.mul_(factor).to(dtype)
-            for total, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
+        totals = zip(gradients, ctx.dtypes, strict=True)
+        narrow = [None if total is None else total.mul_(factor).to(dtype) for total, dtype in totals]
         return (None, None, None, None, None, *narrow)
 
 
@@ -233,14 +217,15 @@ def _differentiate(
     terms: LossTerms,
     trained: Sequence[torch.Tensor],
     sums: list[torch.Tensor | None],
-) -> tuple[TokenScores, torch.Tensor | None, float]:
+) -> tuple[TokenScores, torch.Tensor, float]:
     """Scores of a chunk and its gradient by the hidden states; what it adds to those of the head goes into ``sums``.
 
     Gradients come multiplied by the last value. They are summed in fp32: in bf16 a sum rounds, and in fp16 it may have
     no room before the loss scale is known. A function of its own, so that nothing of a chunk is left for the next.
     """
+    leaf_CD = hidden_CD.detach().requires_grad_()
     with torch.enable_grad():
-        z_CV = made_of(logits_CV := head(hidden_CD), terms)
+        z_CV = made_of(logits_CV := head(leaf_CD), terms)
     factor = _FP16_SCALE if logits_CV.dtype == torch.float16 else 1.0
     del logits_CV
     scores, grad_CV = score_tokens(z_CV, targets_C, terms)
@@ -248,15 +233,12 @@ def _differentiate(
         grad_CV *= factor
     if weights_C is not None:
         grad_CV *= weights_C[:, None]
-    inputs = [hidden_CD, *trained] if hidden_CD.requires_grad else list(trained)
-    grads = torch.autograd.grad(z_CV, inputs, grad_CV, allow_unused=True)
-    found = list(grads)
-    dhidden_CD = _wide(found.pop(0)) if hidden_CD.requires_grad else None
+    dhidden_CD, *found = torch.autograd.grad(z_CV, [leaf_CD, *trained], grad_CV, allow_unused=True)
     for i, grad in enumerate(found):
         if grad is not None:
             so_far = sums[i]  # add_ widens as it reads: a wide copy would be as large as the sum
             sums[i] = _wide(grad) if so_far is None else so_far.add_(grad)
-    return scores, dhidden_CD, factor
+    return scores, _wide(dhidden_CD), factor
 
 
 def _wide(grad: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import read_tokenizer
-from lit_fsdp.models.weights import tied_groups
+from lit_fsdp.models.weights import files_key, tied_groups
 
-_VERSION = 2
 GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
 
 
@@ -27,11 +25,10 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
     """The same model as a GGUF file or a folder holds, as a safetensors folder in fp32, which holds every value.
 
     For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
-    Needs memory for one whole model, in one process. Converted at the first call; later ones find it by names, sizes
-    and times of the files. Of a GGUF file the tokenizer and its chat template come along.
+    Needs memory for one whole model, in one process, once. Of a GGUF file tokenizer and chat template come along.
 
     Raises:
-        ConfigError: The ``gguf`` package is missing, or the files are of a kind that transformers cannot read.
+        ConfigError: The ``gguf`` package is missing, or transformers cannot read the files.
         CheckpointError: ``from_pretrained`` does not find every tensor either.
     """
     files, name = [source], source
@@ -58,10 +55,7 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
             raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")
         save_folder(model, folder)
 
-    stats = [(file.name, file.resolve().stat()) for file in files]
-    seen = repr((_VERSION, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]))
-    key = hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
-    target = cache_root() / "models" / f"{source.resolve().name}-{key}"
+    target = cache_root() / "models" / f"{source.resolve().name}-{files_key(files)}"
     return make_once(target, make, f"converting {source.name} to safetensors")
 
 

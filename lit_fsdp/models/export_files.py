@@ -20,14 +20,8 @@ def model_files(
 ) -> dict[str, bytes]:
     """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
 
-    The generation config names the tokenizer's pad token if it named none, and stops at the end of a turn of the chat
-    template too: a base model's own end of text is not what it has learned to answer with. ``config.json`` keeps its
-    ``pad_token_id``: models make of it a row of the embedding without gradient.
-
-    Args:
-        source: Its generation config is kept if it has one, else that of ``model``.
-        tokenizer: With its chat template.
-        model: The live one.
+    The generation config is that of ``source`` if it has one, else of the live ``model``, made fitting. ``config.json``
+    keeps its ``pad_token_id``: models make of it a row of the embedding without gradient.
     """
     generation: Any = getattr(model, "generation_config", None)
     if source.weights_folder is not None and (source.weights_folder / "generation_config.json").is_file():
@@ -42,11 +36,14 @@ def model_files(
 
 
 def fitting_generation(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """A copy that fits the tokenizer as it was trained with: its pad token, and the end of a turn as an end mark."""
-    fitting = copy.deepcopy(generation)
+    """A copy with the tokenizer's pad token if it named none, and the end of a turn of its template as an end mark.
+
+    A base model's own end of text is not what it has learned to answer with.
+    """
+    fitting, turn = copy.deepcopy(generation), end_of_turn_id(tokenizer)
     if fitting.pad_token_id is None:
         fitting.pad_token_id = tokenizer.pad_token_id
-    given, turn = fitting.eos_token_id, end_of_turn_id(tokenizer)
+    given = fitting.eos_token_id
     stops = given if isinstance(given, list) else [] if given is None else [given]
     if turn is not None and turn not in stops:
         fitting.eos_token_id = [*stops, turn] if stops else turn
@@ -63,16 +60,15 @@ def model_entry(
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
     Args:
-        source: Named as the base, in model cards: never by a path.
+        source: Named in model cards by its name on the hub, never by a path.
         ties: Further names of tied parameters inside the LightningModule, and their first ones.
-        adapter_config: The content of ``adapter_config.json``, or None.
+        adapter_config: The content of ``adapter_config.json``.
         kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
-        base: With adapters: where the frozen weights are, which the checkpoint does not hold.
+        base: Of adapters: where the frozen weights are, which the checkpoint does not hold.
     """
-    prefix = "model."
     return {
-        "prefix": prefix,
-        "tied": {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in ties.items()},
+        "prefix": "model.",
+        "tied": {a.removeprefix("model."): b.removeprefix("model.") for a, b in ties.items()},
         "base": base,
         "hub_name": source.hub_name,
         "adapter": adapter_config,

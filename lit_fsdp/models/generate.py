@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
-from lit_fsdp.models.export_files import fitting_generation
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.quantize import as_loaded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
@@ -23,8 +22,7 @@ def chat(
 ) -> str:
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
-    In bf16 on CUDA and on CPUs that multiply in it, where a 135M model answered about twice as fast as in fp32; else
-    in fp32. A base that was quantized for training is quantized again.
+    In bf16 on CUDA and on CPUs that multiply in it, else in fp32. A base that was quantized for training is so again.
 
     Args:
         folder: Of a model, or of an adapter of peft.
@@ -56,7 +54,6 @@ def chat(
     if is_adapter:
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings the rows of added tokens
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        model.generation_config = fitting_generation(model.generation_config, tokenizer)
         model = load_adapter_folder(model, place)
     conversation = [{"role": "system", "content": system}] if system else []
     conversation.append({"role": "user", "content": prompt})
@@ -70,17 +67,7 @@ def answer_batch(
     conversations: list[list[dict[str, str]]],
     max_new_tokens: int,
 ) -> list[str]:
-    """The assistant's next turn for each conversation, stripped, generated in one batch padded on the left.
-
-    The most likely token each time. Of the model's own generation config only the end marks are used (Llama 3 ends a
-    turn with one, a text with another); it and the model's mode are put back.
-
-    Args:
-        model: Unsharded, on any device.
-        tokenizer: With a chat template.
-        conversations: Lists of ``role`` and ``content``; the last is normally the user's.
-        max_new_tokens: Longest answer.
-    """
+    """The assistant's next turn for each conversation, stripped, as :func:`generate_ids` finds it."""
     texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     found = generate_ids(model, tokenizer, encoded, max_new_tokens, model.device)
@@ -96,16 +83,19 @@ def generate_ids(
     device: torch.device,
     in_step: bool = False,
 ) -> list[list[int]]:
-    """The answer to each prompt as token ids, its end mark included; as :func:`answer_batch` for what is tokenized.
+    """The most likely answer to each prompt (at least one) as token ids, its end mark included, in one batch.
+
+    Of the model's own generation config only the end marks are used (Llama 3 ends a turn with one, a text with
+    another), beside the tokenizer's end of text and its template's end of a turn; it and the model's mode are put back.
 
     Args:
         model: Sharded or not.
-        tokenizer: Its pad token fills, its end of text and its template's end of a turn stop.
-        prompts: Token ids, at least one prompt.
+        tokenizer: Of the model.
+        prompts: Token ids, padded on the left here.
         max_new_tokens: Longest answer.
         device: Where the model computes.
-        in_step: Whether all ranks of the process group call it and go on until the last answer has ended, so that
-            sharded weights are gathered by all of them together.
+        in_step: Whether all ranks call it and go on until the last answer has ended, so that sharded weights are
+            gathered by all of them together.
     """
     longest, pad = max(map(len, prompts)), pad_id(tokenizer)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -113,13 +103,8 @@ def generate_ids(
     training, own = model.training, model.generation_config
     given = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     stops = {stop for stop in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *given) if stop is not None}
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(stops),
-        pad_token_id=pad,
-        use_cache=True,
-    )
+    marks: Any = {"eos_token_id": sorted(stops), "pad_token_id": pad}
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, **marks)
     model.eval()
     model.generation_config = GenerationConfig()  # which fills whatever is None in the settings
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub
-from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub import HfApi, errors, snapshot_download
 
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import HIDDEN, redact
@@ -23,7 +23,6 @@ _UNREADABLE = (
     *(ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError),
     *(errors.StrictDataclassError, pickle.UnpicklingError),
 )
-_PUSH = "--push-to-hub"
 _NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the library that huggingface_hub talks through
 
 
@@ -35,7 +34,7 @@ def fetch(
     ``.bin`` files are fetched only where there are no others.
 
     Raises:
-        ConfigError: The name is unknown, not granted, or cannot be reached. No token is part of the text.
+        ConfigError: The name is unknown, not granted, or cannot be reached.
     """
     wanted = [*_FILES[what], *["*.py"] * trust_remote_code]
     try:
@@ -61,38 +60,21 @@ def _said(error: Exception) -> str:
     return said.replace(token, HIDDEN)[:300] if token else said[:300]
 
 
-def check_push(name: str) -> None:
-    """Refuse what :func:`push` could not do, before anything is exported for it.
-
-    Raises:
-        ConfigError: The hub is switched off, there is no token, or the name is none of a repository.
-    """
-    allowed = "a repository on the hub, a network, and a token that may write"
-    offline = constants.HF_HUB_OFFLINE
-    require(not offline, _PUSH, f"{name} with HF_HUB_OFFLINE=1", allowed, "unset HF_HUB_OFFLINE")
-    fix = "run hf auth login, or set HF_TOKEN"
-    require(huggingface_hub.get_token(), _PUSH, f"{name} without a token", allowed, fix)
-    try:
-        huggingface_hub.utils.validate_repo_id(name)
-    except errors.HFValidationError as error:
-        raise ConfigError(_PUSH, name, allowed, "write you/your-model") from error
-
-
 def push(folder: Path, name: str, private: bool) -> str:
     """Upload a folder, its model card too, to a repository of the hub, made if it is not there; returns its address.
 
     Raises:
         ConfigError: The hub refuses it or cannot be reached, or the repository is public and ``private`` is asked.
     """
-    api, fix = HfApi(), f"the folder stays; once that is mended run hf upload {name} {folder}"
+    api, field, fix = HfApi(), "--push-to-hub", f"the folder stays; once that is mended run hf upload {name} {folder}"
     try:
         made = api.create_repo(name, private=private or None, exist_ok=True)
         is_public = private and not api.repo_info(made.repo_id).private  # what is there already keeps who may see it
-        require(not is_public, _PUSH, f"{name} with --private, and it is public", "a private repository", fix)
+        require(not is_public, field, f"{name} with --private, and it is public", "a private repository", fix)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")
-    except (_NETWORK_ERROR, OSError) as error:
+    except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
         allowed = "a repository that can be reached, and a token that may write to it"
-        raise ConfigError(_PUSH, f"{name}, which could not be pushed ({_said(error)})", allowed, fix) from error
+        raise ConfigError(field, f"{name}, which could not be pushed ({_said(error)})", allowed, fix) from error
     return str(made)
 
 

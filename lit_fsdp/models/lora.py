@@ -7,7 +7,6 @@ names are found as ever. Only names grow: ``q_proj.weight`` becomes ``q_proj.bas
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import warnings
@@ -20,9 +19,8 @@ from transformers import PreTrainedModel
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.models.initial import seeded
 from lit_fsdp.models.quantize import apply_nf4, is_quantized, pack
-from lit_fsdp.models.weights import Weights, tied_groups
+from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
@@ -36,11 +34,8 @@ class LoraWeights:
     ``A`` is random as a linear layer's weight is, ``B`` is zero, so that the first loss is the base model's. (In an
     embedding ``A`` is zero and ``B`` random, as in peft.) DoRA's lengths are those of the base weights.
 
-    Args:
-        base: The weights of the model before :func:`apply_lora`.
-        model: After it, on meta and not wrapped yet.
-        seed: Of random values.
-        device: Where a quantized base is quantized, one module at a time; default: the CPU.
+    ``base`` are the weights before :func:`apply_lora`, ``model`` is what it made, on meta and not wrapped yet; a base
+    is quantized on ``device``, one module at a time.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:
@@ -56,26 +51,23 @@ class LoraWeights:
             packed = pack(self._base.read(_base_name(module_name), module, attribute), module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
-        found = [index for index, part in enumerate(parts) if part in _ADAPTER_PARTS]
-        if not found:
+        part = next((part for part in parts if part in _ADAPTER_PARTS), None)
+        if part is None:
             return self._base.read(_base_name(module_name), module, attribute, rows)
-        layer, part = ".".join(parts[: found[0]]), parts[found[0]]
         if part == "lora_magnitude_vector":
-            return self._lengths(layer, module, rows)
-        values = torch.zeros(getattr(self._modules[module_name], attribute).shape)
-        with seeded(self._seed, module_name):
-            if part == "lora_A":
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-            elif part == "lora_embedding_B":
-                nn.init.normal_(values)
+            layer, is_transposed = ".".join(parts[: parts.index(part)]), module.fan_in_fan_out
+            weight = self._base.read(layer, module, "weight", None if is_transposed else rows).float()
+            if not is_transposed:
+                return torch.linalg.norm(weight, dim=1)
+            values = torch.linalg.norm(weight, dim=0)
+        else:
+            values = torch.zeros(getattr(self._modules[module_name], attribute).shape)
+            with seeded(self._seed, module_name):
+                if part == "lora_A":
+                    nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+                elif part == "lora_embedding_B":
+                    nn.init.normal_(values)
         return values if rows is None else values[rows].clone()
-
-    def _lengths(self, layer: str, magnitude: Any, rows: slice | None) -> torch.Tensor:
-        """2-norms of the base weight's rows, or of its columns where it is stored transposed."""
-        if not magnitude.fan_in_fan_out:
-            return torch.linalg.norm(self._base.read(layer, magnitude, "weight", rows).float(), dim=1)
-        lengths = torch.linalg.norm(self._base.read(layer, magnitude, "weight").float().T, dim=1)
-        return lengths if rows is None else lengths[rows].clone()
 
 
 def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> dict[str, Any]:
@@ -85,8 +77,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         The content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
 
     Raises:
-        ConfigError: peft is missing, a name fits no layer, a layer shares its weight with another one, or an adapter
-            would stand on single parameters (experts kept in one tensor).
+        ConfigError: A name fits no layer, a layer shares its weight with another one, or experts are in one tensor.
     """
     peft = _peft()
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -107,7 +98,6 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         modules_to_save=config.modules_to_save,
-        bias=config.bias,
     )
     try:
         _inject(model, settings)
@@ -122,11 +112,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
 
 
 def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) -> Callable[[], PreTrainedModel]:
-    """Put the adapters that ``adapter_config.json`` describes into ``model``, in place, frozen base and all.
-
-    Returns:
-        peft's own merge: adds the adapters to the weights of the base and gives the model without them.
-    """
+    """Put the adapters that ``adapter_config.json`` describes into ``model``, in place; gives peft's own merge."""
     settings = _peft().PeftConfig.from_peft_type(**adapter_config)
     return _inject(model, settings).merge_and_unload
 
@@ -164,10 +150,8 @@ def _check_names(model: PreTrainedModel, field: str, names: list[str]) -> None:
     shared = {n.rpartition(".")[0]: group for group in tied_groups(model) if len(group) > 1 for n in group}
     for wanted in names:
         found = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
-        layers = _layer_names(model)
-        close = difflib.get_close_matches(wanted, layers, n=1, cutoff=0.5)
-        fix = f"write {close[0]}" if close else ""
-        require(found, f"{_PATH}.{field}", repr(wanted), f"layers of this model: {', '.join(layers)}", fix)
+        allowed = f"layers of this model: {', '.join(_layer_names(model))}"
+        require(found, f"{_PATH}.{field}", repr(wanted), allowed)
         twice = " and ".join(next((shared[name] for name in found if name in shared), []))
         given = f"{wanted!r}, whose weight the model uses twice: {twice}"
         fix = "name other modules; all-linear leaves embedding and head alone"

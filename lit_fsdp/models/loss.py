@@ -30,72 +30,63 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _OF_LOGITS = re.compile(r"logit|lm_head|output_mult")
 _ELSEWHERE = re.compile(r"router|^attn_|^mlp_|_to_keep$|_bias$")
+_BACKEND = "model.loss.backend"
 
 
 class TokenLoss(NamedTuple):
-    """Sums over the supervised tokens of a batch, to be added up over batches and ranks before dividing."""
+    """Sums over the supervised tokens of a batch, in nats, to be added up over batches and ranks before dividing.
+
+    Backward runs on ``loss_sum``, the only one with a graph: ``nll_sum`` and what label smoothing, z-loss and a
+    mixture's router loss make of it. ``num_correct`` and ``entropy_sum`` are NaN if the backend does not tell.
+    """
 
     loss_sum: torch.Tensor
-    """What backward runs on: fp32 scalar with a graph. Negative log-likelihood, or what label smoothing, z-loss and a
-    mixture's router loss make of it."""
     num_tokens: torch.Tensor
-    """Supervised tokens: int64 scalar."""
     nll_sum: torch.Tensor
-    """Summed negative log-likelihood in nats, whatever is trained on: fp32 scalar."""
     z_loss_sum: torch.Tensor
-    """Part of ``loss_sum`` that is z-loss: fp32 scalar."""
     num_correct: torch.Tensor
-    """Supervised tokens whose most likely prediction was right: int64 scalar; NaN if the backend does not tell."""
     entropy_sum: torch.Tensor
-    """Summed entropy of the predictions in nats: fp32 scalar; NaN if the backend does not tell."""
 
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss of one model is computed; made by :func:`plan_loss`."""
+    """How the loss of one model is computed, which may be another way than the recipe's; see :func:`plan_loss`."""
 
-    config: LossConfig
-    """The ``model.loss`` section."""
     backend: str
-    """``chunked``, ``plain`` or ``liger``: the recipe's, or ``plain`` where nothing else is safe."""
-    scale: float = 1.0
-    """The model's factor on its logits."""
-    cap: float | None = None
-    """The model's bound of its logits."""
-
-    @property
-    def tells_scores(self) -> bool:
-        """Whether right predictions and entropy are known in training."""
-        return self.backend != "liger"
-
-    @property
-    def terms(self) -> LossTerms:
-        """Numbers of the loss."""
-        extras = {"z_loss": self.config.z_loss, "label_smoothing": self.config.label_smoothing}
-        return LossTerms(**extras, scale=self.scale, cap=self.cap)
+    terms: LossTerms
+    chunk_tokens: int | None = None
 
 
 def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
-    """How the loss of ``model`` is computed, from its configuration; what cannot work is refused.
-
-    An architecture whose logits are not understood gets the plain way, and the log says why.
+    """How the loss of ``model`` is computed; one whose logits are not understood gets the plain way, and a warning.
 
     Raises:
         ConfigError: Liger is not installed or does not fit this model.
     """
     config = config or LossConfig()
-    if config.backend == "plain":
-        return LossPlan(config, "plain")
-    scale, cap, unknown = _after_the_head(model)
-    if config.backend == "liger":
+    backend, terms = config.backend, {"z_loss": config.z_loss, "label_smoothing": config.label_smoothing}
+    if backend == "plain":
+        return LossPlan(backend, LossTerms(**terms))
+    if backend == "liger":
         _check_liger(model)
+    scale, cap, unknown = _after_the_head(model)
     if unknown:
         _log.warning(
-            "model.loss.backend: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
-            *(config.backend, type(model).__name__, unknown),
+            "%s: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
+            *(_BACKEND, backend, type(model).__name__, unknown),
         )
-        return LossPlan(config, "plain")
-    return LossPlan(config, config.backend, scale, cap)
+        return LossPlan("plain", LossTerms(**terms))
+    return LossPlan(backend, LossTerms(**terms, scale=scale, cap=cap), config.chunk_tokens)
+
+
+def _check_liger(model: nn.Module) -> None:
+    fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
+    is_there, given = importlib.util.find_spec("liger_kernel"), "liger, but liger_kernel is not installed"
+    require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
+    owner = owner_of_head(model)
+    kind = None if owner is None else type(_head_of(owner))
+    # no adapter, which it would pass by
+    require(kind is nn.Linear, _BACKEND, f"liger with a head that is a {kind}", "a plain linear head", fix)
 
 
 def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
@@ -142,31 +133,26 @@ def _head_of(owner: Any) -> nn.Module:
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
 
-    Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised.
-
-    Without a plan, that of :func:`plan_loss` is taken.
+    Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised. Without a plan,
+    that of :func:`plan_loss` is taken.
     """
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
     loss, scores, router = token_losses(model, batch, targets_BT, plan)
     num_tokens = (targets_BT != IGNORED).sum()
-    return TokenLoss(
-        loss if router is None else loss + router * num_tokens,
-        num_tokens,
-        scores.nll.sum(),
-        scores.z_loss.sum(),
-        scores.correct.sum(),
-        scores.entropy.sum(),
-    )
+    loss = loss if router is None else loss + router * num_tokens
+    return TokenLoss(loss, num_tokens, *summed(scores))
+
+
+def summed(scores: TokenScores) -> tuple[torch.Tensor, ...]:
+    """What :class:`TokenLoss` tells of the scores of all tokens, in its order."""
+    return scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum()
 
 
 @torch.no_grad()
 def sample_losses(
     model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each row.
-
-    For batches of one sample per row; packed ones would be summed up. Arguments as :func:`causal_lm_forward`.
-    """
+    """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each unpacked row."""
     plan, targets_BT = plan or plan_loss(model), next_targets(batch)
     _, scores, _ = token_losses(model, batch, targets_BT, plan)
     return by_position(scores.nll, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
@@ -207,22 +193,12 @@ def token_losses(
     found: list[tuple[torch.Tensor, TokenScores]] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
-        require(
-            hidden_BTD.shape[:-1] == targets_BT.shape,
-            "model.loss.backend",
-            f"{plan.backend} for {type(model).__name__}, whose head gets {tuple(hidden_BTD.shape)}",
-            f"hidden states of all {tuple(targets_BT.shape)} tokens",
-            "set model.loss.backend: plain",
-        )
         hidden_ND = hidden_BTD[supervised_BT]
         if plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):
             found.append(_liger_loss(head, hidden_ND, targets_N, plan.terms))
         else:
-            vocab_size = int(owner.config.get_text_config().vocab_size)
-            num_rows = plan.config.chunk_tokens or chunk_rows(vocab_size, hidden_ND.shape[1])
-            found.append(
-                chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, num_rows, objective)
-            )
+            rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1])
+            found.append(chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, rows, objective))
         return found[-1][0]
 
     head.forward = loss_forward
@@ -252,47 +228,28 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     owner: Any = owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
-    for holder in (owner, owner.config):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            factor = getattr(holder, name, None)
-            if isinstance(factor, (int, float)):
-                return aux * factor
-    raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
-
-
-def _check_liger(model: nn.Module) -> None:
-    field, fix = "model.loss.backend", "set model.loss.backend: chunked, which does the same in plain PyTorch"
-    is_there = importlib.util.find_spec("liger_kernel") is not None
-    given = "liger, but liger_kernel is not installed"
-    require(is_there, field, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
-    owner = owner_of_head(model)
-    head = None if owner is None else _head_of(owner)
-    given = f"liger with a head that is a {type(head).__name__}"
-    require(type(head) is nn.Linear, field, given, "a plain linear head", fix)  # no adapter, which it would pass by
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = [getattr(holder, name, None) for holder in (owner, owner.config) for name in names]
+    factor = next((factor for factor in found if isinstance(factor, (int, float))), None)
+    if factor is None:
+        raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+    return aux * factor
 
 
 def _liger_loss(
     head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms
 ) -> tuple[torch.Tensor, TokenScores]:
-    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine.
-
-    A factor on the logits goes to the hidden states and the bias: the product is the same.
-    """
+    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
 
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    result: Any = liger_fused_linear_cross_entropy(
-        hidden_ND.to(dtype) * terms.scale,
-        head.weight.to(dtype),
-        targets_N,
-        bias=None if head.bias is None else head.bias.to(dtype) * terms.scale,
-        lse_square_scale=terms.z_loss,
-        reduction="sum",
-        softcap=terms.cap,
-        return_z_loss=True,
-        accum_dtype=torch.float32,
-    )
+    # a factor on the logits may as well stand on the hidden states and the bias
+    bias = None if head.bias is None else head.bias.to(dtype) * terms.scale
+    options: dict[str, Any] = {"lse_square_scale": terms.z_loss, "softcap": terms.cap, "return_z_loss": True}
+    options |= {"bias": bias, "reduction": "sum", "accum_dtype": torch.float32}
+    hidden_ND = hidden_ND.to(dtype) * terms.scale
+    result: Any = liger_fused_linear_cross_entropy(hidden_ND, head.weight.to(dtype), targets_N, **options)
     loss = result.loss.detach().float().reshape(1)
     z_loss = result.z_loss.detach().float().reshape(1) if terms.z_loss else loss * 0
     unknown = loss * torch.nan

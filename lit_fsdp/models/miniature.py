@@ -36,9 +36,6 @@ def shrink(
 
     The model type, tying, the ratio of query to key-value heads (up to 4), RoPE type, kinds of layers, sliding window
     and maximal positions stay.
-
-    Raises:
-        ConfigError: The architecture has its size in settings that are not known here.
     """
     full = hf_config.get_text_config()
     try:
@@ -47,13 +44,9 @@ def shrink(
         problem = f"still {size:,} parameters" if size > _MAX_PARAMETERS else ""
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         problem = " ".join(str(error).split())[:200]
-    require(
-        not problem,
-        "model.miniature",
-        f"true for {full.model_type} ({problem})",
-        "an architecture whose sizes are known here (llama, mistral, qwen, gemma, phi, gpt, opt, bloom, mixtral, ...)",
-        "name a small config .json of that architecture instead of miniature: true",
-    )
+    given, allowed = f"true for {full.model_type} ({problem})", "an architecture whose sizes are known here"
+    fix = "name a small config .json of that architecture instead of miniature: true"
+    require(not problem, "model.miniature", given, allowed, fix)
     return small
 
 
@@ -68,17 +61,15 @@ def _fit_rope(values: dict[str, Any], head_dim: int) -> None:
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
     """The config that ships for a hub name, or, unless ``exact``, for the last part of a path to a copy; else None."""
-    last = _plain(Path(name).name)
-    best: tuple[int, dict[str, Any]] | None = None
+    known: dict[str, dict[str, Any]] = {}
     for file in sorted(shipped("model").glob("*.json")):
         values = json.loads(file.read_text(encoding="utf-8"))
         hub_names = values.pop(HUB_NAMES_KEY, [])
         if name in hub_names:
             return values
-        for known in [] if exact else [_plain(Path(hub_name).name) for hub_name in hub_names]:
-            if last.startswith(known) and (best is None or len(known) > best[0]):
-                best = len(known), values
-    return best[1] if best else None
+        known |= {_plain(hub_name): values for hub_name in hub_names}
+    fitting = [] if exact else [one for one in known if _plain(name).startswith(one)]
+    return known[max(fitting, key=len)] if fitting else None
 
 
 def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -111,9 +102,8 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
             values[name] = value
     values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
     _fit_rope(values, head_dim)
-    for name in ("quantization_config", "_name_or_path", "dtype", "transformers_version"):
-        values.pop(name, None)
-    return values
+    gone = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
+    return {name: value for name, value in values.items() if name not in gone}
 
 
 def _heads(full: PretrainedConfig) -> tuple[int, int]:
@@ -127,4 +117,4 @@ def _heads(full: PretrainedConfig) -> tuple[int, int]:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", Path(name).name.lower())

@@ -15,10 +15,6 @@ class EmbeddingNoise:
 
     So the noise of a sample has a norm of at most alpha, whatever stands beside it in a batch or pack; padding gets
     none. It is drawn on each rank from a generator of its own, seeded by torch's, which a checkpoint keeps.
-
-    Args:
-        model: With an input embedding, which may become an FSDP unit later.
-        alpha: Bound of the norm.
     """
 
     def __init__(self, model: Any, alpha: float) -> None:
@@ -30,12 +26,7 @@ class EmbeddingNoise:
 
     @contextmanager
     def on(self, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
-        """Inside, what is embedded is this batch, and gets noise.
-
-        Args:
-            batch: Padded, with ``attention_mask``, or packed, with ``cu_seq_lens``.
-            rank: Of this process: each draws its own.
-        """
+        """Inside, what is embedded is this batch, padded or packed, and gets noise of this rank's own."""
         if "cu_seq_lens" in batch:
             lengths_N = batch["cu_seq_lens"].diff()
             lengths_BT = lengths_N.repeat_interleave(lengths_N).view_as(batch["input_ids"])

@@ -5,27 +5,23 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
 
 from lit_fsdp.config.model import ADAMW, OptimConfig
 from lit_fsdp.errors import ConfigError, require
 
 _FIELD = "model.optim"
 _QMAP_BYTES = 256 * 4
-_SMALLEST = 4096
-"""Elements below which torchao keeps a moment as it is."""
+_SMALLEST = 4096  # elements below which torchao keeps a moment as it is
 
 
 def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
-    """The class of ``model.optim``, which takes the arguments that the recipe gives it.
-
-    Raises:
-        ConfigError: It cannot be imported, is no optimizer, or has no such argument.
-    """
+    """The class of ``model.optim``, which can be imported, is an optimizer and takes the arguments that it is given."""
     path = optim.optimizer
     module, _, name = path.rpartition(".")
     try:
@@ -37,11 +33,11 @@ def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
     require(is_optimizer, f"{_FIELD}.class_path", path, "a subclass of torch.optim.Optimizer")
     known = inspect.signature(found).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for key in optim.optimizer_args or {} if not takes_any else ():
-        names = [one for one in known if one not in ("params", "lr", "weight_decay")]
+    names = [name for name in known if name not in ("params", "lr", "weight_decay")]
+    for key in optim.optimizer_args or {}:
         near = difflib.get_close_matches(key, names, n=1)
-        fix = f"write {near[0]}" if near else f"drop {key}"
-        require(key in known, f"{_FIELD}.init_args.{key}", f"no argument of {path}", f"one of {', '.join(names)}", fix)
+        fix, given = f"write {near[0]}" if near else f"drop {key}", f"no argument of {path}"
+        require(takes_any or key in known, f"{_FIELD}.init_args.{key}", given, f"one of {', '.join(names)}", fix)
     return found
 
 
@@ -53,16 +49,15 @@ def hidden_matrices(model: Any) -> set[str]:
 
 
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:
-    """What an optimizer keeps of a parameter between steps, without step counters, by its class alone.
+    """What an optimizer keeps of a parameter between steps, without step counters, by its class, which is not imported.
 
     Args:
-        optim: The ``model.optim`` section; the class is not imported.
+        optim: The ``model.optim`` section.
         model: Whose parameters are meant.
         itemsize: Bytes of an element of them at rest.
 
     Returns:
-        Bytes on a rank, of a parameter and the number of its elements there; and the class they are of: of one that is
-        not known here AdamW's are told.
+        Bytes on a rank, of a parameter and its elements there; and the class they are of, AdamW for one not known here.
     """
     path, args = optim.optimizer, optim.optimizer_args or {}
     plain = lambda tensors: lambda param, count: tensors * count * itemsize  # noqa: E731
@@ -85,3 +80,70 @@ def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Ca
 def is_packed(count: int, block_size: int) -> bool:
     """Whether torchao keeps the moments of so many elements as codes of 8 bits."""
     return count >= _SMALLEST and count % block_size == 0
+
+
+class MuonWithAdamW(Optimizer):
+    """One optimizer of two: parameter groups with ``use_muon`` are orthogonalized, the others take AdamW's step.
+
+    :class:`lit_fsdp.CausalLMModule` marks the groups. Schedules scale both learning rates alike.
+
+    Args:
+        params: Parameter groups, each with ``use_muon``.
+        lr: Of Muon's groups.
+        weight_decay: Of groups that do not say.
+        adamw_lr: Of AdamW's groups.
+        betas: AdamW's.
+        momentum: This and what follows as :class:`torch.optim.Muon` takes it.
+
+    Source: https://kellerjordan.github.io/posts/muon/
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        adamw_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        muon: Any = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        groups = list(params)
+        matrices = [dict(group) for group in groups if group["use_muon"]]
+        others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]
+        self._inner: list[Optimizer] = []
+        if matrices:
+            self._inner.append(Muon(matrices, lr=lr, weight_decay=weight_decay, **muon))
+        if others:
+            self._inner.append(AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
+        super().__init__(
+            [group for inner in self._inner for group in inner.param_groups], {"lr": lr, "weight_decay": weight_decay}
+        )
+        self._share()
+
+    def _share(self) -> None:
+        """Let the two work on the groups and the state of this one, which is what is saved and scheduled."""
+        first = 0
+        for inner in self._inner:
+            count = len(inner.param_groups)
+            inner.param_groups, inner.state = self.param_groups[first : first + count], self.state
+            first += count
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner in self._inner:
+            inner.step()
+        return loss

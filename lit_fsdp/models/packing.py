@@ -1,8 +1,7 @@
 """Packed batches: what each attention backend wants of them, and whether their samples see each other.
 
 Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
-begin. FlashAttention gets all packs as one row and the borders between the sequences. The proof puts other tokens in
-some samples and looks at what changes in the rest.
+begin. FlashAttention gets all packs as one row and the borders between the sequences.
 
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
@@ -19,16 +18,14 @@ from torch import nn
 
 from lit_fsdp.models.loss import owner_of_head
 
-INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")
-"""What a model, or its loss, may get of a batch."""
+INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")  # what a model, or its loss, may get of a batch
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
-    """What the model gets of a batch: its tensors, and for packs under FlashAttention one row with its borders.
+    """What the model gets of a batch: its :data:`INPUTS`.
 
-    Returns:
-        The batch's :data:`INPUTS`. Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q``
-        and ``cu_seq_lens_k`` int32 (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers.
+    Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
+    (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers.
     """
     inputs = {name: value for name, value in batch.items() if name in INPUTS}
     if "cu_seq_lens" not in batch or not attn_implementation.startswith("flash_attention"):
@@ -45,10 +42,7 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
-    """What the head of the model sees, (B, T, D), without a graph.
-
-    The model is called as a whole, so that hooks and all-gathers happen.
-    """
+    """What the head of the model, which is called as a whole, sees, (B, T, D), without a graph."""
     inputs = {name: value for name, value in model_inputs(batch, attn_implementation).items() if name != "labels"}
     owner: Any = owner_of_head(model)
     seen: list[torch.Tensor] = []
@@ -61,18 +55,17 @@ def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implemen
     return seen[-1].detach().reshape(*batch["input_ids"].shape, -1)
 
 
-_NUM_SAMPLES, _LENGTH = 4, 16
-"""Of the proof: two packs of two samples, as few tokens as show everything that tells samples apart."""
+_NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: as few as show everything that tells samples apart
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What samples of a pack do to each other; ‖Δ‖ / ‖h‖ of the last hidden states of one sample."""
+    """What samples of a pack do to each other; ‖Δ‖ / ‖h‖ of the last hidden states of a sample, the largest."""
 
     change: float
-    """Largest of a sample that was left as it is while its neighbors got other tokens; 0 if all are bit-equal."""
+    """While its neighbors got other tokens; 0 if all are bit-equal."""
     moved: float
-    """Largest of a sample that changed places with its neighbor."""
+    """When it changed places with its neighbor."""
     is_blind: bool
     """Whether a sample with other tokens had the same states, so that nothing would have been noticed."""
 
@@ -93,10 +86,7 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
     """Look at what changes in a sample when its neighbors do, in four forward passes of 64 tokens each.
 
     Every second sample gets other tokens, then the others, so that each neighbor on each side is changed once.
-
-    Args:
-        states: Gives last hidden states (B, T, D) of a packed batch.
-        ids: Some ids that the model is trained on, any shape.
+    ``states`` gives last hidden states (B, T, D) of a packed batch; ``ids``, of any shape, are some of training.
     """
     num_ids = _NUM_SAMPLES * _LENGTH
     ids_NL = ids.flatten().repeat(-(-num_ids // ids.numel()))[:num_ids].reshape(_NUM_SAMPLES, _LENGTH)
@@ -121,11 +111,9 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
 
 
 def other_ids(ids_NL: torch.Tensor) -> torch.Tensor:
-    """Another id for every token, of those that are there anyway; (N, L).
-
-    Not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same.
-    """
+    """Another id for every token, of those that are there anyway; (N, L)."""
     known = ids_NL.unique()
     if len(known) == 1:
         return torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
+    # not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same
     return known[(torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)]

@@ -17,10 +17,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 from lit_fsdp.config.model import PreferenceConfig
-from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, token_losses
+from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, summed, token_losses
 
 PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
@@ -45,21 +44,19 @@ def preference_forward(
     plan: LossPlan,
     reference_2P: torch.Tensor | None = None,
 ) -> tuple[TokenLoss, torch.Tensor]:
-    """The loss of ``model`` summed over the pairs of a batch, and what is logged of them.
+    """The loss of ``model``, called once as a whole, summed over the pairs of a batch, and what is logged of them.
 
     Pairs without supervised tokens, which fill a batch up, count for nothing.
 
     Args:
-        model: Called as a whole, once.
+        model: Any causal LM.
         batch: ``input_ids``, ``labels`` and what else its forward takes, of B rows.
         config: Which loss, and its numbers.
         plan: How the model's head is evaluated.
-        reference_2P: Log-probabilities of chosen and rejected completions under the reference; None where the loss
-            needs none.
+        reference_2P: Log-probabilities of both completions under the reference, where the loss needs them.
 
     Returns:
-        ``loss_sum`` with a graph beside the token counts of both completions; and fp64 sums in the order of
-        :data:`PAIR_COUNTS`.
+        ``loss_sum`` with a graph beside token counts; and fp64 sums in the order of :data:`PAIR_COUNTS`.
     """
     completion_BT = next_targets(batch)
     is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)
@@ -87,8 +84,7 @@ def preference_forward(
 
     loss, scores, router = token_losses(model, batch, targets_BT, plan, objective)
     loss = loss if router is None else loss + router * is_pair_P.sum()
-    sums = (scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum())
-    return TokenLoss(loss, (completion_BT != IGNORED).sum(), *sums), torch.stack(terms)
+    return TokenLoss(loss, (completion_BT != IGNORED).sum(), *summed(scores)), torch.stack(terms)
 
 
 def pair_losses(
@@ -99,11 +95,7 @@ def pair_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair, (P,), and the rewards of both completions, (2, P), which say what the model prefers.
 
-    Args:
-        config: Which loss, and its numbers.
-        logps_2P: Summed log-probabilities of the chosen and the rejected completions.
-        counts_2P: Their tokens.
-        reference_2P: As ``logps_2P`` under the reference.
+    ``logps_2P`` are their summed log-probabilities, ``reference_2P`` the same under the reference.
     """
     scores_2P = logps_2P / counts_2P if reference_2P is None else logps_2P - reference_2P
     rewards_2P, beta, smooth = config.beta * scores_2P, config.beta, config.label_smoothing
@@ -115,25 +107,6 @@ def pair_losses(
         return -beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
     margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
     return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
-
-
-class PairMetrics(Metric):
-    """The loss and what is logged of pairs, as means over all pairs of all ranks."""
-
-    sums: torch.Tensor
-
-    def __init__(self, config: PreferenceConfig) -> None:
-        super().__init__()
-        self._config = config
-        self.add_state("sums", torch.zeros(len(PAIR_COUNTS), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, sums: torch.Tensor) -> None:
-        """Add the sums of one batch."""
-        self.sums = self.sums + sums
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        """Fp32 scalars over all ranks."""
-        return pair_metrics(self.sums, self._config)
 
 
 def adapters_are_all(model: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,16 +27,7 @@ _STORED = torch.bfloat16
 def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization: bool) -> None:
     """Replace the linear layers of ``model``, which is on meta, by 4-bit ones in place, before it gets adapters.
 
-    The head stays as it is, and so do embeddings, norms and experts that are kept in one tensor, which are no linear
-    layers.
-
-    Args:
-        model: Biases keep their place and dtype.
-        keep: Names of modules, or their ends, that are trained whole and left alone.
-        double_quantization: Quantize the scales too, to 8 bits.
-
-    Raises:
-        ConfigError: bitsandbytes is missing, or there is nothing to quantize.
+    The head stays as it is, and ``keep``: names of modules, or their ends, that are trained whole.
     """
     library = _bitsandbytes()
     linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
@@ -71,31 +61,23 @@ def is_quantized(module: nn.Module, attribute: str) -> bool:
 
 
 def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
-    """The packed weight of a layer; what unpacks it is given to the layer.
+    """The packed weight of a layer, of all of ``weight`` in the dtype of its file; the layer gets what unpacks it.
 
-    The same weight gives the same bits on the same kind of device.
-
-    Args:
-        weight: All of it, in the dtype of its file.
-        layer: Of :func:`apply_nf4`.
-        device: Where it is quantized, and where ``quant_state`` stays.
+    The same weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
-    packed, layer.quant_state = _bitsandbytes().functional.quantize_4bit(
-        weight.to(device),
-        blocksize=_BLOCK,
-        compress_statistics=layer.double_quantization,
-        quant_type="nf4",
-        quant_storage=_STORED,
-    )
+    packed, layer.quant_state = _quantized(weight.to(device), layer.double_quantization)
     return packed
 
 
 def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
     """What a quantized layer computes with in place of ``weight``, which is on the CPU, in its dtype."""
-    layer: Any = SimpleNamespace(double_quantization=double_quantization)
-    packed = pack(weight, layer, weight.device)
-    again: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(packed, layer.quant_state)
+    again: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
     return again
+
+
+def _quantized(weight: torch.Tensor, double: bool) -> Any:
+    options = {"blocksize": _BLOCK, "compress_statistics": double, "quant_type": "nf4", "quant_storage": _STORED}
+    return _bitsandbytes().functional.quantize_4bit(weight, **options)
 
 
 def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
@@ -105,11 +87,7 @@ def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndB
 
 
 def give_shapes(layer: Any) -> None:
-    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read.
-
-    Args:
-        layer: Of :func:`apply_nf4`; gets its input in the dtype in which it computes.
-    """
+    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
     shape = torch.Size((layer.out_features, layer.in_features))
@@ -126,11 +104,9 @@ def give_shapes(layer: Any) -> None:
 
 def _quantization_bytes(numel: int, double: bool) -> int:
     """Of a layer's scales and code book; the code book of doubly quantized scales is one for all layers."""
-    blocks, code_bytes = math.ceil(numel / _BLOCK), 16 * 4
-    if not double:
-        return blocks * 4 + code_bytes
-    mean = 4  # that the scales are held against
-    return blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + mean + code_bytes
+    blocks, code_bytes, mean_bytes = math.ceil(numel / _BLOCK), 16 * 4, 4
+    scale_bytes = blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + mean_bytes if double else blocks * 4
+    return scale_bytes + code_bytes
 
 
 @functools.cache

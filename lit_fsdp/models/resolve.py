@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.models.added_tokens import with_added_tokens
-from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
@@ -24,20 +28,29 @@ from lit_fsdp.models.tokenizers import (
     miniature_tokenizer,
     read_tokenizer,
 )
-from lit_fsdp.models.weights import ModelSource, has_safetensors, match_names, open_weights, stored_tensors
+from lit_fsdp.models.weights import (
+    ModelSource,
+    Stored,
+    files_key,
+    has_safetensors,
+    match_names,
+    open_weights,
+    stored_tensors,
+)
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
+_CHUNK_ROWS = 8192  # of which a sum is made at a time, in fp64
 
 
-def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> ModelSource:
+def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True) -> ModelSource:
     """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
 
     Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and
     reads no weights.
 
     Args:
-        config: A folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
+        config: Of a folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
         seed: Of random initialization; only named in the label here.
         with_weights: Else nothing large is fetched or converted, and the result has no weights.
 
@@ -45,9 +58,8 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
         ConfigError: Nothing usable is there; the error says what is.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
-    name = config.name
-    if name is None:
-        raise ConfigError(_FIELD, None, "a hub name, folder, GGUF file or config", "name a model")
+    if (name := config.name) is None:
+        raise ConfigError(_FIELD, "null", "a hub name, folder, GGUF file or config", "name the model")
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
     label, tokenizer = _label(name), config.tokenizer
     if config.miniature:
@@ -61,41 +73,26 @@ def resolve_model(config: ModelConfig, seed: int, with_weights: bool = True) -> 
         hub_name = None if Path(name).expanduser().exists() else name
         base = hub_name or str(folder.resolve())
         source = ModelSource(hf_config, weights, tokenizer or str(folder), label, hub_name, base)
-    return with_added_tokens(source, config)
+    return _with_added_tokens(source, config)
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
-    """The architecture that ``config`` names; no weights are looked for, let alone read.
-
-    Raises:
-        ConfigError: No config is at hand for it; the error says what is.
-    """
-    return resolve_model(config, 0, with_weights=False).hf_config
+    """The architecture that ``config`` names; no weights are looked for, let alone read."""
+    return resolve_model(config, with_weights=False).hf_config
 
 
 def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted.
-
-    Raises:
-        ConfigError: No tokenizer or no config is at hand, or they do not fit each other.
-    """
-    return load_tokenizer(resolve_model(config, 0, with_weights=False), config)
+    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted."""
+    return load_tokenizer(resolve_model(config, with_weights=False), config)
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:
-    """Bring everything a run needs of a model into the caches of this node, and look whether it fits together.
-
-    Any number of processes may do so at once; one works. Names and shapes of all tensors are compared, no weights are
-    loaded.
+    """Bring everything a run needs of a model into the caches of this node; names and shapes of tensors are compared.
 
     Returns:
         Folders of ``weights`` and ``tokenizer`` (None: made from nothing), and ``hub_name`` or None.
-
-    Raises:
-        ConfigError: Nothing usable can be had; the error says how it could.
-        CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
-    source = resolve_model(config, seed=0)
+    source = resolve_model(config)
     open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
     load_tokenizer(source, config)
     tokenizer = source.tokenizer_source
@@ -121,10 +118,9 @@ def _find(
     if is_gguf and not with_weights:
         with reading(path):
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True), None
-    if not with_weights and not path.exists():
-        shipped = shipped_config(name, exact=not config.miniature)
-        if shipped is not None:
-            return _config_of(shipped, name), None
+    shipped = None if with_weights or path.exists() else shipped_config(name, exact=not config.miniature)
+    if shipped is not None:
+        return _config_of(shipped, name), None
     if path.is_dir():
         folder = path
     elif is_gguf:
@@ -136,13 +132,9 @@ def _find(
 
 
 def _check_hub_name(name: str, config: ModelConfig) -> None:
-    require(
-        not config.miniature,
-        _FIELD,
-        f"{name} with miniature: true",
-        "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model",
-        "download its config.json and name that file",
-    )
+    allowed = "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model"
+    fix = "download its config.json and name that file"
+    require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
     path = Path(name).expanduser()
     # hub names have at most one slash and no file ending of ours
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json"):
@@ -158,13 +150,10 @@ def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool
         match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), stored_tensors(folder))
         if not match.misshapen and not (match.missing and match.unexpected):
             return folder
-    require(
-        has_safetensors(folder) or list(folder.glob("pytorch_model*.bin")),
-        _FIELD,
-        f"{folder}, a folder with config.json but no weights",
-        "model.safetensors or its index beside config.json",
-        f"for random init name {folder / 'config.json'}; to fetch a model whole: lit-fsdp model prepare --name NAME",
-    )
+    else:
+        allowed = "model.safetensors or its index, or .bin files, beside config.json"
+        fix = f"for random init name {folder / 'config.json'}; to fetch all of it: lit-fsdp model prepare --name NAME"
+        require(any(folder.glob("pytorch_model*.bin")), _FIELD, f"{folder}, without weights", allowed, fix)
     return convert(folder, trust_remote_code)
 
 
@@ -174,11 +163,11 @@ def _miniature(full: PretrainedConfig, config: ModelConfig, label: str, seed: in
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
     add_special_tokens(loaded, config.add_tokens or ())
     small = shrink(full, loaded, config.trust_remote_code)
-    sizes = (label, small.model_type, *(getattr(small, key, "?") for key in ("num_hidden_layers", "hidden_size")))
-    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", *sizes)
+    sizes = (small.model_type, small.num_hidden_layers, small.hidden_size)
+    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", label, *sizes)
     if tokenizer is None:
-        given = config.tokenizer or "the model's"
-        _log.info("miniature: model.tokenizer: %s → %d byte-level tokens made here", given, len(loaded))
+        text = "miniature: model.tokenizer: %s → %d byte-level tokens made here"
+        _log.info(text, config.tokenizer or "the model's", len(loaded))
     return ModelSource(small, None, tokenizer, f"{label} miniature, random init (seed {seed})")
 
 
@@ -186,11 +175,9 @@ def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
     """Of an inline config, a config file, or one that ships."""
     values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
     model_type = values.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3, cutoff=0.5)
-        given = f"model_type {model_type!r} in {where}"
-        fix = f"write model_type: {' or '.join(close) or 'llama'}"
-        raise ConfigError(_FIELD, given, "a model type of transformers", fix)
+    close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1) or ["llama"]
+    given, fix = f"model_type {model_type!r} in {where}", f"write model_type: {close[0]}"
+    require(model_type in CONFIG_MAPPING, _FIELD, given, "a model type of transformers", fix)
     with reading(where, fix=f"correct that key of the {model_type} config"):
         return _text_part(AutoConfig.for_model(model_type, **values), where)
 
@@ -211,9 +198,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 def _text_part(hf_config: PretrainedConfig, where: str) -> PretrainedConfig:
     """The config of the language model inside of one that also sees, where it is known to work without the rest.
 
-    On the hub Gemma 3 4B and larger are ``gemma3``: a vision tower beside a language model, and transformers builds
-    both for a causal LM. Rows of text never reach the tower, whose weights would only cost memory. What is saved and
-    exported is the text model.
+    On the hub Gemma 3 4B and larger are ``gemma3``, and transformers builds their vision tower too for a causal LM.
+    Rows of text never reach it. What is saved and exported is the text model.
     """
     text = hf_config.get_text_config()
     if hf_config.model_type != "gemma3" or text.model_type != "gemma3_text":
@@ -227,6 +213,58 @@ def _label(name: str | Mapping[str, Any]) -> str:
     if isinstance(name, Mapping):
         return str(name.get("model_type", "model"))
     path = Path(name)
-    if path.name == "config.json" and path.parent.name:
-        return path.parent.name
+    if path.name == "config.json":
+        return path.absolute().parent.name
     return path.stem if path.suffix in (".gguf", ".json") else path.name
+
+
+def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
+    """``source`` with a vocabulary that has a row for each token of ``model.add_tokens``; itself if none is named.
+
+    Embedding and head are written once more, in fp32, to the cache, with the mean of the old rows in each new one: old
+    logits stay as they were, and a new token starts less likely than the average of the old ones, where random values
+    would make some the most likely of all. Rows beyond the tokenizer's tokens (a padded vocabulary) are used first.
+
+    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html (Hewitt, 2021).
+    """
+    if not config.add_tokens or source.tokenizer_source is None:
+        return source
+    tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
+    num_used, num_stored = len(tokenizer), source.hf_config.get_text_config().vocab_size
+    fresh = add_special_tokens(tokenizer, config.add_tokens)
+    numbers = tokenizer.get_vocab()
+    unnamed = [token for token in numbers if numbers[token] >= num_stored and token not in config.add_tokens]
+    given = f"{len(unnamed)} tokens beyond the {num_stored} embeddings, which add_tokens does not name ({unnamed[:5]})"
+    allowed = f"the tokenizer that belongs to {source.label}, and in add_tokens every token without an embedding"
+    require(not unnamed, "model.tokenizer", given, allowed)
+    num_rows = max(num_stored, 1 + max(numbers[token] for token in config.add_tokens))
+    ids = {numbers[token] for token in fresh} | set(range(num_stored, num_rows))
+    if not ids:
+        return source
+    text = "model.add_tokens: %d new row(s) in embedding and head, which start at the mean of the others: %d rows → %d"
+    _log.info(text, len(ids), num_stored, num_rows)
+    overlay = None
+    if source.weights_folder is not None:
+        model = build_on_meta(source.hf_config, "eager", config.trust_remote_code)
+        found = match_names(model, stored_tensors(source.weights_folder)).found
+        stored = {one for name in vocabulary_tensors(model) if isinstance(one := found.get(name), Stored)}
+        overlay = _written_overlay(stored, num_rows, sorted(ids), min(num_used, num_stored))
+    grown = copy.deepcopy(source.hf_config)
+    grown.get_text_config().vocab_size = num_rows
+    return dataclasses.replace(source, hf_config=grown, overlay=overlay)
+
+
+def _written_overlay(stored: Collection[Stored], num_rows: int, ids: list[int], num_used: int) -> Path:
+    """The folder with these tensors grown to ``num_rows``, where the rows ``ids`` are the mean of the first ones."""
+    key = files_key([one.file for one in stored], sorted(one.name for one in stored), num_rows, ids, num_used)
+
+    def make(folder: Path) -> None:
+        for number, one in enumerate(stored):
+            values = one.read()
+            sums = [part.double().sum(0) for part in values[:num_used].split(_CHUNK_ROWS)]
+            grown = torch.empty(num_rows, *values.shape[1:])
+            grown[: len(values)] = values
+            grown[ids] = (torch.stack(sums).sum(0) / num_used).float()
+            save_file({one.name: grown}, folder / f"{number}.safetensors")
+
+    return make_once(cache_root() / "models" / f"tokens-{key}", make, f"adding {len(ids)} rows")

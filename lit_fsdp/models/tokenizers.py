@@ -39,8 +39,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
     Raises:
-        ConfigError: There is no tokenizer, it cannot be read, has more tokens than the model has embeddings, or lacks
-            what it would be padded with.
+        ConfigError: It is not there, cannot be read or padded with, or has more tokens than the model has embeddings.
     """
     name, field = source.tokenizer_source, "model.tokenizer"
     label = name or "the miniature's tokenizer"
@@ -48,20 +47,14 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     tokenizer = read_tokenizer(name, config.trust_remote_code) if name else miniature_tokenizer()
     fresh = add_special_tokens(tokenizer, config.add_tokens or ())
     if config.add_tokens:
-        known = [token for token in config.add_tokens if token not in fresh]
-        _log.info(
-            "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s",
-            *(label, " ".join(fresh) or "none", " ".join(known) or "none"),
-        )
+        known = " ".join(token for token in config.add_tokens if token not in fresh) or "none"
+        text = "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s"
+        _log.info(text, label, " ".join(fresh) or "none", known)
     _set_pad_token(tokenizer, config.pad_token, label)
-    embeddings = source.hf_config.get_text_config().vocab_size
-    require(
-        len(tokenizer) <= embeddings,
-        field,
-        f"{label} with {len(tokenizer)} tokens",
-        f"at most the {embeddings} embeddings of {source.label}",
-        "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding",
-    )
+    size, embeddings = len(tokenizer), source.hf_config.get_text_config().vocab_size
+    allowed = f"at most the {embeddings} embeddings of {source.label}"
+    fix = "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding"
+    require(size <= embeddings, field, f"{label} with {size} tokens", allowed, fix)
     return tokenizer
 
 
@@ -70,9 +63,6 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 
     Returns:
         Those that have a new number; pieces of text that were in the vocabulary keep theirs.
-
-    Raises:
-        ConfigError: The tokenizer does not read one of them as one token afterwards.
     """
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
@@ -87,18 +77,12 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
     """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
 
-    No token is made up for it, so the vocabulary stays as it is. Labels are masked by position, never by token, so
-    the end of text is supervised although it is padded with.
+    Labels are masked by position, never by token, so the end of text is supervised although it is padded with.
     """
     token = pad_token or tokenizer.pad_token or tokenizer.eos_token
     require(token, "model.tokenizer", label, "a tokenizer with an eos or pad token", "set model.pad_token")
-    require(
-        token in tokenizer.get_vocab(),
-        "model.pad_token",
-        f"{token!r}, which {label} does not have",
-        "one of its tokens, or one that is added",
-        f"write add_tokens: ['{token}'] beside it, or drop pad_token",
-    )
+    given, fix = f"{token!r}, which {label} does not have", f"write add_tokens: ['{token}'] beside it"
+    require(token in tokenizer.get_vocab(), "model.pad_token", given, "one of its tokens, or one that is added", fix)
     if tokenizer.pad_token != token:
         _log.info("%s has %s pad token: padding with %s", label, tokenizer.pad_token or "no", token)
         tokenizer.pad_token = token
@@ -106,15 +90,11 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, la
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The number put where a batch has no token; nothing is supervised there and nothing looks, so any will do."""
-    numbers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(number) for number in numbers if number is not None)
+    return next(number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that its chat template writes after what the assistant says; None if it writes none.
-
-    Found by rendering a placeholder; templates that refuse such a conversation have none here.
-    """
+    """The special token that its chat template writes after what the assistant says; None if it writes none."""
     word = "qzx0xzq"
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
     try:
@@ -128,10 +108,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def miniature_tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE of under 512 tokens: every byte, some frequent pieces, ChatML marks and a chat template.
-
-    The same on every machine: the merges are written here, not trained.
-    """
+    """A byte-level BPE of under 512 tokens: every byte, some frequent pieces, ChatML marks and a chat template."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
@@ -167,11 +144,7 @@ def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
 
 
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, GGUF file or hub repository as it is there.
-
-    Raises:
-        ConfigError: It cannot be found or read.
-    """
+    """The tokenizer of a folder, GGUF file or hub repository as it is there."""
     path, field = find_tokenizer(name, trust_remote_code), "model.tokenizer"
     if path.is_file():
         with reading(path, field):
@@ -187,10 +160,9 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file with its special tokens, chat template and the context length as its limit.
+    """The tokenizer of a GGUF file with what transformers drops: the context length, and that SmolLM splits digits.
 
-    transformers drops the context length, and of SmolLM that digits stand alone (``tokenizer.ggml.pre``). Not through
-    AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
+    Not through AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
     """
     from gguf import GGUFReader
 

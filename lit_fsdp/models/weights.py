@@ -5,10 +5,13 @@ A folder of safetensors files is held against the model once, by names and shape
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +22,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.models.initial import InitialValues
 
 _log = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +40,6 @@ class ModelSource:
     """What a model name has been resolved to; nothing large has been read yet."""
 
     hf_config: PretrainedConfig
-    """The architecture."""
     weights_folder: Path | None
     """Folder of safetensors files whose names and shapes fit, or None for random initialization."""
     tokenizer_source: str | None
@@ -46,13 +47,12 @@ class ModelSource:
     label: str
     """Short name for logs and reports."""
     hub_name: str | None = None
-    """Name of the repository on the hub, where it is one: what model cards name as their base model."""
+    """What model cards name as their base model."""
     base: str | None = None
-    """What ``from_pretrained`` loads the model from: the name on the hub, or a folder (of a GGUF file, its converted
-    one); None with random init. Adapters name it, so that peft finds their base."""
+    """What ``from_pretrained`` loads it from: a hub name or folder, which adapters name so that peft finds their
+    base; None with random init."""
     overlay: Path | None = None
-    """Folder of the tensors to be taken instead of those in ``weights_folder``: embedding and head with rows for
-    ``model.add_tokens``."""
+    """Folder of the tensors to be taken instead of those in ``weights_folder``: grown by ``model.add_tokens``."""
 
 
 class Stored(NamedTuple):
@@ -63,14 +63,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """The tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file.
-
-        Open, copy, close: the mapping of the file (which counts as this process's memory) goes at once.
-
-        Raises:
-            CheckpointError: The file has been cut short.
-        """
-        try:
+        """The tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
+        try:  # open, copy, close: the mapping of the file, which counts as this process's memory, goes at once
             with safe_open(self.file, framework="pt") as handle:
                 if rows is None:
                     return handle.get_tensor(self.name).clone()
@@ -87,17 +81,12 @@ class StoredExperts(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Experts first."""
+        """Of the whole: experts first."""
         first = self.parts[0]
         return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
 
-    @property
-    def file(self) -> Path:
-        """Of the first part."""
-        return self.parts[0][0].file
-
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`Stored.read`; only the parts of the experts in ``rows`` are read."""
+        """As :meth:`Stored.read`; of other experts than those in ``rows`` nothing is read."""
         chosen = self.parts[rows or slice(None)]
         whole = self.parts[0][0].read(slice(0, 0)).new_empty(len(chosen), *self.shape[1:])
         for expert, parts in zip(whole, chosen, strict=True):
@@ -107,64 +96,124 @@ class StoredExperts(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A model held against a folder."""
+    """A model held against a folder.
+
+    ``found`` has the names of parameters and persistent buffers of the model, tied ones all with the one stored;
+    ``missing`` are names of the model, ``unexpected`` names in the folder but for those that models are known to drop,
+    and ``misshapen`` lines of text.
+    """
 
     found: dict[str, Stored | StoredExperts]
-    """By the name of the parameter or persistent buffer in the model; tied names all point at the one stored."""
     missing: list[str]
-    """Names in the model with nothing in the folder."""
     unexpected: list[str]
-    """Names in the folder without a place in the model, but for those that models are known to drop."""
     misshapen: list[str]
-    """One line for each tensor whose shape differs."""
 
 
 class Weights:
-    """Where every parameter and buffer of a model comes from; made by :func:`open_weights`."""
+    """Where every parameter and buffer of a model comes from; made by :func:`open_weights`.
 
-    def __init__(
-        self, initial: InitialValues, stored: dict[str, Stored | StoredExperts], first_owner: dict[str, str]
-    ) -> None:
-        self._initial, self._stored, self._first_owner = initial, stored, first_owner
+    What no file holds is initialized, the same for every order, number of ranks and sharding: ``_init_weights`` of
+    transformers is called on a real copy of one module while everything else stays on meta, with random values by the
+    seed and the module's name. Some models initialize a child from its parent (GPT-2 scales the output projections from
+    the attention block), so the module's ancestors get their turn too, nearest first. It is a copy of the whole tree,
+    from which no tensor of the live model is reached.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int, stored: dict[str, Stored | StoredExperts]) -> None:
+        self._seed, self._stored = seed, stored
+        self._first_owner = {name: names[0] for names in tied_groups(model) for name in names}
+        self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """The parameter or buffer ``attribute`` owned directly by ``module``, or only its ``rows`` in dim 0.
+        """The parameter or buffer ``attribute`` of ``module``, or only its ``rows`` (maybe none) in dim 0.
 
         Args:
-            module_name: Name of ``module`` inside the transformers model.
+            module_name: Inside the transformers model.
             module: Not looked at.
             attribute: ``weight``, ``bias``, ``inv_freq``, ...
-            rows: Rows of the unsharded tensor; may be empty. Only these are read from a file.
+            rows: Of the unsharded tensor; only these are read from a file.
 
         Returns:
             A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's.
 
         Raises:
-            CheckpointError: The file has been cut short since it was checked, or the model's code does not
-                initialize a value that no file holds.
+            CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.
         """
-        name = f"{module_name}.{attribute}" if module_name else attribute
+        return self.read_named(f"{module_name}.{attribute}" if module_name else attribute, rows)
+
+    def read_named(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The same by the name of the parameter or buffer."""
         if name in self._stored:
             return self._stored[name].read(rows)
-        owner, _, attribute = self._first_owner.get(name, name).rpartition(".")
-        return self._initial.value(owner, attribute, rows)
+        name = self._first_owner.get(name, name)
+        owner, _, attribute = name.rpartition(".")
+        if self._last[0] != owner or attribute not in self._last[1]:
+            self._last = ("", {})
+            self._last = (owner, self._initialize(owner))
+        values = self._last[1]  # of the module last asked about, which is likely asked about again
+        value = values.pop(attribute) if rows is None else values[attribute][rows].clone()
+        if value.is_floating_point() and value.isnan().any():
+            text = "the model's code (_init_weights) leaves it uninitialized, and no file holds it"
+            raise CheckpointError(f"{name}: {text}")
+        return value
+
+    @torch.no_grad()
+    def _initialize(self, name: str) -> dict[str, torch.Tensor]:
+        real = _bare_copy(self._modules[name])
+        real._parameters = {
+            k: None if p is None else nn.Parameter(_blank(p), requires_grad=False) for k, p in real._parameters.items()
+        }
+        real._buffers = {k: None if b is None else _blank(b) for k, b in real._buffers.items()}
+        with seeded(self._seed, name):
+            module = real
+            while True:
+                self._owner(name)._init_weights(module)
+                if not name:
+                    break
+                name, _, child = name.rpartition(".")
+                parent = _bare_copy(self._modules[name])
+                parent._modules = {**parent._modules, child: module}
+                module = parent
+        return {k: t.detach() for k, t in [*real._parameters.items(), *real._buffers.items()] if t is not None}
+
+    def _owner(self, name: str) -> PreTrainedModel:
+        """The nearest model at or above ``name``: its ``_init_weights`` is the one that counts."""
+        while not isinstance(module := self._modules[name], PreTrainedModel):
+            name = name.rpartition(".")[0]
+        return module
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """A second object with the same attributes and tensors; sets of tensors and children can be replaced apart."""
+    bare = object.__new__(type(module))
+    bare.__dict__ = dict(module.__dict__)
+    return bare
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same (unsharded) shape, filled with not-a-number so that a gap in the code shows."""
+    return torch.full(tensor.shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Seed the CPU generator from (seed, name) and put its state back; accelerators are left alone."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=6).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
+        yield
 
 
 def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weights:
-    """The weights of ``source`` for ``model``, held against each other once: names and shapes.
-
-    Args:
-        source: A folder, or random initialization.
-        model: On meta and not yet wrapped; tied parameters are one object under several names.
-        seed: Of random initialization.
+    """The weights of ``source`` for ``model`` (on meta, not yet wrapped), held against each other by names and shapes.
 
     Raises:
         CheckpointError: Tensors are missing in the folder or have other shapes, or a file is damaged.
     """
-    first_owner = {name: names[0] for names in tied_groups(model) for name in names}
-    initial, folder = InitialValues(model, seed), source.weights_folder
+    folder = source.weights_folder
     if folder is None:
-        return Weights(initial, {}, first_owner)
+        return Weights(model, seed, {})
     tensors = stored_tensors(folder)
     if source.overlay is not None:
         tensors |= headers_of(source.overlay.glob("*.safetensors"))
@@ -177,7 +226,7 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
             "%s: %d tensors are not in %s and are not loaded: %s",
             *(folder, len(match.unexpected), kind, _some(match.unexpected)),
         )
-    return Weights(initial, match.found, first_owner)
+    return Weights(model, seed, match.found)
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -186,11 +235,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors model folder by its name there; only headers are read.
-
-    Raises:
-        CheckpointError: A file of the index is missing, or a file is damaged or cut short.
-    """
+    """Every tensor of a safetensors model folder, as :func:`headers_of` its files."""
     if (folder / _SINGLE).is_file():
         return headers_of([folder / _SINGLE])
     index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -198,7 +243,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
-    """Every tensor of safetensors files by its name.
+    """Every tensor of safetensors files by its name; only headers are read.
 
     Raises:
         CheckpointError: A file is missing, damaged or cut short.
@@ -243,7 +288,7 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
         missing=[names[0] for names in groups if names[0] not in found],
         unexpected=sorted(name for name in surplus if not any(re.search(pattern, name) for pattern in dropped)),
         misshapen=[
-            f"{name}: {stored.shape} in {stored.file.name}, {shapes[name]} in the model"
+            f"{name}: {stored.shape} in the folder, {shapes[name]} in the model"
             for name, stored in found.items()
             if stored.shape != shapes[name]
         ],
@@ -275,6 +320,12 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
     return list(groups.values())
+
+
+def files_key(files: Iterable[Path], *more: object) -> str:
+    """A short hash of which files these are, when they were written, and of ``more``; names what is made of them."""
+    seen = sorted((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in set(files))
+    return hashlib.blake2b(repr((seen, more)).encode(), digest_size=8).hexdigest()
 
 
 def _some(lines: Sequence[str], most: int = 8) -> str:

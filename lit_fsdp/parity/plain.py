@@ -33,7 +33,7 @@ def train_plain(model: Any, batches: Iterable[list[Row]], optim: dict[str, Any])
         model: Its forward gives logits.
         batches: The rows of every global batch.
         optim: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` of AdamW; ``clip`` and ``clip_algorithm``,
-            norm or value; ``schedule``, ``warmup_steps``, ``decay_steps``, ``min_lr_ratio``, and the ``total_steps``
+            norm or value; ``schedule``, ``warmup_steps``, ``decay_ratio``, ``min_lr_ratio``, and the ``total_steps``
             it is made for.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -70,8 +70,7 @@ def lr_share(step: int, optim: dict[str, Any]) -> float:
     if optim["schedule"] == "constant":
         return 1.0
     if optim["schedule"] == "wsd":
-        decay = optim["decay_steps"] or 0.1
-        start = max(start, total - max(1, round(decay * total if decay < 1 else decay)))
+        start = max(start, total - max(1, round(optim["decay_ratio"] * total)))
     done = min(1.0, max(0, step - start) / max(1, total - start))
     fall = (1 + math.cos(math.pi * done)) / 2 if optim["schedule"] == "cosine" else 1 - done
     return float(optim["min_lr_ratio"] + (1 - optim["min_lr_ratio"]) * fall)

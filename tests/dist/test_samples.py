@@ -84,7 +84,7 @@ def test_prompts_of_a_file_at_the_end_of_training(dropout_model: Path, tmp_path:
     assert not any("match" in name for name in found[0]["metrics"])
     (row,) = rows_of(tmp_path / "run")
     assert (row["step"], row["wanted"], row["prompt"]) == ("3", "", "user\nHello\nassistant")
-    table = [3, "user\nHello\nassistant", None, row["got"]]
+    table = [3, "user\nHello\nassistant", "", row["got"]]
     assert found[0]["tables"] == [["samples", 3, ["step", "prompt", "wanted", "got"], [table]]]
     assert found[1]["tables"] == []
     events = reader.EventAccumulator(str(tmp_path / "run/tb/0"))

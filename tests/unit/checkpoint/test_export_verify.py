@@ -181,7 +181,7 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
             ("gpt2", "full", {"target_modules": "all-linear", "r": 4, "use_dora": True}),
             ("untied", "sharded", {"target_modules": ["q_proj", "embed_tokens"], "r": 4}),
             ("untied", "sharded", {"modules_to_save": ["lm_head", "norm"], "r": 4}),
-            ("gpt2", "sharded", {"bias": "lora_only", "r": 4, "modules_to_save": ["ln_f"]}),
+            ("gpt2", "sharded", {"r": 4, "modules_to_save": ["ln_f"]}),
         )
     ):
         place = tmp_path / str(number)

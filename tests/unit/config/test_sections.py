@@ -113,18 +113,17 @@ def test_schedules_fall_over_the_run():
 def test_wsd_warms_up_stays_and_falls_at_the_end():
     steps = (1, 4, 79, 80, 90, 100, 120)
     for decay, factors in (
-        (20, [0.5, 1.0, 1.0, 1.0, 0.55, 0.1, 0.1]),
         (0.2, [0.5, 1.0, 1.0, 1.0, 0.55, 0.1, 0.1]),
-        (None, [0.5, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]),  # the last tenth: step 95 is half-way
-        (96, [0.5, 1.0, 1 - 0.9 * 75 / 96, 1 - 0.9 * 76 / 96, 1 - 0.9 * 86 / 96, 0.1, 0.1]),
+        (0.1, [0.5, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]),  # the last tenth: step 95 is half-way
+        (0.96, [0.5, 1.0, 1 - 0.9 * 75 / 96, 1 - 0.9 * 76 / 96, 1 - 0.9 * 86 / 96, 0.1, 0.1]),
     ):
-        optim = OptimConfig(schedule="wsd", warmup_steps=4, min_lr_ratio=0.1, decay_steps=decay)
+        optim = OptimConfig(schedule="wsd", warmup_steps=4, min_lr_ratio=0.1, decay_ratio=decay)
         assert [schedule_factor(optim, step, 100) for step in steps] == pytest.approx(factors)
     assert schedule_factor(OptimConfig(schedule="wsd"), 95, 100) == pytest.approx(0.5)
-    for options in ({"decay_steps": 0}, {"decay_steps": 2.5}, {"decay_steps": 5, "schedule": "cosine"}):
+    for options in ({"decay_ratio": -0.1}, {"decay_ratio": 2.5}, {"decay_ratio": 0.5, "schedule": "cosine"}):
         with pytest.raises(ConfigError) as caught:
             OptimConfig(**{"schedule": "wsd", **options})
-        assert caught.value.field == "decay_steps"
+        assert caught.value.field == "decay_ratio"
 
 
 # -- loss

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lit_fsdp.metrics.step_metrics import EvalMetrics, step_metrics
+from lit_fsdp.metrics.step_metrics import SumMetric, eval_means, step_metrics
 
 
-def _seen(*batches: tuple[int, float]) -> EvalMetrics:
-    metrics = EvalMetrics()
+def _seen(*batches: tuple[int, float]) -> SumMetric:
+    metrics = SumMetric(4, eval_means)
     for tokens, nll in batches:
-        metrics.update(torch.tensor(tokens), torch.tensor(nll), torch.tensor(tokens), torch.tensor(nll / 2))
+        metrics.update(torch.tensor([tokens, nll, tokens, nll / 2]))
     return metrics
 
 
@@ -20,7 +20,7 @@ def test_means_are_over_tokens_and_start_anew() -> None:
     wanted = {"loss": 2.5, "perplexity": 12.182494, "token_accuracy": 1.0, "entropy": 1.25}
     assert {name: float(value) for name, value in metrics.compute().items()} == pytest.approx(wanted)
     metrics.reset()
-    metrics.update(torch.tensor(1), torch.tensor(7.0), torch.tensor(0), torch.tensor(0.0))
+    metrics.update(torch.tensor([1, 7.0, 0, 0.0]))
     assert float(metrics.compute()["loss"]) == 7.0
 
 

@@ -53,14 +53,11 @@ def test_freezing_by_pattern(tiny):
     freeze_parameters(model, ["model.layers.0.*", "lm_head.weight"])  # the head is the embedding
     frozen = {name for name in everything if ".layers.0." in name} | {"model.embed_tokens.weight"}
     assert trained(model) == everything - frozen
-    model = build_on_meta(tiny("llama"))
-    freeze_parameters(model, ["*.1.*"], train_only=["*.self_attn.*"])
-    assert trained(model) == {name for name in everything if ".layers.0.self_attn." in name}
 
 
 def test_names_that_cannot_be_meant_are_refused(tiny):
     for lora, field, text in (
-        ({"target_modules": ["q_projj"]}, "target_modules", "write q_proj"),
+        ({"target_modules": ["q_projj"]}, "target_modules", "'q_projj'"),
         ({"target_modules": ["q_proj", "query"]}, "target_modules", "layers of this model: down_proj,"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save", "share no weight"),
         ({"target_modules": ["norm"]}, "target_modules", "not supported"),
@@ -68,10 +65,6 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         with pytest.raises(ConfigError, match=text) as error:
             apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
         assert error.value.field == f"model.lora.{field}"
-    for freeze, only, text in (
-        (["model.embed_token.*"], None, "write model.embed_tokens.weight"),
-        (None, ["head"], "fits no parameter"),
-        (["*"], None, "something to train"),
-    ):
+    for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "something to train")):
         with pytest.raises(ConfigError, match=text):
-            freeze_parameters(build_on_meta(tiny("llama")), freeze, only)
+            freeze_parameters(build_on_meta(tiny("llama")), [pattern])

@@ -11,12 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.loss import LossPlan, causal_lm_forward, next_targets, plan_loss
+from lit_fsdp.models.loss import causal_lm_forward, next_targets, plan_loss
 from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
-
-PLAIN = LossPlan(LossConfig(backend="plain"), "plain")
 
 
 def _labels():
@@ -115,7 +113,7 @@ def test_every_family_has_its_own_loss(families):
 def test_the_router_loss_of_a_mixture_is_kept(tiny, fill):
     model, batch = _model(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.1), fill), _batch()
     own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
-    for plan in (plan_loss(model), PLAIN):
+    for plan in (plan_loss(model), plan_loss(model, LossConfig(backend="plain"))):
         found = causal_lm_forward(model, batch, plan)
         assert found.loss_sum.item() / 10 == pytest.approx(own.item(), rel=1e-5)
         assert found.loss_sum.item() > found.nll_sum.item()

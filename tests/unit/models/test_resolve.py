@@ -118,7 +118,7 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     (tmp_path / "model.onnx").touch()
     for name, said, options in (
-        (None, "got None", {}),
+        (None, "got null", {}),
         ({"model_type": "lama"}, "write model_type: llama", {}),
         (tmp_path / "model.onnx", "which is no model", {}),
         (tmp_path / "fill", r"does not exist[\s\S]*write .*/full", {}),
