@@ -129,7 +129,7 @@ def _first_rows(config: DataConfig, encoder: RowEncoder) -> SplitNumbers:
         "format": _together(stream.formats),
         "rows_read": len(encoded),
         "dropped": dict(dropped),
-        "truncated": sum(row.truncated for row in encoded),
+        "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
     }
     return SplitNumbers(lengths, supervised, digests, fills, counts)
 

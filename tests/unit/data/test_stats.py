@@ -67,12 +67,13 @@ def test_packs_val_split_and_sources(tmp_path: Path):
 
 def test_of_a_stream_the_first_rows_are_looked_at(tmp_path: Path):
     """By the same numbers as of rows that are tokenized as a whole."""
-    train = _write(tmp_path / "t.jsonl", [_chat(str(i % 7), "x" * (i % 5 + 1)) for i in range(1500)])
+    rows = [_chat("q" * (100 * (i == 3)) + str(i % 7), "x" * (i % 5 + 1)) for i in range(1500)]
+    train = _write(tmp_path / "t.jsonl", rows)
     config = DataConfig(train=train, streaming=True, max_seq_length=64, packing=True)
     encoder = RowEncoder(miniature_tokenizer(), config)
     split = describe_data(split_numbers({}, config, encoder), config, encoder)["splits"]["train"]
     assert (split["seen"], split["rows_read"]) == ("the first 1,000 rows of a stream", 1000)
-    head = _write(tmp_path / "head.jsonl", [_chat(str(i % 7), "x" * (i % 5 + 1)) for i in range(1000)])
+    head = _write(tmp_path / "head.jsonl", rows[:1000])
     whole = _describe(tmp_path, train=head, packing=True)["splits"]["train"]
     assert {name: whole.get(name, split["seen"]) for name in split} == split
     bare = DataConfig(train=_write(tmp_path / "t.jsonl", [_chat("only asked")]), streaming=True)
