@@ -164,4 +164,4 @@ class BatchLoader(Resumable):
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches()
+        yield from self._batches()
