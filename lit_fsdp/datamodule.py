@@ -21,8 +21,9 @@ from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, prepare_samples
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
-from lit_fsdp.data.stats import describe_data, first_rows
-from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
+from lit_fsdp.data.stats import describe_data, split_numbers
+from lit_fsdp.data.stream import SampleStream, StreamLoader
+from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process
 from lit_fsdp.models.tokenizers import pad_id
@@ -67,27 +68,19 @@ class CausalLMDataModule(LightningDataModule):
         max_positions: int | None = None,
         takes_pairs: bool | None = None,
     ) -> None:
-        """Set the tokenizer, and the seed of the order if ``data.seed`` leaves it open.
+        """Set the model's tokenizer, and the run's seed, which orders rows if ``data.seed`` is null.
 
         Args:
             tokenizer: The model's.
             seed: Of the run.
             max_positions: Longest row that the model is made for; a longer one is warned of.
-            takes_pairs: Whether the module trains on pairs of completions; other rows are refused. None: any are good.
+            takes_pairs: Whether the module trains on pairs of completions; None: rows of either kind are good.
         """
         self._tokenizer, self._seed, self._max_positions = tokenizer, seed, max_positions
         self._takes_pairs = takes_pairs
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
-        """Tokenize and pack the named splits (``train``, ``val``, ``test``, ``predict``) that the recipe has.
-
-        What has been prepared before is mapped from the cache. Any number of processes may call it at the same time;
-        one works.
-
-        Raises:
-            DataError: A source or row is bad, or a split has no supervised token.
-            ConfigError: The chat template is missing.
-        """
+        """Tokenize and pack the named splits that the recipe has; see :func:`prepare_samples`."""
         if self._takes_pairs is None:
             module = getattr(self.trainer, "lightning_module", None)
             self._takes_pairs = getattr(module, "takes_pairs", None)
@@ -121,22 +114,13 @@ class CausalLMDataModule(LightningDataModule):
         require(self._takes_pairs in (None, pairs), f"data.{split}", kinds[pairs], kinds[not pairs], fix)
 
     def describe(self) -> dict[str, Any]:
-        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`.
-
-        Raises:
-            DataError: The first rows of a stream are bad, have no supervised token, or are mostly cut to nothing.
-        """
+        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
         encoder = self._encoder()
-        stream = first_rows(self.config, encoder) if self._streams_train else None
-        return describe_data(self._samples, self.config, encoder, stream)
+        numbers = split_numbers(self._samples, self.config, encoder if self._streams_train else None)
+        return describe_data(numbers, self.config, encoder)
 
     def prompts(self, of: int | str) -> list[Prompt]:
-        """Prompts of so many of the first validation rows that are kept, or of all rows of a source like ``data.val``.
-
-        Raises:
-            DataError: A source or row is bad.
-            ConfigError: There are no validation rows.
-        """
+        """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
         tokenizer, config = self._tokenizer_or_the_models(), self.config
         if isinstance(of, str):
             return read_prompts(of, config, tokenizer)
@@ -196,15 +180,7 @@ class CausalLMDataModule(LightningDataModule):
         self._commits |= commits
 
     def fix_batches(self, world_size: int, accumulate: int | None) -> int:
-        """Settle the global batch size for so many ranks, and return the forward passes per optimizer step.
-
-        Args:
-            world_size: All ranks.
-            accumulate: ``trainer.accumulate_grad_batches``, which may stand in place of ``global_batch_size``.
-
-        Raises:
-            ConfigError: The batch sizes do not fit the ranks, or do not agree with ``accumulate``.
-        """
+        """Settle the global batch size, and return the forward passes per step; see :func:`accumulation_steps`."""
         steps = accumulation_steps(self.config, world_size, accumulate)
         total = steps * self.config.micro_batch_size * world_size
         self.config = dataclasses.replace(self.config, global_batch_size=total)
@@ -251,14 +227,13 @@ class CausalLMDataModule(LightningDataModule):
         A stream has a position of its own beside it, that after the step reached.
         """
         if self._stream is not None:
-            position = self._stream.position(int(self._trainer().global_step))
-            return {**self._stream.stream.record(), "position": position}
+            return self._stream.record(int(self._trainer().global_step))
         return self._order().record() if "train" in self._samples else {}
 
     def checkpoint_manifest(self, step: int) -> dict[str, Any]:
         """The data position after optimizer step ``step``: with the order, it is all that decides what comes next."""
         if self._stream is not None:
-            return {"data": {**self._stream.stream.record(), "position": self._stream.position(step)}}
+            return {"data": self._stream.record(step)}
         order = self._order()
         epoch, done = divmod(step, order.batches_per_epoch)
         return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
@@ -288,10 +263,7 @@ class CausalLMDataModule(LightningDataModule):
         return self._evaluation("predict")
 
     def in_order(self, split: str) -> tuple[BatchLoader, int, str] | None:
-        """Every item of a split once in file order, their number, and what tells them from others.
-
-        None for a split that the recipe does not have, or streams.
-        """
+        """Every item of a split in file order, their number, and what tells them from others; None if there is none."""
         if split not in self._samples:
             return None
         samples = self._samples[split]
@@ -302,9 +274,8 @@ class CausalLMDataModule(LightningDataModule):
         if self._stream is None:
             trainer, config = self._trainer(), self.config
             stream = SampleStream(config, self._encoder(), self._order_seed())
-            share = Share(trainer.global_rank, trainer.world_size, config.micro_batch_size)
             pad = pad_id(self._tokenizer_or_the_models())
-            self._stream = StreamLoader(stream, share, pad, config, self._pin())
+            self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, self._pin())
             self._stream.begin = lambda: (int(trainer.global_step), self._position)
         return self._stream
 
@@ -316,7 +287,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
         batches = SampleBatches(self._split(split), pad_id(self._tokenizer_or_the_models()))
-        return BatchLoader(batches, indices, length, self.config.num_workers, self._pin())
+        return BatchLoader(lambda: load(batches, self.config.num_workers, self._pin(), indices()), length)
 
     def _warn_of_long_rows(self, split: str, samples: Samples) -> None:
         limit = min(self._tokenizer_or_the_models().model_max_length, self._max_positions or sys.maxsize)
@@ -359,11 +330,7 @@ class CausalLMDataModule(LightningDataModule):
             module = self.trainer.lightning_module if self.trainer is not None else None
             tokenizer = getattr(module, "tokenizer", None)
             if tokenizer is None:
-                raise ConfigError(
-                    "data",
-                    "no tokenizer",
-                    "a CausalLMModule in the same Trainer, or one attached",
-                    "call datamodule.attach(tokenizer, seed)",
-                )
+                allowed = "a CausalLMModule in the same Trainer, or one attached"
+                raise ConfigError("data", "no tokenizer", allowed, "call datamodule.attach(tokenizer, seed)")
             self._tokenizer = tokenizer
         return self._tokenizer

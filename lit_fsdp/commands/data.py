@@ -13,7 +13,9 @@ from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, options_a
 from lit_fsdp.errors import DataError, require
 
 if TYPE_CHECKING:
+    from lit_fsdp.config.data import DataConfig
     from lit_fsdp.config.run import RunConfig
+    from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import Samples
 
 _SPLITS = ("train", "val", "test", "predict")
@@ -58,68 +60,65 @@ def _inspect(argv: Sequence[str]) -> int:
     split = options.split or there[0]
     require(split in there, "--split", split, f"a split the recipe has: {', '.join(there)}")
     if options.plot is not None:
-        from lit_fsdp.report.data_plot import check_plot
+        from lit_fsdp.report.data_tables import check_plot
 
         check_plot(options.plot)
-    return _show(options, run, split)
+    return _show(options, run.data, split, _encoder(run))
 
 
-def _show(options: argparse.Namespace, run: RunConfig, split: str) -> int:
+def _show(options: argparse.Namespace, config: DataConfig, split: str, encoder: RowEncoder) -> int:
     import numpy as np
 
-    from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import prepare_samples
-    from lit_fsdp.data.stats import describe_data, first_rows, sample_numbers
-    from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.data_plot import write_plot
-    from lit_fsdp.report.data_tables import print_data
-    from lit_fsdp.report.samples import print_samples, sample_record, show_rows, visible_lines
+    from lit_fsdp.data.stats import describe_data, split_numbers
+    from lit_fsdp.report.data_tables import print_data, write_plot
+    from lit_fsdp.report.samples import pieces, print_samples, show_rows, visible_lines
     from lit_fsdp.report.tables import wide_console
 
-    tokenizer = resolve_tokenizer(run.model)
-    encoder = RowEncoder(tokenizer, run.data)
     samples: dict[str, Samples] = {}
     record, at_work = None, "train"
     try:
-        for at_work in _cached_splits(run):
-            samples |= prepare_samples(run.data, [at_work], encoder)
+        for at_work in _cached_splits(config):
+            samples |= prepare_samples(config, [at_work], encoder)
         at_work = "train"  # a stream, if anything fails now
-        stream = first_rows(run.data, encoder) if _streams(run) else None
-        record = describe_data(samples, run.data, encoder, stream)
+        numbers = split_numbers(samples, config, encoder if config.streaming and config.has("train") else None)
+        record = describe_data(numbers, config, encoder)
     except DataError as error:
         print(f"error: {visible_lines(str(error))}", file=sys.stderr)
         split = options.split or at_work
-    numbers = list(range(options.n))
+    wanted = list(range(options.n))
     if options.row is not None:
-        numbers = [options.row]
+        wanted = [options.row]
     elif split in samples:
-        numbers = np.unique(samples[split].rows.numbers[samples[split].row_ids])[: options.n].tolist()
-    section = "train" if split == "val" and run.data.val_split is not None else split
-    shown = show_rows(run.data, section, encoder, numbers)
+        wanted = np.unique(samples[split].rows.numbers[samples[split].row_ids])[: options.n].tolist()
+    section = "train" if split == "val" and config.val_split is not None else split
+    shown = show_rows(config, section, encoder, wanted)
     if options.row is not None and record is not None:
         require(shown, "--row", options.row, f"the number of a row of data.{section}, from 0 on", "--row 0")
     if options.json:
-        samples_shown = [sample_record(tokenizer, sample) for sample in shown]
-        print(json.dumps({"data": record, "samples": samples_shown}, indent=1))
+        found = [
+            {
+                **vars(sample),
+                "input_ids": sample.input_ids.tolist(),
+                "supervised": sample.supervised.astype(int).tolist(),
+                "pieces": [vars(piece) for piece in pieces(encoder.tokenizer, sample)],
+            }
+            for sample in shown
+        ]
+        print(json.dumps({"data": record, "samples": found}, indent=1, default=str))
     else:
         if record is not None:
             print_data(record, sys.stdout)
         if shown:
-            print_samples(wide_console(sys.stdout), tokenizer, shown, options.ids)
+            print_samples(wide_console(sys.stdout), encoder.tokenizer, shown, options.ids)
     if options.plot is not None and record is not None:
-        drawn = {name: sample_numbers(rows) for name, rows in samples.items()}
-        drawn |= {"train": stream[0]} if stream is not None else {}
-        write_plot(drawn, run.data.max_seq_length, options.plot)
-        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(drawn)}", file=sys.stderr)
+        write_plot(numbers, config.max_seq_length, options.plot)
+        print(f"{options.plot}: lengths, supervised shares and packs of {', '.join(numbers)}", file=sys.stderr)
     return 1 if record is None else 0
 
 
-def _streams(run: RunConfig) -> bool:
-    return run.data.streaming and run.data.has("train")
-
-
-def _cached_splits(run: RunConfig) -> list[str]:
-    return [split for split in _SPLITS if run.data.has(split) and not (split == "train" and run.data.streaming)]
+def _cached_splits(config: DataConfig) -> list[str]:
+    return [split for split in _SPLITS if config.has(split) and not (split == "train" and config.streaming)]
 
 
 def _prepare(argv: Sequence[str]) -> int:
@@ -130,19 +129,16 @@ def _prepare(argv: Sequence[str]) -> int:
     options, run = _read(parser, argv)
     if options is None:
         return 0
-    splits = _cached_splits(run)
+    splits = _cached_splits(run.data)
     allowed = "false: a stream is tokenized while it is trained on, and nothing of it is kept"
     require(splits, "data.streaming", "true", allowed, "train without data prepare, or set streaming: false")
-    if _streams(run):
-        print("data.train is a stream: it is tokenized while it is trained on", file=sys.stderr)
-    from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import prepare_samples
-    from lit_fsdp.data.stats import describe_data
-    from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.data.stats import describe_data, split_numbers
     from lit_fsdp.report.data_tables import print_data
 
-    encoder = RowEncoder(resolve_tokenizer(run.model), run.data)
-    record = describe_data(prepare_samples(run.data, splits, encoder), run.data, encoder)
+    encoder = _encoder(run)
+    numbers = split_numbers(prepare_samples(run.data, splits, encoder), run.data)
+    record = describe_data(numbers, run.data, encoder)
     if options.json:
         print(json.dumps({"data": record}, indent=1))
         return 0
@@ -150,6 +146,13 @@ def _prepare(argv: Sequence[str]) -> int:
     for split in splits:
         print(f"data.{split}: {record['splits'][split]['cache']}")
     return 0
+
+
+def _encoder(run: RunConfig) -> RowEncoder:
+    from lit_fsdp.data.encode import RowEncoder
+    from lit_fsdp.models.resolve import resolve_tokenizer
+
+    return RowEncoder(resolve_tokenizer(run.model), run.data)
 
 
 def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from lit_fsdp.errors import require
 
 GENERATED = "generated:"
-"""How the name of rows begins that are made on the spot."""
-_MOST_GENERATED = 1_000_000
 _ROWS = r"[\w.\-]+(\[-?\d*%?:-?\d*%?\](\([a-z0-9_]+\))?)?"
 HUB_SLICE = re.compile(rf"[\w.\-/]+(:[\w.\-]+)*:{_ROWS}(\+{_ROWS})*")
 """A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
@@ -59,12 +57,7 @@ Sources = str | list[str | SourceConfig]
 
 
 def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
-    """Check and return the entries of one split, names alone as entries of their own.
-
-    Raises:
-        ConfigError: Some entries have a weight and some have none, there is none at all, or one generates no number
-            of rows.
-    """
+    """Check and return the entries of one split, names alone as entries of their own."""
     if sources is None:
         return []
     entries = [sources] if isinstance(sources, str) else list(sources)
@@ -72,9 +65,8 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
     named = found and all(entry.source for entry in found)
     require(named, split, sources, "at least one source, each with a name", f"write {split}: rows.jsonl")
     for entry in found:
-        count = entry.source.removeprefix(GENERATED)
-        fits = count == entry.source or (count.isdecimal() and len(count) < 10 and 0 < int(count) <= _MOST_GENERATED)
-        require(fits, split, entry.source[:80], f"{GENERATED}N, N from 1 to {_MOST_GENERATED}")
+        fits = not entry.source.startswith(GENERATED) or re.fullmatch(rf"{GENERATED}[1-9][0-9]{{0,5}}", entry.source)
+        require(fits, split, entry.source[:80], f"{GENERATED}N, N from 1 to 999999")
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"
     require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
@@ -180,12 +172,9 @@ class DataConfig:
 
 
 def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | None = None) -> int:
-    """Forward passes per optimizer step on each rank: ``global / (micro * ranks)``.
+    """Forward passes per optimizer step on each of ``world_size`` ranks: ``global / (micro * ranks)``.
 
-    Args:
-        config: The batch sizes.
-        world_size: All ranks.
-        accumulate: ``trainer.accumulate_grad_batches``, which may stand in place of ``global_batch_size``.
+    ``accumulate``, which is ``trainer.accumulate_grad_batches``, may stand in place of ``global_batch_size``.
 
     Raises:
         ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or both are given and do

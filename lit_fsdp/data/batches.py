@@ -5,16 +5,15 @@ Shapes: B rows or packs, T tokens of each, N sequences of all packs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.data.packing import Samples
-from lit_fsdp.data.workers import obey_parent_only, signals_held
 
 IGNORED = -100
 Batch = dict[str, Any]
@@ -31,8 +30,8 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
         pad_id: Put where there is no token. Labels never depend on it: it may well be a token that is supervised.
 
     Returns:
-        int64 tensors ``input_ids``, ``attention_mask``, ``labels`` (B, T), the last aligned with the first and -100
-        where nothing is supervised. ``counts`` is int64, as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
+        int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
+        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
     """
     parts = [sample or (np.array([pad_id]), np.array([False])) for sample in samples]
     shape = len(parts), max(len(ids) for ids, _ in parts)
@@ -57,8 +56,7 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
     a pack is a sequence of its own without labels, so that no token attends to nothing.
 
     Args:
-        packs: Samples of each, no more than ``length`` tokens together; none make a pack without supervision, for a
-            rank that is short of packs.
+        packs: Samples of each, no more than ``length`` tokens together; none make a filler.
         length: T.
         pad_id: Put where there is no token.
 
@@ -140,67 +138,30 @@ class SampleBatches(Dataset[Batch]):
         return {**collate_items(found, samples.capacity, self._pad_id, samples.pairs), "row": torch.tensor(items)}
 
 
-class BatchLoader:
-    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
-
-    Args:
-        batches: Maps what ``indices`` yields to a batch.
-        indices: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
-        length: Batches per epoch; the iterator may go on beyond it.
-        num_workers: Loader processes.
-        pin_memory: Copy batches into page-locked memory.
-    """
-
-    def __init__(
-        self,
-        batches: Dataset[Batch],
-        indices: Callable[[], Iterator[list[int]]],
-        length: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.batches, self.indices, self.length = batches, indices, length
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-
-    def __len__(self) -> int:
-        return self.length
+class Resumable:
+    """What tells Lightning that a loader can be resumed; the position is the Trainer's step, or the datamodule's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is the Trainer's step. Having it tells Lightning that the loader can be resumed."""
+        """Nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing, see :meth:`state_dict`."""
+        """Nothing."""
+
+
+class BatchLoader(Resumable):
+    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
+
+    Args:
+        batches: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
+        length: Batches per epoch; the iterator may go on beyond it.
+    """
+
+    def __init__(self, batches: Callable[[], Iterator[Batch]], length: int) -> None:
+        self._batches, self._length = batches, length
+
+    def __len__(self) -> int:
+        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from load(self.batches, self.num_workers, self.pin_memory, _Lazy(self.indices))
-
-
-def load(
-    batches: Dataset[Batch] | IterableDataset[Batch],
-    num_workers: int,
-    pin_memory: bool,
-    sampler: Iterable[Any] | None = None,
-) -> Iterator[Batch]:
-    """Batches that are there as such, made by torch's loader processes, which live through signals to the whole job."""
-    loader: DataLoader[Any] = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
-        worker_init_fn=obey_parent_only,
-    )
-    with signals_held():
-        return iter(loader)
-
-
-class _Lazy:
-    """A sampler of item ids per batch."""
-
-    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices()
+        yield from self._batches()

@@ -7,25 +7,23 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from lit_fsdp.config.data import DataConfig, RowFormat, Sources
 from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
 from lit_fsdp.data.readers import Chunk, Row
 from lit_fsdp.data.sources import Source, find_sources
-from lit_fsdp.data.workers import obey_parent_only, signals_held
-from lit_fsdp.errors import CheckpointError, DataError
+from lit_fsdp.data.workers import load
+from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 from lit_fsdp.host import cache_root, is_first_process, make_once
 
 REFUSED = "refused"
@@ -42,12 +40,8 @@ ARRAYS: dict[str, str] = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 8
+_VERSION = 9
 """Of what is written; another one is another folder."""
-_ALONE = 1
-"""Chunks that this process does itself before it starts others, which a small file is not worth."""
-_AHEAD = 3
-"""Chunks per process that are on their way, which bounds the memory."""
 _NAMED = 20
 _CONTENT: dict[RowFormat, tuple[str, ...]] = {
     "messages": ("messages", "system", "tools"),
@@ -63,29 +57,26 @@ _CONTENT: dict[RowFormat, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """Rows of tokens, memory-mapped. N rows of T tokens together.
+    """Rows of tokens, memory-mapped. N rows of T tokens together, with the types of :data:`ARRAYS`.
 
-    A row is a sample: a row of a source after truncation, or one piece of a longer plain text.
+    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``numbers`` (N,) says
+    which row over all sources, from 0, it comes from, ``keys`` (N,) is a hash of that row's content, the same with any
+    tokenizer, and ``digests`` (N,) one of its tokens. ``meta`` has both fingerprints, ``longest``, counts, the same for
+    each source in ``entries``, and the first bad rows in ``refused``.
     """
 
     folder: Path
     meta: dict[str, Any]
-    """Both fingerprints, ``longest``, counts (rows_read, rows, truncated, split, dropped by reason, tokens,
-    supervised_tokens), the same for each source in ``entries``, and the first bad rows in ``refused``."""
     input_ids: np.ndarray
-    """int32 (T,), all rows one after another."""
+    """(T,), all rows one after another."""
     supervised: np.ndarray
-    """uint8 (T,)."""
+    """(T,)."""
     offsets: np.ndarray
-    """Where each row begins; int64 (N + 1,)."""
+    """Where each row begins; (N + 1,)."""
     num_supervised: np.ndarray
-    """Supervised tokens of each row; int32 (N,)."""
     numbers: np.ndarray
-    """Which row, over all sources as they were read, from 0, each one is or was cut from; int64 (N,)."""
     keys: np.ndarray
-    """Hash of the content that each was made from, the same with any tokenizer; uint64 (N,)."""
     digests: np.ndarray
-    """Hash of the token ids of each; uint64 (N,)."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -141,11 +132,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 
 
 def open_rows(folder: Path) -> TokenizedRows:
-    """Map rows that :func:`prepare_rows` has written.
-
-    Raises:
-        DataError: The folder is damaged: a file is missing or of another length.
-    """
+    """Map rows that :func:`prepare_rows` has written, or raise DataError if a file is missing or of another length."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         arrays = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in ARRAYS.items()}
@@ -184,17 +171,7 @@ def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
 def encode_rows(
     rows: Sequence[Row], form: RowFormat, encoder: RowEncoder, drops: bool
 ) -> tuple[list[EncodedRow], list[str]]:
-    """What becomes of each row, and what is wrong with the bad ones.
-
-    Args:
-        rows: As they were read, broken ones as errors.
-        form: Not ``auto``.
-        encoder: Makes samples of rows.
-        drops: ``data.on_bad_row: drop``.
-
-    Raises:
-        DataError: The first bad row, unless they are dropped.
-    """
+    """What becomes of each row, and what is wrong with the bad ones, if ``drops``; else the first of them is raised."""
     if not any(isinstance(row, DataError) for _, row in rows):
         try:
             return encoder.encode([row for _, row in rows], form, [location for location, _ in rows]), []  # type: ignore[misc]
@@ -215,7 +192,7 @@ def encode_rows(
 
 
 def sample_digest(input_ids: np.ndarray) -> int:
-    """Hash of a sample's token ids, the same number as in ``digests`` of tokenized rows."""
+    """Hash of a sample's token ids, as in ``digests`` of tokenized rows."""
     return int.from_bytes(_hash(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), 8).digest(), "little")
 
 
@@ -227,7 +204,6 @@ def _hash(content: bytes | str, size: int = 16) -> Any:
 
 _Task = tuple[int, Chunk, RowFormat]
 """Number of the source, rows, and their format."""
-_Work = Callable[[_Task], "_Block"]
 
 
 @dataclass(frozen=True)
@@ -242,34 +218,42 @@ class _Block:
     """As :data:`ARRAYS`, but lengths in place of offsets, and numbers within the chunk."""
 
 
-def _block(encoder: RowEncoder, drops: bool, task: _Task) -> _Block:
-    source, chunk, form = task
-    rows = chunk.rows()
-    found, refused = encode_rows(rows, form, encoder, drops)
-    samples = [sample for row in found for sample in row.samples]
-    pieces = np.array([len(row.samples) for row in found], dtype=np.int64)
-    keys = [_key(row, form) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
-    ids, masks = [sample.input_ids for sample in samples], [sample.supervised for sample in samples]
-    arrays = {
-        "input_ids": np.concatenate([np.zeros(0, "<i4"), *ids]),
-        "supervised": np.concatenate([np.zeros(0, "u1"), *masks]),
-        "offsets": np.array([len(part) for part in ids]),
-        "num_supervised": np.array([np.count_nonzero(mask) for mask in masks]),
-        "numbers": np.repeat(np.arange(len(rows)), pieces),
-        "keys": np.repeat(np.array(keys, dtype="<u8"), pieces),
-        "digests": np.array([sample_digest(part) for part in ids], dtype="<u8"),
-    }
-    arrays = {name: array.astype(ARRAYS[name]) for name, array in arrays.items()}
-    counts = {
-        "rows_read": len(rows),
-        "rows": len(samples),
-        "truncated": sum(row.truncated and bool(row.samples) for row in found),
-        "split": int((pieces > 1).sum()) if form == "text" else 0,
-        "tokens": len(arrays["input_ids"]),
-        "supervised_tokens": int(arrays["num_supervised"].sum(dtype=np.int64)),
-    }
-    dropped = Counter(row.dropped for row in found if row.dropped is not None)
-    return _Block(source, Counter(counts), dropped, refused, arrays)
+class _Blocks(Dataset[Any]):
+    """Maps a task to its block, or to the error of its first bad row, which is not to be raised in a loader."""
+
+    def __init__(self, encoder: RowEncoder, drops: bool) -> None:
+        self._encoder, self._drops = encoder, drops
+
+    def __getitem__(self, task: _Task) -> _Block | Exception:
+        source, chunk, form = task
+        try:
+            rows = chunk.rows()
+            found, refused = encode_rows(rows, form, self._encoder, self._drops)
+        except (DataError, ConfigError) as error:
+            return error
+        samples = [sample for row in found for sample in row.samples]
+        pieces = np.array([len(row.samples) for row in found], dtype=np.int64)
+        keys = [_key(row, form) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
+        ids, masks = [sample.input_ids for sample in samples], [sample.supervised for sample in samples]
+        arrays = {
+            "input_ids": np.concatenate([np.zeros(0, "<i4"), *ids]),
+            "supervised": np.concatenate([np.zeros(0, "u1"), *masks]),
+            "offsets": np.array([len(part) for part in ids]),
+            "num_supervised": np.array([np.count_nonzero(mask) for mask in masks]),
+            "numbers": np.repeat(np.arange(len(rows)), pieces),
+            "keys": np.repeat(np.array(keys, dtype="<u8"), pieces),
+            "digests": np.array([sample_digest(part) for part in ids], dtype="<u8"),
+        }
+        counts = {
+            "rows_read": len(rows),
+            "rows": len(samples),
+            "truncated": sum(row.truncated and bool(row.samples) for row in found),
+            "tokens": len(arrays["input_ids"]),
+            "supervised_tokens": int(arrays["num_supervised"].sum()),
+        }
+        dropped = Counter(row.dropped for row in found if row.dropped is not None)
+        arrays = {name: array.astype(ARRAYS[name]) for name, array in arrays.items()}
+        return _Block(source, Counter(counts), dropped, refused, arrays)
 
 
 def _key(row: Any, form: RowFormat) -> int:
@@ -284,20 +268,17 @@ def _write(
     """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
     forms = [source.row_format for source in sources]
     tasks = ((n, chunk, forms[n]) for n, source in enumerate(sources) for chunk in source.chunks())
-    work = partial(_block, encoder, config.on_bad_row == "drop")
-    num_processes = config.num_tokenizers or _num_cores()
-    entries = [Counter[str](rows_read=0, rows=0, truncated=0, split=0, tokens=0, supervised_tokens=0) for _ in sources]
+    entries = [Counter[str](rows_read=0, rows=0, truncated=0, tokens=0, supervised_tokens=0) for _ in sources]
     dropped = [Counter[str]() for _ in sources]
     refused: list[str] = []
     total, longest = Counter[str](), 0
     order = _hash(json.dumps(digests))
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
-        files["offsets"].write(np.zeros(1, ARRAYS["offsets"]).tobytes())
-        for block in _in_order(tasks, work, num_processes, files.values()):
+        for block in _in_order(tasks, config, encoder):
             arrays, lengths = block.arrays, block.arrays["offsets"]
             longest = max(longest, int(lengths.max(initial=0)))
-            arrays["offsets"] = total["tokens"] + lengths.cumsum()
+            arrays["offsets"] = total["tokens"] + lengths.cumsum() - lengths  # where each begins
             arrays["numbers"] += total["rows_read"]
             numbers = arrays["numbers"]
             order.update(np.stack([np.full(len(numbers), block.source), numbers]).astype("<i8").tobytes("F"))
@@ -307,6 +288,7 @@ def _write(
                 counter.update(block.counts)
             dropped[block.source].update(block.dropped)
             refused += block.refused[: _NAMED - len(refused)]
+        files["offsets"].write(np.array([total["tokens"]], ARRAYS["offsets"]).tobytes())
     if not total["rows"]:
         raise nothing_supervised(", ".join(source.name for source in sources), sum(dropped, Counter()))
     return {
@@ -322,46 +304,19 @@ def _write(
     }
 
 
-def _in_order(tasks: Iterator[_Task], work: _Work, num_processes: int, files: Iterable[Any]) -> Iterator[_Block]:
+def _in_order(tasks: Iterator[_Task], config: DataConfig, encoder: RowEncoder) -> Iterator[_Block]:
     """A block per task, in their order, so that the first bad row is the one that is told.
 
     Not by ``Dataset.map``: its processes, and the one that collects their progress, outlive a parent that is killed,
     and with them the lock of the cache, which they inherit.
     """
-    alone = num_processes == 1 or multiprocessing.current_process().daemon  # which may have no children
-    yield from map(work, tasks if alone else islice(tasks, _ALONE))
-    if (task := next(tasks, None)) is None:
-        return
-    for file in files:
-        file.flush()  # a forked process must not inherit bytes that wait to be written
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(num_processes, context, _begin, (work,)) as pool:
-        try:
-            with signals_held():
-                waiting = deque([pool.submit(_at_work, task)])  # which starts all processes
-            for task in tasks:
-                waiting.append(pool.submit(_at_work, task))
-                if len(waiting) > _AHEAD * num_processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-_work: list[_Work] = []
-"""Of this process, if it is one of those that tokenize."""
-
-
-def _begin(work: _Work) -> None:
-    obey_parent_only(0)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
-    _work.append(work)
-
-
-def _at_work(task: _Task) -> _Block:
-    return _work[0](task)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    first = list(islice(tasks, 2))
+    # a small file is not worth a process, and a process of a pool may have none
+    is_alone = len(first) < 2 or multiprocessing.current_process().daemon
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_processes = config.num_tokenizers or cores
+    blocks = _Blocks(encoder, config.on_bad_row == "drop")
+    for block in load(blocks, 0 if is_alone or num_processes == 1 else num_processes, False, chain(first, tasks)):
+        if isinstance(block, Exception):
+            raise block
+        yield block

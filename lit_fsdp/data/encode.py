@@ -25,7 +25,7 @@ from lit_fsdp.data.formats import (
 )
 from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.errors import ConfigError, DataError, require
 
 _log = logging.getLogger(__name__)
 _VERSION = 2
@@ -39,9 +39,8 @@ class EncodedRow:
     """What became of one row."""
 
     samples: list[Encoded]
-    """After truncation; several only for a plain text that was split, none if the row was dropped."""
+    """After truncation; two of a preference, several of a plain text that was split, none of a row that was dropped."""
     truncated: bool
-    """Whether tokens were cut off."""
     dropped: str | None
     """Why there is no sample, in a few words that can be counted."""
 
@@ -50,10 +49,6 @@ class RowEncoder:
     """Rows to samples, with one tokenizer, template and data section; can be sent to another process.
 
     The ids of a conversation are those of ``apply_chat_template``; a text has BOS as the tokenizer puts it, and EOS.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        config: What is supervised and how long a sample may be.
 
     Attributes:
         text: Everything that ids and masks depend on, for fingerprints.
@@ -64,7 +59,7 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self.tokenizer = config, tokenizer
         self._spans = SpanEncoder(tokenizer)
         self._template = find_template(config.chat_template, tokenizer, config.chat_template_kwargs)
         self._turns = AssistantTurns(self._template, tokenizer) if self._template else None
@@ -94,12 +89,7 @@ class RowEncoder:
     def encode(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[EncodedRow]:
-        """Samples of some rows, in their order.
-
-        Args:
-            rows: Column values under our names.
-            row_format: Not ``auto``.
-            locations: Where each row stands, for errors.
+        """Samples of some rows, in their order; ``row_format`` is not ``auto``.
 
         Raises:
             DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
@@ -127,24 +117,15 @@ class RowEncoder:
         return [self._cut(*each) for each in zip(found, locations, reasons, strict=True)]
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
-        """Token ids of a conversation up to where the assistant takes over.
-
-        Raises:
-            DataError: The template refuses it.
-            ConfigError: There is no template.
-        """
+        """Token ids of a conversation up to where the assistant takes over."""
         if self._template is None:
-            raise no_template(f"conversations ({location})", self._tokenizer)
+            raise no_template(f"conversations ({location})", self.tokenizer)
         clean = [{key: value for key, value in m.items() if key != "train"} for m in conversation.messages]
         text, _ = self._template.render(replace(conversation, messages=clean), location, generation_prompt=True)
         return self._spans.encode([text], [[]], [location])[0][0]
 
     def open_text(self, text: Any, location: str) -> list[int]:
-        """Token ids of a text that goes on: with BOS as the tokenizer puts it, and without EOS.
-
-        Raises:
-            DataError: It is no text.
-        """
+        """Token ids of a text that goes on: with BOS as the tokenizer puts it, and without EOS."""
         ids = self._spans.encode([text_of(text, location)], [[]], [location])[0][0]
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
@@ -161,41 +142,29 @@ class RowEncoder:
     def _marked(self, conversation: Conversation, row_format: RowFormat, location: str) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans that are supervised; with train_on_prompt those that are not."""
         if self._turns is None:
-            raise no_template(f"{row_format} rows ({location})", self._tokenizer)
+            raise no_template(f"{row_format} rows ({location})", self.tokenizer)
         if self._config.train_on_prompt:
             unsupervised = [i for i, message in enumerate(conversation.messages) if message.get("train") is False]
             wanted = [i for i in unsupervised if conversation.messages[i]["role"] == "assistant"]
             if wanted != unsupervised:
                 self._warn(
-                    "%s: a message of another role than the assistant's says train: false, and is supervised all the "
-                    "same, as data.train_on_prompt is true",
-                    location,
+                    "%s: data.train_on_prompt supervises a message of another role that says train: false", location
                 )
         else:
             wanted = supervised_turns(conversation.messages, self._config.supervise, location)
         clean = [{key: value for key, value in m.items() if key != "train"} for m in conversation.messages]
-        text, spans = self._turns.find(replace(conversation, messages=clean), wanted, location)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # in what formats does not look at, such as the arguments of a call
-            half = f"half a character (\\u{ord(text[error.start]):04x})"
-            raise DataError(f"{location}: {half}, which is no text") from None
-        return text, spans
+        return self._turns.find(replace(conversation, messages=clean), wanted, location)
 
     def _checked(self, row: Marked, location: str) -> Encoded:
         """The row with the mask that is asked for, and a warning where inference would not do as training does."""
         ids, mask = row
         if self._prefix and self._prefix[0] not in ids:
-            self._warn(
-                "%s: the chat template writes no BOS, which the tokenizer puts before every other text", location
-            )
+            self._warn("%s: the chat template writes no BOS, which the tokenizer puts before other texts", location)
         if self._config.train_on_prompt:
             mask = ~mask
         elif mask.any() and ids[int(mask.nonzero()[0][-1])] not in self._special:
             self._warn(
-                "%s: behind an assistant turn the chat template has no special token that could end it, so the model "
-                "does not learn to stop there",
-                location,
+                "%s: no special token ends an assistant turn, so the model does not learn to stop there", location
             )
         return sample(ids, mask)
 
@@ -222,13 +191,8 @@ class RowEncoder:
 
     def _documents(self, texts: Sequence[str], heads: Sequence[int], locations: Sequence[str]) -> list[Encoded]:
         """Texts with BOS and EOS, of which the first ``heads`` characters are not supervised."""
-        if self._eos is None:
-            raise ConfigError(
-                "model.tokenizer",
-                "a tokenizer without an EOS token",
-                "one with eos_token, which ends every document",
-                "add eos_token to its tokenizer_config.json",
-            )
+        allowed, fix = "one with eos_token, which ends every document", "add eos_token to its tokenizer_config.json"
+        require(self._eos is not None, "model.tokenizer", "a tokenizer without an EOS token", allowed, fix)
         spans: list[list[Span]] = [[(start, len(text))] for text, start in zip(texts, heads, strict=True)]
         return [self._closed(row) for row in self._spans.encode(texts, spans, locations)]
 
@@ -247,12 +211,12 @@ class RowEncoder:
     def _tokens(self, row: Mapping[str, Any], location: str) -> Encoded:
         """A row of token ids with its mask; without one all but the first are supervised."""
         ids, mask = read_tokens(row, location)
-        most = len(self._tokenizer) - 1
-        bad = ids[(ids < 0) | (ids > most)]
+        most = len(self.tokenizer) - 1
+        bad = ids[ids > most]
         if len(bad):
             raise DataError(
                 f"{location}: token id {bad[0]}\n  allowed: 0 to {most}, which the tokenizer has\n"
-                "  fix:     name the tokenizer that the rows were made with; -100 belongs into labels"
+                "  fix:     name the tokenizer that the rows were made with"
             )
         return sample(ids, np.ones(len(ids), dtype=bool) if mask is None else mask)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,19 +38,18 @@ _FOREIGN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 """What other programs call ``completion_mask``."""
 _IGNORED = -100
 _LARGEST_ID = 2**31 - 1
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders."""
+    """What a chat template renders: messages, schemas of the tools, and further variables of the template.
+
+    A message has ``role`` and a text as ``content``; ``train`` says whether a turn is supervised.
+    """
 
     messages: list[Message]
-    """Each with ``role`` and a text as ``content``; ``train`` says whether a turn is supervised."""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the functions that the assistant may call."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template, such as ``enable_thinking``."""
 
 
 def find_format(columns: set[str], name: str) -> RowFormat:
@@ -84,11 +82,7 @@ def is_plain(row: Mapping[str, Any]) -> bool:
 
 
 def read_text(row: Mapping[str, Any], location: str) -> str:
-    """The document of a row of format ``text``.
-
-    Raises:
-        DataError: There is no column ``text``, or it holds no text.
-    """
+    """The document of a row of format ``text``, or DataError if there is none."""
     check_columns(row, "text", location)
     return text_of(row["text"], f"{location}: text")
 
@@ -181,23 +175,19 @@ def to_conversation(
     else:
         messages = _messages(row["messages" if row_format == "messages" else "conversations"], location)
     if row.get("system"):
-        messages = _with_system(messages, _message("system", row["system"], location), location)
+        system = _message("system", row["system"], location)
+        if messages[0]["role"] not in ("system", "developer"):
+            messages = [system, *messages]
+        elif messages[0]["content"].strip() != system["content"].strip():
+            raise DataError(
+                f"{location}: a system column and a system message that differ\n"
+                "  fix:     keep one of them; data.columns: {system: NAME} reads the system prompt from another column"
+            )
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise DataError(f"{location}: chat_template_kwargs are names with values, not {_shown(kwargs)}")
     given = {key: value for key, value in kwargs.items() if value is not None}  # a column of Parquet has every name
     return Conversation(messages, _tools(row.get("tools"), location), given)
-
-
-def _with_system(messages: list[Message], system: Message, location: str) -> list[Message]:
-    if messages[0]["role"] not in ("system", "developer"):
-        return [system, *messages]
-    if messages[0]["content"].strip() != system["content"].strip():
-        raise DataError(
-            f"{location}: a system column and a system message that differ\n"
-            "  fix:     keep one of them; data.columns: {system: NAME} reads the system prompt from another column"
-        )
-    return messages
 
 
 def _messages(value: Any, location: str) -> list[Message]:
@@ -215,7 +205,7 @@ def _turn(turn: Any, location: str) -> Message:
             fix = "train: true or false" if key in _FOREIGN_FLAGS else "each as a message of the role tool"
             raise DataError(f"{location}: {key} of a message is not known here\n  fix:     write {fix}")
     if "role" not in turn:
-        return _sharegpt_turn(turn, location)
+        turn = _from_sharegpt(turn, location)
     role = "tool" if turn["role"] == "function" else turn["role"]
     if role not in _ROLES:
         raise DataError(f"{location}: role {reprlib.repr(role)}\n  allowed: {', '.join(_ROLES)}")
@@ -227,14 +217,14 @@ def _turn(turn: Any, location: str) -> Message:
     return {**made, "tool_calls": calls} if calls else made
 
 
-def _sharegpt_turn(turn: Mapping[str, Any], location: str) -> Message:
+def _from_sharegpt(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """A message with role and content of one with ``from`` and ``value``."""
     who = turn["from"].lower().replace("-", "_") if isinstance(turn["from"], str) else ""
     if who not in _SHAREGPT_ROLES:
         raise DataError(f"{location}: from {reprlib.repr(turn['from'])}\n  allowed: {', '.join(_SHAREGPT_ROLES)}")
-    if who == "function_call":
-        calls = _calls(text_of(turn["value"], location), location)
-        return {"role": "assistant", "content": "", "tool_calls": calls, **_flag(turn, location)}
-    return {**_message(_SHAREGPT_ROLES[who], turn["value"], location), **_flag(turn, location)}
+    flags = {name: turn[name] for name in ("train", "weight") if name in turn}
+    said = "function_call" if who == "function_call" else "content"
+    return {"role": _SHAREGPT_ROLES[who], said: turn["value"], **flags}
 
 
 def _flag(turn: Mapping[str, Any], location: str) -> dict[str, bool]:
@@ -271,8 +261,7 @@ def _message(role: str, content: Any, location: str) -> Message:
 
 def _tools(value: Any, location: str) -> list[dict[str, Any]] | None:
     """A list of schemas, or JSON text of one, as Parquet files often have it."""
-    if isinstance(value, str):
-        value = _from_json(value.strip() or "null", f"{location}: tools")
+    value = _from_json(value, f"{location}: tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -282,8 +271,7 @@ def _tools(value: Any, location: str) -> list[dict[str, Any]] | None:
 
 def _calls(value: Any, location: str) -> list[dict[str, Any]]:
     """A list of calls, one call, JSON text of either, or nothing."""
-    if isinstance(value, str):
-        value = _from_json(value.strip() or "null", f"{location}: tool_calls")
+    value = _from_json(value, f"{location}: tool_calls")
     calls = [value] if isinstance(value, Mapping) else value or []
     if not isinstance(calls, (list, tuple)):
         raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(value)}")
@@ -291,18 +279,12 @@ def _calls(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, location: str) -> dict[str, Any]:
-    """One call, ``{function: {name, arguments}}`` or ``{name, arguments}``.
-
-    Arguments that are JSON text, as OpenAI's interface gives them, become the object that templates expect.
-    """
+    """One call, in either way; arguments that are JSON text, as OpenAI gives them, become the object of templates."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(call)}")
-    what, arguments = f"{location}: arguments of {function['name'][:40]!r}", function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _from_json(arguments.strip() or "{}", what)
-    if isinstance(arguments, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in arguments):
-        arguments = dict(arguments)  # a map of a Parquet or Arrow file
+    what = f"{location}: arguments of {function['name'][:40]!r}"
+    arguments = _from_json(function.get("arguments"), what)
     if not isinstance(arguments, (Mapping, type(None))):
         raise DataError(f"{what} are an object, not {_shown(arguments)}")
     made = {**function, "arguments": dict(arguments or {})}
@@ -312,15 +294,15 @@ def _call(call: Any, location: str) -> dict[str, Any]:
 def read_tokens(row: Mapping[str, Any], location: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Token ids and mask of a row of format ``tokens``.
 
-    The mask comes from ``labels`` (-100: not supervised; never shifted) or from ``completion_mask`` (0 and 1). Tokens
-    that ``attention_mask`` has as padding at either end are left out.
+    The mask comes from ``labels`` (-100: not supervised; never shifted) or from ``completion_mask`` (0 and 1).
 
     Returns:
         int32 ids and bool mask, both of shape (T,); ``None`` for the mask if no column has one. The ids are not
         compared with a vocabulary here.
 
     Raises:
-        DataError: Ids are no integers from 0 on, a mask is no mask or of another length, or two masks disagree.
+        DataError: Ids are no integers from 0 on, a mask is no mask or of another length, two masks disagree, or there
+            is padding.
     """
     check_columns(row, "tokens", location)
     ids = _integers(row["input_ids"], f"{location}: input_ids")
@@ -342,8 +324,10 @@ def read_tokens(row: Mapping[str, Any], location: str) -> tuple[np.ndarray, np.n
     if len(masks) == 2 and not np.array_equal(masks[0], masks[1]):
         said = "completion_mask and labels differ in what is supervised"
         raise DataError(f"{location}: {said}\n  fix:     keep one of them")
-    kept = _without_padding(row, ids, location)
-    return ids[kept].astype(np.int32), masks[0][kept] if masks else None
+    seen = row.get("attention_mask")
+    if seen is not None and not _mask(seen, ids, "attention_mask", location).all():
+        raise DataError(f"{location}: attention_mask has padding\n  fix:     write each row without it, however long")
+    return ids.astype(np.int32), masks[0] if masks else None
 
 
 def _mask_of_labels(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
@@ -365,20 +349,6 @@ def _mask(value: Any, ids: np.ndarray, name: str, location: str) -> np.ndarray:
     return found.astype(bool)
 
 
-def _without_padding(row: Mapping[str, Any], ids: np.ndarray, location: str) -> slice:
-    if row.get("attention_mask") is None:
-        return slice(None)
-    seen = np.flatnonzero(_mask(row["attention_mask"], ids, "attention_mask", location))
-    if not len(seen):
-        return slice(0, 0)
-    if seen[-1] - seen[0] + 1 != len(seen):
-        raise DataError(
-            f"{location}: attention_mask leaves out tokens in the middle of input_ids\n"
-            "  fix:     only padding at either end can be left out"
-        )
-    return slice(int(seen[0]), int(seen[-1]) + 1)
-
-
 def _integers(value: Any, what: str, length: int | None = None) -> np.ndarray:
     """A column of integers, shape (T,), as long as ``input_ids``."""
     try:
@@ -394,27 +364,20 @@ def _integers(value: Any, what: str, length: int | None = None) -> np.ndarray:
 
 
 def text_of(value: Any, what: str) -> str:
-    """The value, if it is text that can be encoded.
-
-    Raises:
-        DataError: It is none; ``what`` names it.
-    """
+    """The value if it is text, else DataError that ``what`` begins."""
     if not isinstance(value, str):
         raise DataError(f"{what}: text expected, not {_shown(value)}")
-    lone = None if value.isascii() else _LONE_SURROGATE.search(value)
-    if lone:
-        raise DataError(
-            f"{what}: half a character at {lone.start()} (\\u{ord(lone[0]):04x}), which is no text\n"
-            "  fix:     write both halves of the pair, or remove it"
-        )
     return value
 
 
-def _from_json(text: str, what: str) -> Any:
+def _from_json(value: Any, what: str) -> Any:
+    """What JSON text says, nothing if it is blank; anything else as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} are not JSON ({error}): {_shown(text)}") from None
+        raise DataError(f"{what} are not JSON ({error}): {_shown(value)}") from None
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.errors import DataError, require
 
 Span = tuple[int, int]
 Marked = tuple[list[int], np.ndarray]
@@ -57,13 +57,9 @@ class SpanEncoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(
-                "model.tokenizer",
-                f"{type(tokenizer).__name__}, which does not tell where its tokens lie in the text",
-                "a fast tokenizer (one with tokenizer.json)",
-                "name a folder or hub repository with a tokenizer.json",
-            )
+        given = f"{type(tokenizer).__name__}, which does not tell where its tokens lie in the text"
+        fix = "name a folder or hub repository with a tokenizer.json"
+        require(getattr(tokenizer, "is_fast", False), "model.tokenizer", given, "a fast tokenizer", fix)
         self._backend, self.text = _plain_copy(tokenizer.backend_tokenizer.to_str())
         added = self._backend.get_added_tokens_decoder()
         self._take_blanks = {i: t.content for i, t in added.items() if (t.lstrip or t.rstrip) and t.content.strip()}
@@ -74,11 +70,18 @@ class SpanEncoder:
         Args:
             texts: What is tokenized.
             spans: Per text the half-open character ranges that are supervised, in order and apart.
-            locations: Names of the texts in errors.
+            locations: Where the texts stand, for errors.
 
         Raises:
-            DataError: A token lies across the border of a span and cannot be split there.
+            DataError: A token lies across the border of a span and cannot be split there, or a text cannot be encoded.
         """
+        for text, location in zip(texts, locations, strict=True):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f"half a character (\\u{ord(text[error.start]):04x})"
+                fix = "write both halves of the pair, or remove it"
+                raise DataError(f"{location}: {half}, which is no text\n  fix:     {fix}") from None
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         parts = zip(texts, encodings, spans, locations, strict=True)
         return [self._mask(text, encoding, wanted, location) for text, encoding, wanted, location in parts]
@@ -148,10 +151,7 @@ class SpanEncoder:
 def _tokens_of(offsets: Sequence[Span], start: int, end: int) -> tuple[int, int, list[int]]:
     """The half-open range of tokens inside a span, and the tokens across one of its borders.
 
-    Args:
-        offsets: Characters of each token, ascending, but for the bytes of one character, which have the same.
-        start: Of the span.
-        end: Of the span, exclusive.
+    ``offsets`` are the characters of each token, ascending, but for the bytes of one character, which have the same.
     """
     first, last = bisect_left(offsets, (start, 0)), bisect_left(offsets, (end, 0))
     cut = []

@@ -27,16 +27,12 @@ class GlobalOrder:
     With ``weights``, an epoch has as many items as all sources together, and source i gives its share of them
     (:attr:`shares`): whole passes over the source, each in an order of its own, then a part of one, which the next
     epoch goes on with. Without them every item comes once per epoch.
-
-    Raises:
-        ConfigError: A weight so small that its source would never be read.
     """
 
     num_rows: int
     """Items: rows or packs."""
     global_batch_size: int
     fingerprint: str
-    """Of the tokenized data; other data, another order."""
     seed: int
     shuffle: bool = True
     groups: tuple[int, ...] = ()
@@ -46,7 +42,6 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         assert not self.weights or sum(self.groups) == self.num_rows
-        check_shares(self.num_rows, self.weights)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -100,10 +95,14 @@ class GlobalOrder:
         ]
         return np.concatenate(orders)[start - passes.start * size :][:count]
 
-    def _generator(self, number: int, what: str = "") -> np.random.Generator:
-        text = "/".join([self.fingerprint, str(self.seed), str(number), *([what] if what else [])])
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
+    def _generator(self, *parts: Any) -> np.random.Generator:
+        return generator_of(self.fingerprint, self.seed, *parts)
+
+
+def generator_of(*parts: Any) -> np.random.Generator:
+    """Random numbers that depend on these parts alone."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
 
 
 def check_shares(num_items: int, weights: Sequence[float]) -> None:
@@ -132,10 +131,9 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int) -> list[list[int]]:
-    """One rank's micro-batches of a global batch, in the order of its accumulation steps.
+    """One rank's micro-batches of a global batch: step m of rank r begins at ``(m * ranks + r) * micro_batch_size``.
 
-    Step m of rank r takes ``micro_batch_size`` items from ``(m * ranks + r) * micro_batch_size`` on. All ranks get the
-    same number of micro-batches, ``ceil(len(rows) / (micro_batch_size * ranks))``; one without any gets one filler.
+    All ranks get the same number of micro-batches; one without any items is one filler.
     """
     per_step = micro_batch_size * ranks
     found = []

@@ -27,28 +27,25 @@ from lit_fsdp.errors import DataError, require
 
 @dataclass(frozen=True)
 class Samples:
-    """Items of a split. An item is a row, or with packing the rows of one pack."""
+    """Items of a split: a row each, with ``pairs`` the chosen row and the rejected one, or the rows of a pack.
+
+    Item i is ``row_ids[offsets[i] : offsets[i + 1]]``, both int64.
+    """
 
     rows: TokenizedRows
     row_ids: np.ndarray
-    """Rows, item after item; int64."""
     offsets: np.ndarray
-    """Where each item begins in ``row_ids``; int64, shape (items + 1,)."""
     groups: tuple[int, ...]
     """Items per source of a weighted mix, in the order of the items; else all of them as one group."""
     weights: tuple[float, ...] | None = None
     """Weight of each group; ``None``: every item once per epoch."""
     capacity: int | None = None
-    """Tokens per pack; ``None`` without packing, where every item is one row, or two of them."""
+    """Tokens per pack; ``None`` without packing."""
     pairs: bool = False
-    """Whether an item is the chosen row and the rejected one that follows it."""
 
     @cached_property
     def order_fingerprint(self) -> str:
-        """Of what the order depends on: sources and kept rows, the split, the packs and the weights.
-
-        So another tokenizer, template or path of the file leaves the order as it was.
-        """
+        """Of sources, kept rows, packs and weights: another tokenizer, template or path leaves the order as it was."""
         digest = hashlib.blake2b(
             json.dumps([self.rows.meta["order_fingerprint"], self.weights]).encode(), digest_size=16
         )
@@ -70,7 +67,7 @@ class Samples:
         return len(self.offsets) - 1
 
     def members(self, item: int) -> np.ndarray:
-        """Row ids of one item, int64, ascending."""
+        """Row ids of one item, ascending."""
         return self.row_ids[int(self.offsets[item]) : int(self.offsets[item + 1])]
 
     def item_tokens(self) -> np.ndarray:
@@ -83,11 +80,6 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
 
     ``data.val_split`` takes the validation rows out of data.train. Packs are planned per split; predict has none, as
     each of its rows gets scores of its own. Any number of processes may call it at the same time; one tokenizes.
-
-    Args:
-        config: The ``data`` section.
-        splits: Of ``train``, ``val``, ``test``, ``predict``.
-        encoder: What makes samples of rows.
 
     Raises:
         DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
@@ -175,11 +167,7 @@ def _groups(rows: TokenizedRows, kept: np.ndarray, num_groups: int) -> list[np.n
 
 
 def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs of samples, none longer than ``capacity`` tokens, by best-fit-decreasing.
-
-    Args:
-        lengths: Tokens per sample, each from 1 to ``capacity``; shape (N,).
-        capacity: Tokens per pack.
+    """Packs of N samples, each of 1 to ``capacity`` tokens, by best-fit-decreasing.
 
     Returns:
         ``members`` (int64, shape (N,)): every sample once, pack after pack, ascending in each pack. ``offsets``

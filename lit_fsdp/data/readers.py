@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -55,16 +55,11 @@ class Chunk:
     """What ``parse`` takes apart: bytes of lines, an Arrow table, or rows."""
     parse: Callable[[Chunk], Iterator[tuple[str, Any]]]
     start: Position
-    """Where reading goes on if this chunk is the next one."""
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of our column and the source's."""
 
     def rows(self) -> list[Row]:
-        """Every row in order, a broken one as the error that it is.
-
-        Raises:
-            DataError: The chunk as a whole is damaged.
-        """
+        """Every row in order, a broken one as the error that it is; DataError if the chunk as a whole is damaged."""
         return [(location, self._renamed(location, row)) for location, row in self.parse(self)]
 
     def _renamed(self, location: str, row: Any) -> dict[str, Any] | DataError:
@@ -106,17 +101,13 @@ class Part:
         return [Path(self.name)] if self.kind.startswith(".") else []
 
     def chunks(self, start: Position = None) -> Iterator[Chunk]:
-        """Its rows from the ``start`` of a chunk on.
-
-        Raises:
-            DataError: It cannot be read.
-        """
+        """Its rows from the ``start`` of a chunk on, or DataError where it cannot be read."""
         if self.kind == "generated":
             yield from self._listed(generated_rows(int(self.name.removeprefix(GENERATED))), start)
         elif self.kind == ".json" and not _has_an_object_per_line(self.name):
             yield from self._listed(_document(self.name), start)
         elif self.kind in _SEPARATORS:
-            yield from self._records(start)
+            yield from self._listed(_records(self.name, _SEPARATORS[self.kind]), start)
         elif self.kind in KINDS and self.kind not in _TABLES:
             yield from self._lines(start)
         else:
@@ -133,35 +124,13 @@ class Part:
                 yield Chunk(self.name, number, block, parse, [offset, number])
                 offset, number = offset + len(block), number + block.count(b"\n")
 
-    def _listed(self, rows: Sequence[Any], start: Position) -> Iterator[Chunk]:
-        """Rows that are in memory. Position: row."""
-        for first in range(start or 0, len(rows), _ROWS):
-            yield Chunk(self.name, first, rows[first : first + _ROWS], _numbered_rows, first)
-
-    def _records(self, start: Position) -> Iterator[Chunk]:
-        """Rows of texts: "007" and "NA" stay what they are. Position: row; those before it are read again."""
-        csv.field_size_limit(2**31 - 1)  # cells may be whole documents
-        number = 0
-        with reading(self.name) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            records = csv.reader(text, delimiter=_SEPARATORS[self.kind], strict=True)
-            try:
-                names = next(records, [])
-                if len(set(names)) < len(names):
-                    raise DataError(f"{self.name}: two columns of one name among {', '.join(names)}")
-                full = filter(None, records)  # without empty lines
-                while cells := list(islice(full, _ROWS)):
-                    if number >= (start or 0):
-                        rows = [self._record(names, one, number + i) for i, one in enumerate(cells)]
-                        yield Chunk(self.name, number, rows, _numbered_rows, number)
-                    number += len(cells)
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise unreadable(self.name, f", after row {number}", error) from error
-
-    def _record(self, names: list[str], cells: list[str], number: int) -> dict[str, str] | DataError:
-        if len(cells) == len(names):
-            return dict(zip(names, cells, strict=True))
-        problem = f"{len(cells)} cells for the {len(names)} columns {', '.join(names)}"
-        return DataError(f"{self.name}: row {number}: {problem}\n  fix:     quote cells that hold a separator")
+    def _listed(self, rows: Iterable[Any], start: Position) -> Iterator[Chunk]:
+        """Rows that are parsed already. Position: row; those before it are read again."""
+        left, number = iter(rows), 0
+        while some := list(islice(left, _ROWS)):
+            if number >= (start or 0):
+                yield Chunk(self.name, number, some, _numbered_rows, number)
+            number += len(some)
 
     def _tables(self, start: Position) -> Iterator[Chunk]:
         """What ``datasets`` reads, in batches. Position: its own state, and the number of the row."""
@@ -203,11 +172,7 @@ def kind_of(path: str) -> str:
 
 
 def file_part(path: str) -> Part:
-    """A file of rows.
-
-    Raises:
-        DataError: Its kind is unknown.
-    """
+    """A file of rows, or DataError if its kind is unknown."""
     if kind_of(path) not in KINDS:
         raise DataError(f"{path}: unknown kind of file {kind_of(path)!r}\n  allowed: {', '.join(KINDS)}, also .gz")
     return Part(path, kind_of(path))
@@ -307,6 +272,27 @@ def _document(path: str) -> list[Any]:
     if not isinstance(loaded, (list, dict)):
         raise DataError(f"{path}: a JSON file holds a list of rows, or one row\n  fix:     write [{{...}}, {{...}}]")
     return loaded if isinstance(loaded, list) else [loaded]
+
+
+def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
+    """Rows of texts: "007" and "NA" stay what they are."""
+    csv.field_size_limit(2**31 - 1)  # cells may be whole documents
+    number = 0
+    with reading(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        records = csv.reader(text, delimiter=separator, strict=True)
+        try:
+            names = next(records, [])
+            if len(set(names)) < len(names):
+                raise DataError(f"{path}: two columns of one name among {', '.join(names)}")
+            for number, cells in enumerate(filter(None, records)):  # without empty lines
+                if len(cells) == len(names):
+                    yield dict(zip(names, cells, strict=True))
+                else:
+                    problem = f"{len(cells)} cells for the {len(names)} columns {', '.join(names)}"
+                    fix = "quote cells that hold a separator"
+                    yield DataError(f"{path}: row {number}: {problem}\n  fix:     {fix}")
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise unreadable(path, f", after row {number}", error) from error
 
 
 def _from_json(content: bytes, location: str) -> Any:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,16 +38,14 @@ _RACY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one entry of the recipe, not read yet."""
+    """The rows of one entry of the recipe, not read yet; ``columns`` are pairs of our column and the source's."""
 
     name: str
-    """As the recipe has it."""
     parts: tuple[Part, ...]
     format: RowFormat = "auto"
     """As the recipe has it; :attr:`row_format` is what the rows have."""
     weight: float | None = None
     columns: tuple[tuple[str, str], ...] = ()
-    """Pairs of our column and the source's."""
 
     @cached_property
     def row_format(self) -> RowFormat:
@@ -75,11 +73,7 @@ class Source:
                 )
 
     def chunks(self, start: Position = None) -> Iterator[Chunk]:
-        """Chunks of rows in order, from the ``start`` of a chunk on.
-
-        Raises:
-            DataError: A file cannot be read.
-        """
+        """Chunks of rows in order, from the ``start`` of a chunk on."""
         first, inside = start or (0, None)
         for index in range(first, len(self.parts)):
             for chunk in self.parts[index].chunks(inside if index == first else None):
@@ -96,27 +90,24 @@ class Source:
     def digest(self, root: Path) -> str:
         """Of the content: kind and bytes of every file and not its path, or the commit of a data set on the hub.
 
-        One process per cache reads the bytes, once: the answer is remembered by path, size and time of change.
-
-        Args:
-            root: Folder of the cache.
+        One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change.
         """
         seen = self.seen()
         if not seen or max(time for *_, time in seen) > (time.time() - _RACY_SECONDS) * 1e9:
-            return self._content_digest()
+            return self._content(_file_digest)
 
         def make(partial: Path) -> None:
-            (partial / "digest").write_text(self._content_digest(), encoding="ascii")
+            (partial / "digest").write_text(self._content(_file_digest), encoding="ascii")
 
         key = _hash([[part.kind for part in self.parts], seen])
         return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text(encoding="ascii")
 
-    def _content_digest(self) -> str:
-        return _hash([[_identity(part), *(_file_digest(path) for path in part.files())] for part in self.parts])
-
     def edges_digest(self) -> str:
         """As :meth:`digest`, of size, beginning and end of each file: for streams, which nobody wants to read twice."""
-        return _hash([[_identity(part), *(_edges(path) for path in part.files())] for part in self.parts])
+        return self._content(_edges)
+
+    def _content(self, read: Callable[[Path], Any]) -> str:
+        return _hash([[_identity(part), *(read(path) for path in part.files())] for part in self.parts])
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
@@ -129,7 +120,6 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
 
     Raises:
         DataError: A source that is missing or of an unknown kind.
-        ConfigError: Some entries have a weight and some have none.
     """
     config = config or DataConfig()
     found = []
@@ -142,11 +132,7 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
 
 
 def pinned(sources: Sources | None, commits: Sequence[str | None] = ()) -> list[SourceConfig]:
-    """The entries of one split, data sets on the hub at a commit: of ``commits``, else what their names stand for now.
-
-    Raises:
-        DataError: A source that is missing or of an unknown kind.
-    """
+    """The entries of one split, data sets on the hub at a commit: of ``commits``, else what their names stand for."""
     entries = check_sources("train", sources)
     commits = commits or [_parts(entry, True)[0].revision for entry in entries]
     return [replace(entry, revision=commit) for entry, commit in zip(entries, commits, strict=True)]

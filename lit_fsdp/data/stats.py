@@ -1,14 +1,13 @@
-"""What is about to be trained on, before step 1: the supervision proof as plain data.
+"""What is about to be trained on, before step 1, as plain data: counts, lengths, what is supervised, and warnings.
 
 Rows are counted as they were read and tokens as they lie in the cache; of a stream, its first rows.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,10 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import check_dropped, nothing_supervised, sample_digest
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.order import apportion
 from lit_fsdp.data.packing import Samples, plan_packs
 from lit_fsdp.data.stream import SampleStream
 
 _LOOKED_AT = 1000
-_NUM_SHARES = 10
 _MANY_DUPLICATES = 0.01
 _LITTLE = 0.05
 _LOSS_ON = {
@@ -32,7 +29,7 @@ _LOSS_ON = {
 
 
 @dataclass(frozen=True)
-class SampleNumbers:
+class SplitNumbers:
     """Numbers of each sample of a split."""
 
     lengths: np.ndarray
@@ -43,42 +40,75 @@ class SampleNumbers:
     """Hash of the token ids, uint64 (N,)."""
     fills: np.ndarray | None = None
     """Share of each pack that is filled, (packs,); ``None`` without packing."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """What became of the rows that were read, as plain data."""
 
     def describe(self) -> dict[str, Any]:
-        """Counts, supervision and lengths as plain data.
-
-        ``supervised_share_histogram`` counts samples without any supervised token, then those of up to 10, 20, … 100 %.
-        """
+        """The counts, and supervision, lengths and packs, as plain data."""
         lengths, tokens, supervised = self.lengths, int(self.lengths.sum()), int(self.supervised.sum())
-        # in whole numbers: 30 of 100 tokens belong to the bin that ends at 30 %, whatever 0.3 is in binary
-        bins = -(-self.supervised * _NUM_SHARES // np.maximum(lengths, 1))
         seen = lengths if len(lengths) else np.zeros(1)
         values = {"min": seen.min(), "median": np.median(seen), "mean": seen.mean()}
         values |= {"p95": np.percentile(seen, 95), "max": seen.max()}
+        fills = self.fills
         return {
+            **self.counts,
             "samples": len(lengths),
             "duplicates": len(lengths) - len(np.unique(self.digests)),
             "tokens": tokens,
             "supervised_tokens": supervised,
             "supervised_share": supervised / max(1, tokens),
-            "supervised_share_histogram": np.bincount(bins, minlength=_NUM_SHARES + 1).tolist(),
             "lengths": {key: float(value) for key, value in values.items()},
+            "packs": None if fills is None else {"count": len(fills), "fill": float(fills.mean())},
         }
 
 
-def sample_numbers(samples: Samples) -> SampleNumbers:
-    """The numbers of a split that is tokenized."""
-    fills = None if samples.capacity is None else samples.item_tokens() / samples.capacity
-    return SampleNumbers(samples.lengths, samples.num_supervised, samples.rows.digests[samples.row_ids], fills)
+def split_numbers(
+    samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder | None = None
+) -> dict[str, SplitNumbers]:
+    """The numbers of the prepared splits.
 
-
-def first_rows(config: DataConfig, encoder: RowEncoder) -> tuple[SampleNumbers, dict[str, Any]]:
-    """The numbers and counts of the first rows of a streamed data.train: a window, but no more than 1,000.
+    Args:
+        samples: By split, as :func:`lit_fsdp.data.packing.prepare_samples` returns them.
+        config: The ``data`` section they were made with.
+        encoder: Makes samples of the first rows of a streamed data.train; ``None`` if it is no stream.
 
     Raises:
-        DataError: A row is bad, no token is supervised, or more rows than ``data.max_dropped_share`` are cut to
-            nothing.
+        DataError: The first rows of a stream are bad, have no supervised token, or are mostly cut to nothing.
     """
+    found = {"train": _first_rows(config, encoder)} if encoder else {}
+    for name, split in samples.items():
+        fills = None if split.capacity is None else split.item_tokens() / split.capacity
+        digests, counts = split.rows.digests[split.row_ids], _counts(name, split, config)
+        found[name] = SplitNumbers(split.lengths, split.num_supervised, digests, fills, counts)
+    return found
+
+
+def describe_data(numbers: Mapping[str, SplitNumbers], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
+    """Everything that a run should be judged by before step 1, as plain data for JSON.
+
+    Returns:
+        ``splits`` (per split counts, lengths, supervision, packs and ``sources``), the settings that decide them, and
+        ``warnings``: what stops nobody but should be known.
+    """
+    splits = {name: split.describe() for name, split in numbers.items()}
+    for name in ("val", "test"):
+        if name in splits and "train" in splits:
+            splits[name]["in_train"] = int(np.isin(numbers[name].digests, numbers["train"].digests).sum())
+    return {
+        "packing": config.packing,
+        "max_seq_length": config.max_seq_length,
+        "global_batch_size": config.global_batch_size,
+        "micro_batch_size": config.micro_batch_size,
+        "truncation": config.truncation,
+        "loss_on": "every token" if config.train_on_prompt else _LOSS_ON[config.supervise],
+        "template": config.chat_template or ("the tokenizer's own" if encoder.chat_template else "no"),
+        "splits": splits,
+        "warnings": [line for name, split in splits.items() for line in _warnings(name, split)],
+    }
+
+
+def _first_rows(config: DataConfig, encoder: RowEncoder) -> SplitNumbers:
+    """Of a streamed data.train: a window, but no more than 1,000 rows."""
     stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
     encoded = stream.encode(next(stream.windows()))
     dropped = Counter(row.dropped for row in encoded if row.dropped is not None)
@@ -94,110 +124,45 @@ def first_rows(config: DataConfig, encoder: RowEncoder) -> tuple[SampleNumbers, 
     if config.packing:
         members, offsets = plan_packs(lengths, config.max_seq_length)
         fills = np.add.reduceat(lengths[members], offsets[:-1]) / config.max_seq_length
-    return SampleNumbers(lengths, supervised, digests, fills), {
+    counts = {
         "seen": f"the first {len(encoded):,} rows of a stream",
         "format": _together(stream.formats),
         "rows_read": len(encoded),
         "dropped": dict(dropped),
-        "truncated": sum(row.truncated for row in encoded),
-        "split": 0 if stream.pairs else sum(len(row.samples) > 1 for row in encoded),
+        "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
     }
-
-
-def describe_data(
-    samples: Mapping[str, Samples],
-    config: DataConfig,
-    encoder: RowEncoder,
-    stream: tuple[SampleNumbers, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Everything about the prepared splits that a run should be judged by before step 1.
-
-    Args:
-        samples: By split, as :func:`lit_fsdp.data.packing.prepare_samples` returns them.
-        config: The ``data`` section they were made with.
-        encoder: What they were made by.
-        stream: :func:`first_rows` of data.train, if it is a stream.
-
-    Returns:
-        Plain data for JSON: ``splits`` (per split counts, lengths, supervision, packs and ``sources``), ``template``,
-        the settings that decide them, and ``warnings``: what stops nobody but should be known.
-    """
-    found = {"train": stream} if stream is not None else {}
-    found |= {name: (sample_numbers(split), _counts(name, split, config)) for name, split in samples.items()}
-    splits = {
-        name: {**counts, **numbers.describe(), "packs": _packs(numbers, config)}
-        for name, (numbers, counts) in found.items()
-    }
-    for name in ("val", "test"):
-        if name in splits and "train" in splits:
-            splits[name]["in_train"] = int(np.isin(found[name][0].digests, found["train"][0].digests).sum())
-    return {
-        "packing": config.packing,
-        "max_seq_length": config.max_seq_length,
-        "global_batch_size": config.global_batch_size,
-        "micro_batch_size": config.micro_batch_size,
-        "truncation": config.truncation,
-        "loss_on": "every token" if config.train_on_prompt else _LOSS_ON[config.supervise],
-        "template": _template(config, encoder),
-        "splits": splits,
-        "warnings": [line for name, split in splits.items() for line in _warnings(name, split)],
-    }
+    return SplitNumbers(lengths, supervised, digests, fills, counts)
 
 
 def _counts(name: str, samples: Samples, config: DataConfig) -> dict[str, Any]:
     """Of one split. Of rows that are taken out of data.train it is said there what became of all of them."""
-    meta, draws = samples.rows.meta, _draws(samples)
-    read = {key: meta[key] for key in ("rows_read", "dropped", "truncated", "split")}
-    if name == "val" and config.val_split is not None:
-        read = {"taken_out_of": "data.train", "rows_read": None, "dropped": {}, "truncated": None, "split": None}
+    meta = samples.rows.meta
+    held_out = name == "val" and config.val_split is not None
+    read: dict[str, Any] = {key: meta[key] for key in ("rows_read", "dropped", "truncated")}
     return {
-        **read,
+        **({"seen": "taken out of data.train"} if held_out else read),
         "format": _together(entry["format"] for entry in meta["entries"]),
-        "tokens_per_epoch": round(float(samples.lengths @ draws)),
-        "supervised_tokens_per_epoch": round(float(samples.num_supervised @ draws)),
         "fingerprint": meta["fingerprint"],
         "cache": str(samples.rows.folder),
-        "sources": _sources(name, samples, config),
+        "sources": _sources("train" if held_out else name, samples, config),
     }
-
-
-def _draws(samples: Samples) -> np.ndarray:
-    """How often each row comes in one epoch, on average over epochs, float64 in the order of ``row_ids``."""
-    per_item = np.ones(len(samples))
-    if samples.weights:
-        drawn = np.array(apportion(len(samples), samples.weights))
-        per_item = np.repeat(drawn / np.array(samples.groups), samples.groups)
-    return np.repeat(per_item, np.diff(samples.offsets))
 
 
 def _together(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _packs(numbers: SampleNumbers, config: DataConfig) -> dict[str, Any] | None:
-    if numbers.fills is None:
-        return None
-    return {"count": len(numbers.fills), "capacity": config.max_seq_length, "fill": float(numbers.fills.mean())}
-
-
-def _sources(name: str, samples: Samples, config: DataConfig) -> list[dict[str, Any]]:
-    """One entry per source of the recipe, with its rows in this split."""
-    section = "train" if name == "val" and config.val_split is not None else name
+def _sources(section: str, samples: Samples, config: DataConfig) -> list[dict[str, Any]]:
+    """One entry per source of a section, with its rows in this split."""
     rows, ids = samples.rows, np.sort(samples.row_ids)
     found, start = [], 0
     for entry, made in zip(check_sources(section, getattr(config, section)), rows.meta["entries"], strict=True):
         mine = ids[np.searchsorted(ids, start) : np.searchsorted(ids, start + made["rows"])]
         start += made["rows"]
-        numbers = SampleNumbers(rows.lengths[mine], rows.num_supervised[mine].astype(np.int64), rows.digests[mine])
-        counts = {key: made[key] for key in ("format", "rows_read", "dropped", "truncated", "split")}
-        found.append({"name": entry.source, "weight": entry.weight, **counts, **numbers.describe()})
+        counts = {key: made[key] for key in ("format", "rows_read", "dropped", "truncated")}
+        numbers = SplitNumbers(rows.lengths[mine], rows.num_supervised[mine], rows.digests[mine], None, counts)
+        found.append({"name": entry.source, "weight": entry.weight, **numbers.describe()})
     return found
-
-
-def _template(config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    text = encoder.chat_template
-    marks = None if text is None else bool(re.search(r"\{%-?\s*generation\s*-?%\}", text))
-    return {"name": config.chat_template or ("the tokenizer's own" if text else "no"), "generation_marks": marks}
 
 
 def _warnings(name: str, split: Mapping[str, Any]) -> list[str]:
@@ -208,10 +173,6 @@ def _warnings(name: str, split: Mapping[str, Any]) -> list[str]:
         )
     if split["duplicates"] > _MANY_DUPLICATES * samples:
         lines.append(f"data.{name}: {split['duplicates']:,} of {samples:,} samples are copies of others")
-    dropped = Counter(split["dropped"])
-    if dropped.total():
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-        lines.append(f"data.{name}: {dropped.total():,} of {split['rows_read']:,} rows dropped: {reasons}")
     if 0 < split["supervised_share"] < _LITTLE:
         lines.append(f"data.{name}: only {split['supervised_share']:.1%} of the tokens are supervised")
     return lines

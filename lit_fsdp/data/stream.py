@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -26,13 +27,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.batches import Batch, Sample, collate_items, load
+from lit_fsdp.data.batches import Batch, Resumable, Sample, collate_items
 from lit_fsdp.data.cache import check_dropped, encode_rows, nothing_supervised
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
-from lit_fsdp.data.order import micro_batches
+from lit_fsdp.data.order import generator_of, micro_batches
 from lit_fsdp.data.packing import holds_pairs, plan_packs
 from lit_fsdp.data.readers import Position, Row
 from lit_fsdp.data.sources import Source, find_sources
+from lit_fsdp.data.workers import load
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import is_first_process
 
@@ -45,36 +47,28 @@ _KEPT = 16  # the loader is ahead of the step by a batch or two
 
 @dataclass(frozen=True)
 class Window:
-    """Rows that are shuffled together."""
+    """Rows that are shuffled together, each with the number of its source; ``number`` counts windows of an epoch.
+
+    ``start`` is where its first row is, for JSON: :meth:`SampleStream.windows` goes on from there.
+    """
 
     epoch: int
     number: int
-    """In its epoch, from 0."""
     rows: list[tuple[int, Row]]
-    """Number of the source, and the row."""
     start: dict[str, Any]
-    """Where its first row is, for JSON: :meth:`SampleStream.windows` goes on from there."""
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Samples of one optimizer step."""
+    """Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
 
     items: list[list[Sample]]
-    """One sample each, or those of a pack."""
     numbers: list[int]
-    """Of each item in its window."""
     end: dict[str, Any]
-    """The position after it, for JSON."""
 
 
 class SampleStream:
-    """Global batches of samples, one after another.
-
-    Args:
-        config: The ``data`` section.
-        encoder: Makes samples of rows.
-        seed: Of the order.
+    """Global batches of samples, one after another, in an order that ``seed`` decides.
 
     Raises:
         DataError: A source is missing, or has no rows or rows of no known format.
@@ -99,25 +93,18 @@ class SampleStream:
         forms = [[form, source.columns] for form, source in zip(self.formats, self.sources, strict=True)]
         text = json.dumps([self._encoder.text, forms])
         revisions = {part.name: part.revision for source in self.sources for part in source.parts if part.revision}
+        names = ("shuffle", "shuffle_window", "packing", "global_batch_size", "max_seq_length")
         return {
             "fingerprint": self.fingerprint,
             **({"revisions": revisions} if revisions else {}),
             "weights": None if weights[0] is None else weights,
             "seed": self._seed,
-            "shuffle": config.shuffle,
-            "shuffle_window": config.shuffle_window,
-            "packing": config.packing,
-            "global_batch_size": config.global_batch_size,
-            "max_seq_length": config.max_seq_length,
+            **{name: getattr(config, name) for name in names},
             "encoding": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning.
-
-        Raises:
-            DataError: A row or file is bad, or no token is supervised.
-        """
+        """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning."""
         items: list[list[Sample]] = []
         numbers: list[int] = []
         first = int(start["item"]) if start else 0
@@ -143,17 +130,11 @@ class SampleStream:
             items = [[samples[i] for i in members[a:b]] for a, b in pairwise(offsets.tolist())]
         if not self._config.shuffle:
             return items
-        key = f"{self.fingerprint}/{self._seed}/{window.epoch}/{window.number}"
-        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
+        generator = generator_of(self.fingerprint, self._seed, window.epoch, window.number)
         return [items[i] for i in generator.permutation(len(items))]
 
     def encode(self, window: Window) -> list[EncodedRow]:
-        """What becomes of every row of a window, in order.
-
-        Raises:
-            DataError: A row is bad, and ``data.on_bad_row`` is error.
-        """
+        """What becomes of every row of a window, in order."""
         found: dict[int, EncodedRow] = {}
         for form in dict.fromkeys(self.formats):
             mine = [i for i, (source, _) in enumerate(window.rows) if self.formats[source] == form]
@@ -166,7 +147,7 @@ class SampleStream:
         return [found[i] for i in range(len(window.rows))]
 
     def _check(self, window: Window, encoded: Sequence[EncodedRow]) -> None:
-        """Refuse a stream of which too little has been of use, once enough of it, or an epoch, has been seen."""
+        """Refuse a stream of little use, once enough of it, or an epoch, has been seen."""
         self._read += len(encoded)
         self._dropped.update(row.dropped for row in encoded if row.dropped is not None)
         if self._read >= _ENOUGH_ROWS or window.epoch:
@@ -261,32 +242,25 @@ class _Reader:
 # -- batches of one rank
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which part of every global batch a rank gets."""
-
-    rank: int
-    ranks: int
-    micro_batch_size: int
-
-
-class StreamLoader:
+class StreamLoader(Resumable):
     """An iterable of batches without length, with the position after each step.
 
     Args:
         stream: What is read.
-        share: This rank's.
+        rank: Of this process.
+        ranks: All of them; each gets its part of every global batch.
         pad_id: Token put where there is none.
         config: The ``data`` section; of ``num_workers`` one is used, as each would read and tokenize every row.
         pin_memory: Copy batches into page-locked memory.
     """
 
     def __init__(
-        self, stream: SampleStream, share: Share, pad_id: int, config: DataConfig, pin_memory: bool = False
+        self, stream: SampleStream, rank: int, ranks: int, pad_id: int, config: DataConfig, pin_memory: bool = False
     ) -> None:
-        self.stream, self.share, self.pad_id = stream, share, pad_id
-        self.pack_length = config.max_seq_length if config.packing else None
-        self.num_workers, self.pin_memory = min(config.num_workers, 1), pin_memory
+        self.stream, self._num_workers, self._pin_memory = stream, min(config.num_workers, 1), pin_memory
+        self._cut = partial(micro_batches, micro_batch_size=config.micro_batch_size, ranks=ranks, rank=rank)
+        pack_length = config.max_seq_length if config.packing else None
+        self._collate = partial(collate_items, pack_length=pack_length, pad_id=pad_id, pairs=stream.pairs)
         self.begin: Callable[[], tuple[int, dict[str, Any] | None]] = lambda: (0, None)
         """Step and position to begin at; asked for with the first batch, when a resumed Trainer knows them."""
         self._ends: dict[int, dict[str, Any] | None] = {}
@@ -298,12 +272,9 @@ class StreamLoader:
         """
         return self._ends[min(step, max(self._ends))] if self._ends else self.begin()[1]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the datamodule keeps the position. Having it tells Lightning that the loader can be resumed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing, see :meth:`state_dict`."""
+    def record(self, step: int) -> dict[str, Any]:
+        """What the order depends on, and the position after a step, for a checkpoint."""
+        return {**self.stream.record(), "position": self.position(step)}
 
     def __iter__(self) -> Iterator[Batch]:
         step, position = self.begin()
@@ -311,7 +282,7 @@ class StreamLoader:
         if step and position is None and is_first_process():
             _log.warning("the checkpoint of step %d has no position in a stream, which begins at its first rows", step)
         self._ends = {step: position}
-        found = load(_Batches(self, position), self.num_workers, self.pin_memory)
+        found = load(_Batches(self.stream, position, self._cut, self._collate), self._num_workers, self._pin_memory)
         for batch in found:
             if _ERROR in batch:
                 del found  # its processes end now, not when the traceback is let go
@@ -327,18 +298,15 @@ class StreamLoader:
 class _Batches(IterableDataset[Batch]):
     """The batches of a rank; a DataError travels as its text, without a traceback."""
 
-    def __init__(self, loader: StreamLoader, start: dict[str, Any] | None) -> None:
-        self._stream, self._share, self._start = loader.stream, loader.share, start
-        self._pack_length, self._pad_id, self._pairs = loader.pack_length, loader.pad_id, loader.stream.pairs
+    def __init__(self, stream: SampleStream, start: dict[str, Any] | None, cut: Any, collate: Any) -> None:
+        self._stream, self._start, self._cut, self._collate = stream, start, cut, collate
 
     def __iter__(self) -> Iterator[Batch]:
-        share = self._share
         try:
             for found in self._stream.global_batches(self._start):
                 end: dict[str, Any] | None = found.end
-                places = np.arange(len(found.items))
-                for mine in micro_batches(places, share.micro_batch_size, share.ranks, share.rank):
-                    batch = collate_items([found.items[i] for i in mine], self._pack_length, self._pad_id, self._pairs)
+                for mine in self._cut(np.arange(len(found.items))):
+                    batch = self._collate([found.items[i] for i in mine])
                     yield {**batch, "row": torch.tensor([found.numbers[i] for i in mine]), _END: end}
                     end = None  # with the first of them: the step may be ended early
         except DataError as error:

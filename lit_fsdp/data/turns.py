@@ -17,20 +17,19 @@ alone are extended to the special token behind them.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from typing import Any
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 from lit_fsdp.data.chat_template import ChatTemplate
 from lit_fsdp.data.formats import Conversation, Message
 from lit_fsdp.data.masks import Span
 from lit_fsdp.errors import DataError
 
-_log = logging.getLogger(__name__)
 _TAG = re.compile("(\\s?)\ue000(\\d+)([a-z]\\d*)\ue001")
+_PLACE = re.compile("\ue002(\\d+)\ue003")
 _FIRST, _SAID, _EMPTY, _NAME, _RESULT = "s", "z", "e", "c", "t"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _HEADER_SIZE = 100
@@ -38,8 +37,7 @@ _HEADER_SIZE = 100
 _MAX_KEPT = 4096
 
 
-@dataclass(frozen=True)
-class _Tag:
+class _Tag(NamedTuple):
     """Where something that a message says begins or ends in the text."""
 
     position: int
@@ -47,58 +45,21 @@ class _Tag:
     kind: str
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    """One conversation as text, and what stands where in it."""
+class _Rendered(NamedTuple):
+    """One conversation as text, what stands where in it, and whether the template trims what is said."""
 
     conversation: Conversation
     text: str
     trims: bool
-    """Whether the template cuts the blanks off around what is said."""
     tags: list[_Tag]
-    location: str
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The text of a conversation with placeholders as contents, cut at these."""
-
-    parts: tuple[str, ...]
-    """Texts before, between and behind the placeholders."""
-    messages: tuple[int, ...]
-    """Whose content stands at each placeholder."""
-    borders: tuple[tuple[int, int], ...]
-    """Starts and ends of spans in turns: characters of parts before each, and placeholders."""
-
-    @classmethod
-    def of(cls, text: str, spans: Sequence[Span]) -> _Shape:
-        found = list(re.finditer("\ue002(\\d+)\ue003", text))
-        cuts = [0, *(at for match in found for at in match.span()), len(text)]
-        borders = []
-        for border in (border for span in spans for border in span):
-            before = [match for match in found if match.end() <= border]
-            borders.append((border - sum(len(match[0]) for match in before), len(before)))
-        parts = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
-        return cls(tuple(parts), tuple(int(match[1]) for match in found), tuple(borders))
-
-    def spans(self, contents: Sequence[str], text: str) -> list[Span] | None:
-        """Spans in the text of a conversation with these contents; ``None`` if it is another text."""
-        filled = [contents[message] for message in self.messages]
-        whole = [part for pair in zip(self.parts, filled, strict=False) for part in pair]
-        if "".join([*whole, self.parts[-1]]) != text:
-            return None
-        passed = [0, *accumulate(map(len, filled))]
-        positions = [at + passed[number] for at, number in self.borders]
-        return list(zip(positions[::2], positions[1::2], strict=True))
+_Shape = list[tuple[str | int, bool]]
+"""A conversation in pieces: a text that the template writes, or whose content stands here; and if it is supervised."""
 
 
 class AssistantTurns:
-    """Finds assistant turns in what one template renders.
-
-    Args:
-        template: The template.
-        tokenizer: Whose special tokens can end a turn.
-    """
+    """Finds assistant turns in what one template renders; a special token of the tokenizer ends them."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
         self._template = template
@@ -109,18 +70,11 @@ class AssistantTurns:
         self._bos, self._eos = tokenizer.bos_token, tokenizer.eos_token
         self._openings: dict[Any, tuple[str, str, bool]] = {}
         self._shapes: dict[Any, _Shape | None] = {}
-        self._warned = False
 
     def find(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the characters of the wanted turns, ends of turn included.
+        """The text of a conversation, and the characters of its ``wanted`` turns, ends of turn included.
 
-        Args:
-            conversation: Messages without keys of ours.
-            wanted: Indices of assistant messages, ascending.
-            location: Where the row stands, for errors.
-
-        Returns:
-            The text, and half-open ranges of it, in order and apart.
+        Messages have no keys of ours; the half-open ranges are in order and apart.
 
         Raises:
             DataError: The template refuses the row, or its turns cannot be told exactly.
@@ -159,7 +113,7 @@ class AssistantTurns:
         shape = self._shapes[key]
         if shape is None:
             return None
-        return shape.spans(contents, text) or shape.spans([said.strip() for said in contents], text)
+        return _filled(shape, contents, text) or _filled(shape, [said.strip() for said in contents], text)
 
     def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> _Shape | None:
         blank = [
@@ -168,9 +122,12 @@ class AssistantTurns:
         shape = replace(conversation, messages=blank)
         try:
             text, marks = self._template.render(shape, location)
-            return _Shape.of(text, self._by_tags(shape, wanted, text, marks, location))
+            spans = self._by_tags(shape, wanted, text, marks, location)
         except DataError:  # which is said of the row itself
             return None
+        places = {match.span(): int(match[1]) for match in _PLACE.finditer(text)}
+        cuts = sorted({0, len(text), *(at for span in (*spans, *places) for at in span)})
+        return [(places.get((a, b), text[a:b]), any(s <= a and b <= e for s, e in spans)) for a, b in pairwise(cuts)]
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
         """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
@@ -179,7 +136,7 @@ class AssistantTurns:
             for takes_blank in (False, True):
                 clean, tags = _read_tags(tagged or "", takes_blank)
                 if clean == text:
-                    return _Rendered(conversation, text, trims, tags, location)
+                    return _Rendered(conversation, text, trims, tags)
         raise DataError(
             f"{location}: the chat template does something else with this conversation once its texts are tagged, so "
             "that assistant turns cannot be told from the rest\n"
@@ -221,16 +178,7 @@ class AssistantTurns:
         ended = self._ends_turn(behind) if is_call else bool(self._tokens_in(behind, 0, len(behind)))
         if not ended:
             barred = self._header_tokens(rendered, index, before, spans[0][0])
-            end = self._through_token(rendered.text, last[1], barred)
-            if end > last[1] and not self._warned:
-                self._warned = True
-                _log.warning(
-                    "%s: the chat template's {%% generation %%} marks end before %s, which ends the turn, so it is "
-                    "supervised too: the model has to emit it to stop",
-                    rendered.location,
-                    rendered.text[last[1] : end].strip(),
-                )
-            spans.append((last[1], end))
+            spans.append((last[1], self._through_token(rendered.text, last[1], barred)))
         return spans
 
     def _owner(self, rendered: _Rendered, mark: Span) -> int | None:
@@ -247,13 +195,9 @@ class AssistantTurns:
         return begun
 
     def _start(self, rendered: _Rendered, index: int, before: int, first: _Tag) -> int | None:
-        """Where the model takes over; ``None`` if the text does not show it.
+        """Where the model takes over in a turn that says ``first`` first; ``None`` if the text does not show it.
 
-        Args:
-            rendered: The conversation.
-            index: Of the turn.
-            before: Where what an earlier message says ends.
-            first: What the turn says first.
+        ``before`` is where what an earlier message says ends.
         """
         opening, header, is_prompt = self._opening(rendered.conversation, index)
         text, sought = rendered.text, opening or header
@@ -266,12 +210,8 @@ class AssistantTurns:
         if opening:
             return None if is_prompt or first.kind[0] == _NAME else first.position
         # no prompt and no header: the turn goes on, as after a tool's result
-        asked = (
-            self._template.text_of(
-                rendered.conversation, rendered.conversation.messages[:index], generation_prompt=True
-            )
-            or ""
-        )
+        conversation = rendered.conversation
+        asked = self._template.text_of(conversation, conversation.messages[:index], generation_prompt=True) or ""
         goes_on = text.startswith(asked) and before <= len(asked) <= first.position
         return len(asked) if goes_on else first.position
 
@@ -282,11 +222,8 @@ class AssistantTurns:
         turn is taken. All depend on the roles up to there, so that they are rendered once for each.
         """
         before, question = conversation.messages[:index], [{"role": "user", "content": "a"}]
-        key = (
-            tuple(message["role"] for message in before),
-            bool(conversation.tools),
-            repr(conversation.template_kwargs),
-        )
+        roles = tuple(message["role"] for message in before)
+        key = roles, bool(conversation.tools), repr(conversation.template_kwargs)
         if key not in self._openings:
             _make_room(self._openings)
             usual = self._prompt(conversation, question)
@@ -312,9 +249,8 @@ class AssistantTurns:
         mark = "\ue000\ue001"
         last = {**before[-1], "content": before[-1]["content"] + mark}
         asked = self._template.text_of(conversation, [*before[:-1], last]) or ""
-        answered = (
-            self._template.text_of(conversation, [*before[:-1], last, {"role": "assistant", "content": mark * 2}]) or ""
-        )
+        answer = {"role": "assistant", "content": mark * 2}
+        answered = self._template.text_of(conversation, [*before[:-1], last, answer]) or ""
         between, end = answered.partition(mark)[2].partition(mark * 2)[0], asked.partition(mark)[2]
         header = between[_common(between, end) :]
         return (between, header) if header.strip() else (between.removesuffix(header), "")
@@ -376,11 +312,7 @@ class AssistantTurns:
 
 
 def supervised_turns(messages: Sequence[Message], supervise: str, location: str) -> list[int]:
-    """Indices of the assistant turns that are supervised, by ``data.supervise`` and the messages' own ``train``.
-
-    Raises:
-        DataError: ``train: true`` on a message of another role.
-    """
+    """Indices of the assistant turns that are supervised, by ``data.supervise`` and the messages' own ``train``."""
     for index, message in enumerate(messages):
         if message.get("train") and message["role"] != "assistant":
             raise DataError(
@@ -443,9 +375,7 @@ def _with_name(call: dict[str, Any], tag: str) -> dict[str, Any]:
 def _read_tags(tagged: str, takes_blank: bool) -> tuple[str, list[_Tag]]:
     """The text without its tags, and where they were; of a name, which results may repeat, the first alone.
 
-    Args:
-        tagged: What was rendered.
-        takes_blank: Whether the blank before an empty turn is one that the template writes before a text only.
+    ``takes_blank``: the blank before an empty turn is one that the template writes before a text only.
     """
     parts, tags, size, at = list[str](), list[_Tag](), 0, 0
     for match in _TAG.finditer(tagged):
@@ -487,6 +417,19 @@ def _shows_arguments(text: str, message: Message) -> bool:
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _filled(shape: _Shape, contents: Sequence[str], text: str) -> list[Span] | None:
+    """What is supervised in the text of a conversation with these contents; ``None`` if it is another text."""
+    spans: list[Span] = []
+    at = 0
+    for piece, supervised in shape:
+        said = contents[piece] if isinstance(piece, int) else piece
+        if not text.startswith(said, at):
+            return None
+        at += len(said)
+        spans += [(at - len(said), at)] * supervised
+    return _joined(spans) if at == len(text) else None
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

@@ -1,4 +1,4 @@
-"""Signals and loader processes: a signal to a whole job must not end them before the rank they work for.
+"""Loader processes, and signals: one to a whole job must not end them before the rank they work for.
 
 SLURM, a terminal and ``kill -- -GROUP`` send a signal to every process. A loader that dies of it makes its rank fail
 where it should have saved; one that inherits its rank's handlers reports every signal to it a second time.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lit_fsdp.host import return_freed_memory
 
@@ -18,8 +22,32 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SECONDS = 1.0
 
 
+def load(
+    dataset: Dataset[Any], num_workers: int, pin_memory: bool = False, sampler: Iterable[Any] | None = None
+) -> Iterator[Any]:
+    """What torch's loader processes make, one by one and in order; they live through signals to the whole job.
+
+    Args:
+        dataset: Maps what ``sampler`` gives, or is an iterable one.
+        num_workers: Loader processes; 0 for none.
+        pin_memory: Copy tensors into page-locked memory.
+        sampler: Asked for the next thing as late as the loaders need it.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
+        worker_init_fn=obey_parent_only,
+    )
+    with _signals_held():
+        return iter(loader)
+
+
 @contextmanager
-def signals_held() -> Iterator[None]:
+def _signals_held() -> Iterator[None]:
     """Around the start of loaders: they begin with signals blocked, and nothing is lost for this process.
 
     Free memory is given back first: a forked loader would hold on to what this process is about to write over.
@@ -34,6 +62,7 @@ def signals_held() -> Iterator[None]:
 
 def obey_parent_only(worker_id: int) -> None:
     """Called first in a loader: from now on only its parent can ask it to end (SIGTERM), and does when it dies."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
     threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="signals", daemon=True).start()

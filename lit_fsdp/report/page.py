@@ -23,7 +23,7 @@ from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.redaction import redact
 from lit_fsdp.report.curves import Curve, chart, number
-from lit_fsdp.report.data_tables import sources_table, splits_table
+from lit_fsdp.report.data_tables import data_tables
 from lit_fsdp.report.samples import visible_lines
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 
@@ -281,12 +281,8 @@ def _data(run: RunFiles) -> str:
     record = run.json("data")
     if not record:
         return ""
-    tables = [splits_table(record)]
-    tables += [
-        sources_table(name, split) for name, split in record["splits"].items() if len(split.get("sources", ())) > 1
-    ]
     warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in record["warnings"])
-    return "<h3>Data</h3>" + "".join(_rich(table) for table in tables) + warnings
+    return "<h3>Data</h3>" + "".join(_rich(table) for table in data_tables(record)) + warnings
 
 
 def _model(run: RunFiles) -> str:

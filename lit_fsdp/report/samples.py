@@ -51,20 +51,14 @@ def _visible_character(character: str) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """One sample to look at, or a row that gave none."""
+    """One sample to look at, or a row that gave none: without tokens, but with why it was dropped, and its columns."""
 
     location: str
-    """File and row."""
     input_ids: np.ndarray
-    """int32 (T,), as trained on; of a dropped row nothing."""
     supervised: np.ndarray
-    """bool (T,)."""
     truncated: bool = False
-    """Whether tokens of the row were cut off."""
     dropped: str | None = None
-    """Why the row is not trained on."""
     columns: dict[str, Any] | None = None
-    """The row itself, where nothing came of it."""
 
 
 def show_rows(config: DataConfig, section: str, encoder: RowEncoder, numbers: Collection[int]) -> list[Shown]:
@@ -73,7 +67,7 @@ def show_rows(config: DataConfig, section: str, encoder: RowEncoder, numbers: Co
     Args:
         config: The ``data`` section.
         section: Whose rows: ``train``, ``val``, ``test`` or ``predict``.
-        encoder: What makes samples of rows.
+        encoder: As in training.
         numbers: Of the rows over all sources, from 0; those that are not there are left out.
     """
     found: list[Shown] = []
@@ -83,33 +77,27 @@ def show_rows(config: DataConfig, section: str, encoder: RowEncoder, numbers: Co
         for number, ((location, row), form) in enumerate(islice(rows, max(numbers, default=-1) + 1)):
             if number in numbers:
                 (encoded,), refused = encode_rows([(location, row)], form, encoder, True)
-                samples = [(one.input_ids, one.supervised) for one in encoded.samples]
-                found += [Shown(location, *sample, encoded.truncated) for sample in samples]
-                if not samples:
-                    nothing, columns = np.zeros(0, np.int32), None if isinstance(row, DataError) else row
+                found += [Shown(location, one.input_ids, one.supervised, encoded.truncated) for one in encoded.samples]
+                if not encoded.samples:
                     reason = refused[0].removeprefix(f"{location}: ") if refused else encoded.dropped
-                    found.append(Shown(location, nothing, nothing.astype(bool), False, reason, columns))
+                    columns = row if isinstance(row, dict) else None
+                    found.append(Shown(location, np.zeros(0, int), np.zeros(0, bool), False, reason, columns))
     return found
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighboring tokens of one kind."""
+    """Neighboring tokens of one kind, or one special token; the text is not safe to print."""
 
     text: str
-    """As decoded; not safe to print."""
     supervised: bool
     special: bool
-    """Whether it is one special token."""
 
 
 def pieces(tokenizer: Any, shown: Shown, one_by_one: bool = False) -> list[Piece]:
-    """A sample as text, cut where supervision changes and around special tokens.
+    """A sample as text, cut where supervision changes and around special tokens, or ``one_by_one`` token.
 
-    Args:
-        tokenizer: Of transformers; a token is decoded with the one before it, as some drop a blank at the beginning.
-        shown: The sample.
-        one_by_one: Every token a piece of its own.
+    A token is decoded with the one before it, as some tokenizers drop a blank at the beginning.
     """
     ids, supervised = shown.input_ids, shown.supervised
     special = np.isin(ids, [number for number, token in tokenizer.added_tokens_decoder.items() if token.special])
@@ -125,33 +113,14 @@ def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
     def decode(part: list[int]) -> str:
         return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    if start:
-        before, both = decode(ids[start - 1 : start]), decode(ids[start - 1 : end])
-        if both.startswith(before):
-            return both[len(before) :]
-    return decode(ids[start:end])
-
-
-def sample_record(tokenizer: Any, shown: Shown) -> dict[str, Any]:
-    """A sample for machines: ids, mask and text, complete and exact."""
-    return {
-        "location": shown.location,
-        "input_ids": shown.input_ids.tolist(),
-        "supervised": shown.supervised.astype(int).tolist(),
-        "pieces": [vars(piece) for piece in pieces(tokenizer, shown)],
-        "truncated": shown.truncated,
-        "dropped": shown.dropped,
-    }
+    before, both = decode(ids[max(0, start - 1) : start]), decode(ids[max(0, start - 1) : end])
+    return both[len(before) :] if both.startswith(before) else decode(ids[start:end])
 
 
 def print_samples(console: Console, tokenizer: Any, samples: Sequence[Shown], with_ids: bool = False) -> None:
     """Rendered samples; supervised tokens are colored, or between ``⟦`` and ``⟧`` where there is no color.
 
-    Args:
-        console: Where to.
-        tokenizer: Of transformers.
-        samples: What is shown.
-        with_ids: Every token alone, with its number behind it.
+    ``with_ids`` shows every token alone, with its number behind it.
     """
     marks = console.color_system is None or console.no_color
     legend = Text("supervised: ")
@@ -159,38 +128,34 @@ def print_samples(console: Console, tokenizer: Any, samples: Sequence[Shown], wi
         legend.append(f"{_OPEN}like this{_CLOSE}; special tokens stand as they are; ")
     else:
         legend.append("like this", _SUPERVISED).append("; special tokens: ").append("like this", _SPECIAL).append("; ")
-    console.print(legend.append("↵ line break, ⇥ tab, ⟨U+001B⟩ a character without a picture"), soft_wrap=True)
+    _line(console, legend.append("↵ line break, ⇥ tab, ⟨U+001B⟩ a character without a picture"))
     for shown in samples:
-        _line(console, f"\n━━ {visible(shown.location)}: {_counts(shown)}", _HEAD)
+        total, supervised = len(shown.input_ids), int(shown.supervised.sum())
+        counts = f"{total:,} tokens, {supervised:,} supervised ({supervised / total:.1%})" if total else "no tokens"
+        _line(console, Text(f"\n━━ {visible(shown.location)}: {counts}", _HEAD))
         if shown.dropped is not None:
-            _line(console, f"not trained on: {visible(shown.dropped)}", _BAD)
+            _line(console, Text(f"not trained on: {visible(shown.dropped)}", _BAD))
         if shown.columns is not None:
-            _line(console, visible(json.dumps(shown.columns, ensure_ascii=False, default=str)), "")
-        text = _sample_text(pieces(tokenizer, shown, with_ids), marks, shown.input_ids.tolist() if with_ids else None)
-        if text:
-            console.print(text, soft_wrap=True, highlight=False)
+            _line(console, Text(visible(json.dumps(shown.columns, ensure_ascii=False, default=str))))
+        if total:
+            _line(console, _sample_text(tokenizer, shown, marks, with_ids))
         if shown.truncated:
-            _line(console, "✂ cut to data.max_seq_length (data.truncation)", _NOTE)
+            _line(console, Text("✂ cut to data.max_seq_length (data.truncation)", _NOTE))
 
 
-def _line(console: Console, text: str, style: str) -> None:
-    console.print(Text(text, style), soft_wrap=True, highlight=False)
+def _line(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
 
 
-def _counts(shown: Shown) -> str:
-    total, supervised = len(shown.input_ids), int(shown.supervised.sum())
-    return f"{total:,} tokens, {supervised:,} supervised ({supervised / total:.1%})" if total else "no tokens"
-
-
-def _sample_text(found: Sequence[Piece], marks: bool, input_ids: list[int] | None) -> Text:
+def _sample_text(tokenizer: Any, shown: Shown, marks: bool, with_ids: bool) -> Text:
     text, inside = Text(), False
-    for number, piece in enumerate(found):
+    for number, piece in enumerate(pieces(tokenizer, shown, with_ids)):
         if marks and piece.supervised != inside:
             text.append(_OPEN if piece.supervised else _CLOSE)
         inside = piece.supervised
         text.append(visible(piece.text), " ".join([_SUPERVISED] * piece.supervised + [_SPECIAL] * piece.special))
-        if input_ids is not None:
-            text.append(f"[{input_ids[number]}]", "dim")
+        if with_ids:
+            text.append(f"[{shown.input_ids[number]}]", "dim")
     if marks and inside:
         text.append(_CLOSE)
     text.rstrip()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data import cache, readers
+from lit_fsdp.data import readers
 from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
@@ -29,7 +29,6 @@ Prepare = Callable[..., None]
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """Tokenizes 2,000 rows in small chunks with two workers, into the folder that is given."""
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 8000)
-    monkeypatch.setattr(cache, "_ALONE", 4)
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(2000, 1)))
     os.utime(source, (1e9, 1e9))  # so that its digest is remembered

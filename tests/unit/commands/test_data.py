@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from lit_fsdp import commands
-from lit_fsdp.__main__ import main
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from lit_fsdp.report import data_plot
+from lit_fsdp.report import data_tables
 from lit_fsdp.report.samples import visible
 
 Out = pytest.CaptureFixture[str]
@@ -91,6 +90,11 @@ def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
         out, err = capsys.readouterr()
         assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
         assert "[bold]" in out or "--ids" in words
+    Path("loud.jinja").write_text("{{ raise_exception(messages[0]['content']) }}")
+    assert data("inspect", "--data.train", train, "--data.chat_template", "loud.jinja") == 1
+    out, err = capsys.readouterr()
+    assert "owned" in err
+    assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
     assert "⟨U+001B⟩[2J⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+009B⟩31m⟨U+000D⟩⟨U+202E⟩⟨U+0000⟩ שלום 日本" in visible(EVIL)
 
 
@@ -127,16 +131,6 @@ def test_what_could_not_be_trained_on_is_shown_and_fails(capsys: Out):
             data("prepare", "--data.train", train, *words)
 
 
-def test_errors_do_not_reach_the_terminal_raw_either(capsys: Out):
-    Path("loud.jinja").write_text("{{ raise_exception(messages[0]['content']) }}")
-    train = write("t.jsonl", chat(EVIL, "b"))
-    words = ["--config", "r.yaml", "--data.train", train, "--data.chat_template", "loud.jinja"]
-    assert main(["data", "inspect", *words]) == 1
-    out, err = capsys.readouterr()
-    assert "owned" in err
-    assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
-
-
 def test_a_wrong_command_line():
     train = write("t.jsonl", chat("a", "b"))
     for words, field in (
@@ -161,8 +155,8 @@ def test_a_picture(monkeypatch: pytest.MonkeyPatch):
     words = ["--data.train", train, "--data.packing", "true", "--data.val", train, "--n", "0", "--plot"]
     assert data("inspect", *words, "x.png") == 0
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
-    found = data_plot.importlib.util.find_spec
-    monkeypatch.setattr(data_plot.importlib.util, "find_spec", lambda name: None if "plot" in name else found(name))
+    found = data_tables.importlib.util.find_spec
+    monkeypatch.setattr(data_tables.importlib.util, "find_spec", lambda name: None if "plot" in name else found(name))
     with pytest.raises(ConfigError, match=r"pip install 'lit-fsdp\[plot\]'"):
         data("inspect", *words, "y.png")
 
@@ -174,11 +168,6 @@ def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
     split = record["data"]["splits"]["train"]
     assert (split["seen"], split["rows_read"], split["samples"]) == ("the first 4 rows of a stream", 4, 4)
     assert [sample["location"] for sample in record["samples"]] == ["t.jsonl:1", "t.jsonl:2"]
-    assert data("inspect", *words) == 0
-    assert "the first 4 rows of a stream" in capsys.readouterr().out
-    bare = write("u.jsonl", *(chat(str(i)) for i in range(9)))
-    assert data("inspect", *words, "--data.train", bare) == 1
-    assert "the first 4 rows of the stream: no token of any row is supervised" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data\.streaming"):
         data("prepare", *words)
 

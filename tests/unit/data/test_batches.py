@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -42,31 +38,3 @@ def test_packs_written_out():
     assert "attention_mask" not in batch  # transformers would not look at the positions
     assert batch["cu_seq_lens"].dtype == torch.int32
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
-
-
-def test_every_token_and_label_is_there_once():
-    for seed in range(50):
-        assert_once(seed)
-
-
-def assert_once(seed: int) -> None:
-    draw = random.Random(seed)
-    lengths = [draw.randint(1, 20) for _ in range(draw.randint(1, 12))]
-    samples = [
-        _sample([draw.randint(1, 99) for _ in range(n)], [draw.randint(0, 1) for _ in range(n)]) for n in lengths
-    ]
-    packs: list[list[Sample]] = [[]]
-    for sample in samples:
-        if sum(len(ids) for ids, _ in packs[-1]) + len(sample[0]) > 24:
-            packs.append([])
-        packs[-1].append(sample)
-    batch = collate_packs(packs, length=24, pad_id=0)
-    flat: dict[str, Any] = {name: batch[name].flatten().tolist() for name in ("input_ids", "labels", "position_ids")}
-    borders = list(pairwise(batch["cu_seq_lens"].tolist()))
-    found = [(flat["input_ids"][a:b], flat["labels"][a:b]) for a, b in borders if set(flat["input_ids"][a:b]) != {0}]
-    for (ids, supervised), (tokens, labels) in zip(samples, found, strict=True):
-        assert tokens == ids.tolist()
-        wanted = [i if s else -100 for i, s in zip(tokens, supervised.tolist(), strict=True)]
-        assert labels == [-100, *wanted[1:]]
-    assert flat["position_ids"] == [i for a, b in borders for i in range(b - a)]
-    assert batch["counts"].tolist() == [sum(lengths), len(lengths), 24 * len(packs), sum(n * n for n in lengths)]

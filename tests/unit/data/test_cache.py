@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data import cache, readers
+from lit_fsdp.data import readers
 from lit_fsdp.data.cache import TokenizedRows, open_rows, prepare_rows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import DataError
@@ -53,7 +50,7 @@ def test_rows_and_counts(small: Any, source: Path):
     meta = dict(rows.meta)
     assert len(meta.pop("fingerprint")) == len(meta.pop("order_fingerprint")) == 32
     counts = {
-        **{"rows_read": 5, "rows": 3, "truncated": 1, "split": 0, "tokens": 18, "supervised_tokens": 9},
+        **{"rows_read": 5, "rows": 3, "truncated": 1, "tokens": 18, "supervised_tokens": 9},
         "dropped": {"without an assistant turn": 1, "cut before the assistant's turn": 1},
     }
     assert meta.pop("entries") == [{"name": str(source), "format": "messages", **counts}]
@@ -109,9 +106,8 @@ def test_nothing_to_learn_too_much_lost_and_damage_are_told(small: Any, source: 
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """120 rows in many small chunks, all of them done by other processes where there are any."""
+    """120 rows in many small chunks."""
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 300)
-    monkeypatch.setattr(cache, "_ALONE", 0)
     return [_say(f"u{n}", "a" + "x" * (n % 7)) for n in range(120)]
 
 
@@ -122,11 +118,11 @@ def test_the_first_bad_row_is_told_or_all_are_dropped(
     clean = _prepare(small, _written(tmp_path / "clean.jsonl", *many), num_tokenizers=1)
     many[71:71] = ['{"messages": 3}', "no JSON"]
     path = _written(tmp_path / "rows.jsonl", *many)
-    for number in (1, 3):
+    for number in (1, 2):
         with pytest.raises(DataError, match=rf"^{path}:72: "):
             _prepare(small, path, num_tokenizers=number)
     assert len([entry for entry in (tmp_path / "cache" / "data").iterdir() if entry.suffix != ".lock"]) == 1
-    rows = _prepare(small, path, num_tokenizers=3, on_bad_row="drop")
+    rows = _prepare(small, path, num_tokenizers=2, on_bad_row="drop")
     for file in ("input_ids.bin", "supervised.bin", "keys.bin"):
         assert (rows.folder / file).read_bytes() == (clean.folder / file).read_bytes()
     assert (rows.meta["rows_read"], rows.meta["rows"], rows.meta["dropped"]) == (122, 120, {"refused": 2})
@@ -144,37 +140,3 @@ def test_a_tokenizer_that_has_used_its_threads_before(
     small.backend_tokenizer.encode_batch(["a" * 50] * 200)
     assert len(_prepare(small, _written(tmp_path / "rows.jsonl", *many), num_tokenizers=2)) == 120
     assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-PARENT = """
-import os, time
-from lit_fsdp.data import cache
-cache._ALONE = 0
-def slow(number):
-    os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(0.2)
-list(cache._in_order(iter(range(10_000)), slow, 3, ()))
-"""
-
-
-def _alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_no_process_outlives_its_parent(root: Path):
-    command = [sys.executable, "-c", PARENT]
-    parent = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert parent.stdout is not None
-    workers: set[int] = set()
-    while len(workers) < 3:
-        workers.add(int(parent.stdout.readline()))
-    parent.kill()
-    parent.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while any(_alive(worker) for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(_alive(worker) for worker in workers)

@@ -67,7 +67,7 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
     path.write_text(CHATML, encoding="utf-8")
     assert RowEncoder(tokenizer, DataConfig(chat_template=str(path))).chat_template == CHATML
     for content, said in ((b"{% for m in messages %}\n{{ m.role ", "a template that is not Jinja .line 2: "),
-                          (b" \n", ".*which is empty"), (b"\xff", f"{path} .'utf-8' codec")):  # fmt: skip
+                          (b"\xff", f"{path} .'utf-8' codec")):  # fmt: skip
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"^data\.chat_template: got {said}"):
             RowEncoder(tokenizer, DataConfig(chat_template=str(path)))
@@ -80,7 +80,7 @@ def test_a_named_template_says_what_it_lacks(fitted: Any):
     for name in NAMES:
         found, tokenizer = find_template(name, fitted["small"]), byte_level_tokenizer()
         assert found is not None
-        in_text = {token for token in SPECIAL if token in found.source.partition("-#}")[2] and "TOOL" not in token}
+        in_text = {token for token in SPECIAL if token in found.source.partition("-#}")[2]}
         missing = sorted(token for token in in_text if token not in tokenizer.get_vocab())
         if missing:
             with pytest.raises(ConfigError) as caught:
@@ -92,13 +92,6 @@ def test_a_named_template_says_what_it_lacks(fitted: Any):
         if name not in ENDS:
             with pytest.raises(ConfigError, match=f"{name}, and the tokenizer has no EOS"):
                 find_template(name, tokenizer)
-
-
-def test_tokens_that_only_rows_with_tools_need(tokenizer: Any):
-    assert _text(tokenizer, chat_template="mistral") == "[INST]1[/INST]2</s>"
-    said = r"mistral for rows with tools \(rows.jsonl:7\), and the tokenizer lacks \[AV"
-    with pytest.raises(ConfigError, match=said):
-        _text(tokenizer, tools=[TOOL], chat_template="mistral")
 
 
 def test_what_a_family_cannot_show(fitted: Any):
@@ -115,15 +108,8 @@ def test_what_a_family_cannot_show(fitted: Any):
             _text(tokenizer, messages, tools, chat_template=name)
 
 
-def test_today_is_the_same_day_in_every_run(tokenizer: Any, caplog: pytest.LogCaptureFixture):
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }};" + CHATML
-    with caplog.at_level(logging.WARNING, "lit_fsdp"):
-        assert _text(tokenizer).startswith("26 Jul 2024;<|im_start|>user")
-    assert f"taken to be {TODAY:%d %B %Y} in every run" in caplog.text
-
-
-def test_bos_is_what_the_template_writes(caplog: pytest.LogCaptureFixture):
-    """As in inference; where it writes none although the tokenizer would, it is said."""
+def test_bos_and_today_are_what_the_template_writes(caplog: pytest.LogCaptureFixture):
+    """BOS as in inference; where it writes none although the tokenizer would, it is said. Today is always one day."""
     tokenizer = _fit(byte_level_tokenizer(), "<s> $A")
     for template, begins, warned in (
         (CHATML, "<|im_start|>user\n1", True),
@@ -133,8 +119,11 @@ def test_bos_is_what_the_template_writes(caplog: pytest.LogCaptureFixture):
         tokenizer.chat_template = template
         with caplog.at_level(logging.WARNING, "lit_fsdp"):
             assert _text(tokenizer).startswith(begins)
-        assert ("the chat template writes no BOS, which the tokenizer puts before every other" in caplog.text) == warned
+        assert ("the chat template writes no BOS, which the tokenizer puts before other" in caplog.text) == warned
     assert _text(tokenizer, chat_template="plain") == "<s>User:\n1\n\nAssistant:\n2</s>"
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }};" + CHATML
+    assert _text(tokenizer).startswith("26 Jul 2024;<|im_start|>user")
+    assert f"taken to be {TODAY:%d %B %Y} in every run" in caplog.text
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any):

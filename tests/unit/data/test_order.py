@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from lit_fsdp.data.order import FILLER, GlobalOrder, apportion, micro_batches, num_micro_batches
-from lit_fsdp.errors import ConfigError
 
 
 def _epoch(order: GlobalOrder, epoch: int, micro: int, ranks: int) -> list[list[list[list[int]]]]:
@@ -27,25 +25,21 @@ def test_written_out():
 
 
 def test_any_sizes():
-    for seed in range(200):
-        assert_once_per_epoch(seed)
-
-
-def assert_once_per_epoch(seed: int) -> None:
     """Every row exactly once per epoch; all ranks take as many steps; the loader's length is that number."""
-    draw = random.Random(seed)
-    micro, ranks, accumulate = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 4)
-    order = GlobalOrder(draw.randint(1, 400), micro * ranks * accumulate, f"data {seed}", seed, bool(seed % 2))
-    epoch = _epoch(order, draw.randint(0, 5), micro, ranks)
-    taken = [row for batch in epoch for rank in batch for step in rank for row in step if row != FILLER]
-    assert sorted(taken) == list(range(order.num_rows))
-    for batch in epoch:
-        assert len({len(steps) for steps in batch}) == 1
-        assert all(1 <= len(step) <= micro for steps in batch for step in steps)
-        assert all(step == [FILLER] for steps in batch for step in steps if FILLER in step)
-    assert num_micro_batches(order, micro, ranks) == sum(len(batch[0]) for batch in epoch)
-    whole = [batch for batch in epoch[:-1] if order.num_rows >= order.global_batch_size]
-    assert all(len(steps) == accumulate for batch in whole for steps in batch)
+    for seed in range(40):
+        draw = random.Random(seed)
+        micro, ranks, accumulate = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 4)
+        order = GlobalOrder(draw.randint(1, 400), micro * ranks * accumulate, f"data {seed}", seed, bool(seed % 2))
+        epoch = _epoch(order, draw.randint(0, 5), micro, ranks)
+        taken = [row for batch in epoch for rank in batch for step in rank for row in step if row != FILLER]
+        assert sorted(taken) == list(range(order.num_rows))
+        for batch in epoch:
+            assert len({len(steps) for steps in batch}) == 1
+            assert all(1 <= len(step) <= micro for steps in batch for step in steps)
+            assert all(step == [FILLER] for steps in batch for step in steps if FILLER in step)
+        assert num_micro_batches(order, micro, ranks) == sum(len(batch[0]) for batch in epoch)
+        whole = [batch for batch in epoch[:-1] if order.num_rows >= order.global_batch_size]
+        assert all(len(steps) == accumulate for batch in whole for steps in batch)
 
 
 def test_depends_on_data_seed_and_epoch_alone():
@@ -55,6 +49,9 @@ def test_depends_on_data_seed_and_epoch_alone():
     others = [GlobalOrder(50, 8, "data", 1).permutation(1), GlobalOrder(50, 8, "data", 2).permutation(0)]
     others += [GlobalOrder(50, 8, "other", 1).permutation(0)]
     assert all(other.tolist() != first for other in others)
+    mixes = [_mix(), _mix(seed=2), _mix(fingerprint="other"), _mix(weights=(1.0, 3.0)), _mix(shuffle=False)]
+    assert len({tuple(mix.permutation(3)) for mix in mixes}) == len(mixes)
+    assert _mix(global_batch_size=8).permutation(3).tolist() == _mix().permutation(3).tolist()
     assert GlobalOrder(50, 8, "data", 1, shuffle=False).permutation(7).tolist() == list(range(50))
 
 
@@ -69,38 +66,26 @@ def _mix(shuffle: bool = True, **options: object) -> GlobalOrder:
 
 
 def test_a_mix_gives_every_source_its_share():
-    for seed in range(50):
-        assert_shares(seed)
-
-
-def assert_shares(seed: int) -> None:
     """As many items per epoch as without weights; over epochs each source goes on where it stopped, pass by pass."""
-    draw = random.Random(seed)
-    groups = tuple(draw.randint(1, 40) for _ in range(draw.randint(2, 4)))
-    weights = tuple(draw.choice([0.5, 1.0, 2.0, 3.5]) for _ in groups)
-    total = sum(groups)
-    if any(total * weight < sum(weights) for weight in weights):
-        return
-    order = GlobalOrder(total, 8, "data", seed, bool(seed % 2), groups, weights)
-    assert sum(order.shares) == total
-    assert all(abs(s - total * w / sum(weights)) < 1 for s, w in zip(order.shares, weights, strict=True))
-    epochs = [order.permutation(epoch) for epoch in range(5)]
-    borders = np.cumsum([0, *groups])
-    for group, size in enumerate(groups):
-        first = borders[group]
-        taken = [epoch[(epoch >= first) & (epoch < first + size)] for epoch in epochs]
-        assert [len(part) for part in taken] == [order.shares[group]] * 5
-        stream = np.concatenate(taken)
-        for start in range(0, len(stream) - size + 1, size):  # every whole pass has each item once
-            assert sorted(stream[start : start + size]) == list(range(first, first + size))
-
-
-def test_a_mix_is_a_function_of_data_seed_and_epoch():
-    first = _mix().permutation(3).tolist()
-    assert _mix(global_batch_size=8).permutation(3).tolist() == first
-    others = [_mix(seed=2), _mix(fingerprint="other"), _mix(weights=(1.0, 3.0))]
-    assert all(other.permutation(3).tolist() != first for other in [*others, _mix(shuffle=False)])
-    assert _mix().permutation(4).tolist() != first
+    for seed in range(30):
+        draw = random.Random(seed)
+        groups = tuple(draw.randint(1, 40) for _ in range(draw.randint(2, 4)))
+        weights = tuple(draw.choice([0.5, 1.0, 2.0, 3.5]) for _ in groups)
+        total = sum(groups)
+        if any(total * weight < sum(weights) for weight in weights):
+            continue
+        order = GlobalOrder(total, 8, "data", seed, bool(seed % 2), groups, weights)
+        assert sum(order.shares) == total
+        assert all(abs(s - total * w / sum(weights)) < 1 for s, w in zip(order.shares, weights, strict=True))
+        epochs = [order.permutation(epoch) for epoch in range(5)]
+        borders = np.cumsum([0, *groups])
+        for group, size in enumerate(groups):
+            first = borders[group]
+            taken = [epoch[(epoch >= first) & (epoch < first + size)] for epoch in epochs]
+            assert [len(part) for part in taken] == [order.shares[group]] * 5
+            stream = np.concatenate(taken)
+            for start in range(0, len(stream) - size + 1, size):  # every whole pass has each item once
+                assert sorted(stream[start : start + size]) == list(range(first, first + size))
 
 
 def test_a_mix_in_file_order_is_spread_evenly():
@@ -116,8 +101,3 @@ def test_only_the_ratio_of_weights_counts():
         assert apportion(20, [size, size]) == (10, 10)
         assert apportion(7, [size * 0.6, size * 0.3, size * 0.1]) == (4, 2, 1)
         assert apportion(20, [size, size * 1e-9]) == (20, 0)
-
-
-def test_a_weight_that_never_counts_is_refused():
-    with pytest.raises(ConfigError, match=r"weight 0\.01 of 1\.01 for source 2"):
-        _mix(weights=(1.0, 0.01))

@@ -143,6 +143,5 @@ def test_weights_that_cannot_count_are_refused_before_training(small: Any, sourc
         _prepare(small, source, ("train",), train=train)
     with pytest.raises(DataError, match=r"source [12] of the 2 in data\.train has a weight but no row left"):
         _prepare(small, source, train=_mix(source, range(60), range(200, 201)), val_split=60)
-    for split in ("val", "test", "predict"):
-        with pytest.raises(ConfigError, match=f"^{split}: got a source with a weight\n  allowed: none"):
-            DataConfig(**{split: [SourceConfig(source="a.jsonl", weight=1.0)]})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^val: got a source with a weight\n  allowed: none"):
+        DataConfig(val=[SourceConfig(source="a.jsonl", weight=1.0)])

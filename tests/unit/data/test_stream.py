@@ -16,7 +16,7 @@ import torch
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.readers import Part
-from lit_fsdp.data.stream import SampleStream, Share, StreamLoader
+from lit_fsdp.data.stream import SampleStream, StreamLoader
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import CHATML as TEMPLATE
@@ -38,9 +38,11 @@ def _parquet(path: Path, count: int) -> str:
 
 
 def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
-    config = DataConfig(**{"streaming": True, "global_batch_size": 4, "shuffle_window": 8, **options})
+    config = DataConfig(
+        **{"streaming": True, "global_batch_size": 4, "shuffle_window": 8, "micro_batch_size": micro, **options}
+    )
     stream = SampleStream(config, encoder_of(small, config, TEMPLATE), seed=7)
-    return StreamLoader(stream, Share(*rank, micro), 0, config)
+    return StreamLoader(stream, *rank, 0, config)
 
 
 def _stream(small: Any, **options: Any) -> SampleStream:
@@ -106,31 +108,6 @@ def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path
     assert (again.number, again.rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
 
 
-def test_what_decides_the_batches_is_recorded(small: Any, tmp_path: Path):
-    name = _file(tmp_path / "a.jsonl", 20)
-
-    def record(template: str = TEMPLATE, **options: Any) -> dict[str, Any]:
-        config = DataConfig(**{"streaming": True, "train": name, "packing": True, "max_seq_length": 160, **options})
-        return json.loads(json.dumps(SampleStream(config, encoder_of(small, config, template), 7).record()))
-
-    def changed(**options: Any) -> set[str]:
-        return {key for key, value in record(**options).items() if value != record()[key]}
-
-    assert changed() == set()
-    assert changed(max_seq_length=200) == {"max_seq_length", "encoding"}
-    assert changed(template=TEMPLATE.replace("m.role", "m.role | upper")) == {"encoding"}
-    assert changed(columns={"prompt": "completion", "completion": "prompt"}) == {"encoding"}
-    assert changed(train=[SourceConfig(source=name, weight=2.0)]) == {"weights"}
-
-
-def test_a_position_in_another_source_is_refused(small: Any, tmp_path: Path):
-    name = _file(tmp_path / "a.jsonl", 20)
-    start = list(islice(_stream(small, train=name).windows(), 3))[2].start
-    _file(tmp_path / "a.jsonl", 21)
-    with pytest.raises(DataError, match=r"a\.jsonl: not what was streamed when the checkpoint was written"):
-        next(_stream(small, train=name).windows(start))
-
-
 def test_another_revision_is_another_source(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An upstream push between save and resume: the rows would be others under the same name."""
     from lit_fsdp.data import sources
@@ -154,7 +131,7 @@ def test_another_revision_is_another_source(small: Any, tmp_path: Path, monkeypa
 
 
 def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
-    """Or one of them would raise while the others wait for it."""
+    """Or one of them would raise while the others wait for it. A stream without anything to learn ends too."""
     name = _file(tmp_path / "a.jsonl", 20)
     with open(name, "a") as file:
         file.write('{"prompt": 3, "completion": "x"}\nno JSON\n')
@@ -163,16 +140,14 @@ def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
         assert len(list(islice(batches, 4))) == 4
         with pytest.raises(DataError, match=r"a\.jsonl:21: "):
             next(batches)
+    with pytest.raises(DataError, match=r"^\S+a\.jsonl:21: "):  # in words, from a loader process too
+        list(islice(_loader(small, train=name, num_workers=1), 30))
+    assert multiprocessing.active_children() == []
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n")
+    with pytest.raises(DataError, match=r"b\.jsonl: no token of any row is supervised; dropped \d+ without"):
+        next(_stream(small, train=str(tmp_path / "b.jsonl")).global_batches())
     kept = _global_batches(small, 5, train=name, on_bad_row="drop")
     assert sorted(chain(*(item for items, _ in kept for item in items))) == sorted(f"p{i}" for i in range(20))
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_without_anything_to_learn_ends(small: Any, tmp_path: Path, packing: bool):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl: no token of any row is supervised; dropped \d+ without"):
-        next(_stream(small, train=str(path), packing=packing).global_batches())
 
 
 def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
@@ -184,12 +159,3 @@ def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
     assert [batch["input_ids"].tolist() for batch in islice(batches, 14)] == [b["input_ids"].tolist() for b in alone]
     assert len(multiprocessing.active_children()) == 1  # every other one would tokenize the same rows
     batches.close()  # type: ignore[attr-defined]
-
-
-def test_an_error_in_a_loader_process_is_said_in_words(small: Any, tmp_path: Path):
-    name = _file(tmp_path / "a.jsonl", 3)
-    with open(name, "a") as file:
-        file.write("no JSON\n")
-    with pytest.raises(DataError, match=r"^\S+a\.jsonl:4: not JSON"):
-        list(islice(_loader(small, train=name, num_workers=1), 3))
-    assert multiprocessing.active_children() == []

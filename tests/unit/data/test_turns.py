@@ -257,23 +257,8 @@ def test_what_begins_a_turn_of_the_assistants_is_not_supervised(small: Any, capl
         with caplog.at_level(logging.WARNING, "lit_fsdp"):
             assert _both(small, _content_marked(header, end, last), say(*FOUR)) == ["2", "4"]
     assert {r.getMessage() for r in caplog.records} == {
-        "rows.jsonl:7: behind an assistant turn the chat template has no special token that could end it, so the model "
-        "does not learn to stop there"
+        "rows.jsonl:7: no special token ends an assistant turn, so the model does not learn to stop there"
     }
-
-
-def test_marks_that_hold_the_end_of_turn_stay_as_they_are(small: Any, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "lit_fsdp"):
-        for end in ("\n", "</s>\n", "<s>"):
-            template = _content_marked(HEADER, end, "</s>", inside="<|im_end|>")
-            first, second = supervised(small, template, [*say("u:0", "a:2"), *_calls()[:2]])
-            assert (first, second[-10:]) == ("2<|im_end|>", "<|im_end|>")
-        assert not caplog.records
-        encode(small, _content_marked(HEADER, "<|im_end|>\n", ASKED), say(*FOUR))
-    assert [record.getMessage() for record in caplog.records] == [
-        "rows.jsonl:7: the chat template's {% generation %} marks end before <|im_end|>, which ends the turn, so it is "
-        "supervised too: the model has to emit it to stop"
-    ]
 
 
 def test_special_tokens_that_take_in_blanks():

@@ -1,4 +1,4 @@
-"""Samples as text: color or marks, whole characters, and bars."""
+"""Samples as text: color or marks, whole characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.console import Console
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from lit_fsdp.report.data_tables import histogram_bars
 from lit_fsdp.report.samples import Shown, pieces, print_samples
 
 
@@ -44,8 +43,3 @@ def test_characters_of_several_tokens_are_whole():
     text = "".join(piece.text for piece in pieces(miniature_tokenizer(), _sample("日本", "héllo 🎉")))
     assert "日本" in text
     assert "héllo 🎉" in text
-
-
-def test_bars_show_whatever_is_not_empty():
-    assert histogram_bars([0, 1, 1000, 500]) == " ▁█▄"
-    assert histogram_bars([0, 0]) == "  "
