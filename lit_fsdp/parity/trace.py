@@ -34,7 +34,6 @@ class Trace:
 
     compute_dtype: str
     reduce_dtype: str
-    has_dropout: bool = False
     losses: list[float | None] = field(default_factory=list)
     gradient_norms: list[float | None] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
