@@ -130,7 +130,7 @@ def _page(runs: Sequence[RunFiles]) -> str:
     parts.append(_charts(runs))
     if memory := _beside("Memory, planned and measured", names, [_memory(run) for run in runs]):
         parts += [memory, "<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>"]
-    parts += [_logged(runs), _beside("Versions", names, [run.audit.get("versions", {}) for run in runs])]
+    parts.append(_beside("Versions", names, [run.audit.get("versions", {}) for run in runs]))
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
         parts += [_checkpoints(run), _changes(run), _samples(run), _data(run), _model(run), _yaml(run)]
@@ -212,19 +212,6 @@ def _memory(run: RunFiles) -> dict[str, str]:
     if predicted and measured and max(measured) > 0:
         found["predicted ÷ measured"] = f"{predicted / max(measured):.1%}"
     return found
-
-
-def _logged(runs: Sequence[RunFiles]) -> str:
-    """Every column in numbers: the whole range of one run, the last value of several."""
-    if len(runs) > 1:
-        last = [{name: number(points[-1][1]) for name, points in run.metrics.items()} for run in runs]
-        return _beside("Last logged", [str(run.folder) for run in runs], last)
-    rows = [
-        [name, *(number(value) for value in (ys[0], ys[-1], min(ys), max(ys))), str(len(ys))]
-        for name, points in runs[0].metrics.items()
-        for ys in ([value for _, value in points],)
-    ]
-    return _table("Logged", ["", "first", "last", "lowest", "highest", "rows"], rows, look="numbers")
 
 
 def _checkpoints(run: RunFiles) -> str:
