@@ -36,13 +36,7 @@ _LAUNCHED = ("RANK", "GROUP_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
 
 def compare_recipes(sides: Sequence[Sequence[str]], recipes: Sequence[Any], options: Any) -> int:
-    """Run one recipe and another, or the plain loop, say how far they are apart, and return the exit code.
-
-    Args:
-        sides: The words of each recipe; of one, if it is compared with the plain loop.
-        recipes: As ``load_recipe`` reads them.
-        options: Of the command line.
-    """
+    """Say how far the runs of two recipes, or of one and the plain loop, are apart, and return the exit code."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
     with tempfile.TemporaryDirectory(prefix="lit_fsdp_parity_") as folder:
         runs = _Runs(Path(folder), options.steps)
@@ -138,12 +132,7 @@ def _tables(title: str, found: Any, turned: Sequence[Any]) -> str:
 
 
 class _Runs:
-    """Runs recipes, each once, and keeps what they have come to.
-
-    Args:
-        folder: For their run folders.
-        steps: Optimizer steps of each.
-    """
+    """Runs recipes, each once and for so many steps, and keeps what they have come to."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self._folder, self._steps = folder, steps
@@ -157,11 +146,7 @@ class _Runs:
         return flat(json.loads(self._start(1, _resolve, [*words, *miniature]).read_text(encoding="utf-8")))
 
     def __call__(self, recipe: dict[str, Any]) -> Any:
-        """Run a recipe as ``fit`` does, on its ranks.
-
-        Raises:
-            RunRefused: It cannot be run.
-        """
+        """Run a recipe as ``fit`` does, on its ranks; :class:`RunRefused` where that cannot be."""
         return self._once(num_ranks(recipe), _fit, nested(recipe), self._allowed)
 
     def plain(self, recipe: dict[str, Any]) -> Any:

@@ -176,8 +176,8 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     Args:
         run: The recipe.
         gpu: Whose peak and link.
-        share: Of the peak rate, at which blocks compute.
-        network: Rate of a node in each direction, 10**9 bytes per second.
+        share: As :data:`PEAK_SHARE`.
+        network: As :data:`NETWORK_GB_PER_SECOND`.
 
     Raises:
         ValueError: No operations are known for this architecture, or the GPU has no peak rate for the precision.

@@ -83,7 +83,7 @@ class _Live:
 
     @property
     def total(self) -> int:
-        return self.work + self.gathered + self.reduced + self.gradients
+        return sum(vars(self).values())
 
 
 class _Watch(TorchDispatchMode):
@@ -173,8 +173,8 @@ def step_memory(
 
     Args:
         hf_config: The architecture, whole.
-        model: The recipe's ``model`` section.
-        strategy: The recipe's strategy, whose precision is settled; fsdp1 is taken to do as fsdp2 does.
+        model: How it is trained.
+        strategy: Whose precision is settled; fsdp1 is taken to do as fsdp2 does.
         shape: Rows and tokens of a micro-batch.
         mesh: Copies of the model, and ranks that share one.
         gradient_bytes: Of all gradients of a rank between steps.
