@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
@@ -32,11 +31,7 @@ class StepTrace(Callback):
         given = getattr(trainer.strategy, "config", None)
         somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
         row = given.precision_config.row if given else somebody_elses.row
-        drops = (
-            getattr(part, "p" if isinstance(part, nn.Dropout) else "attention_dropout", 0)
-            for part in pl_module.modules()
-        )
-        self.trace = Trace(row.compute, row.reduce, any(isinstance(share, float) and share > 0 for share in drops))
+        self.trace = Trace(row.compute, row.reduce)
         self._norm: torch.Tensor | None = None
         if not hasattr(trainer.precision_plugin, "last_grad_norm") and not isinstance(trainer.strategy, FSDPStrategy):
             self._measure(pl_module)

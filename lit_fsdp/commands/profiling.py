@@ -13,7 +13,6 @@ from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, options_and_rec
 from lit_fsdp.commands.training import run_training_verb
 from lit_fsdp.errors import require
 from lit_fsdp.host import is_first_process
-from lit_fsdp.metrics.trace import COLUMNS, WARMUP_STEPS, advice
 
 _SHOWN = 64
 """Letters of an operator's name."""
@@ -34,6 +33,7 @@ def run_profile(argv: Sequence[str]) -> int:
     if options is None:
         return 0
     from lit_fsdp.config.parser import load_recipe
+    from lit_fsdp.metrics.trace import WARMUP_STEPS, advice
 
     require(options.steps >= 1, "--steps", options.steps, ">= 1", "write --steps 3")
     trainer = load_recipe(words, "fit", flags_of(parser)).run.trainer
@@ -76,10 +76,10 @@ def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _phases(rank: int, record: Mapping[str, Any]) -> str:
-    rows = dict(record["phases"])
-    rows["step"] = {column: sum(row[column] for row in rows.values()) for column in COLUMNS}
-    heads = (f"rank {rank}, ms per step", *COLUMNS)
-    cells = [(phase, *(f"{row[column]:.1f}" for column in COLUMNS)) for phase, row in rows.items()]
+    rows = {phase: list(row.values()) for phase, row in record["phases"].items()}
+    rows["step"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    heads = (f"rank {rank}, ms per step", *record["phases"]["forward"])
+    cells = [(phase, *(f"{ms:.1f}" for ms in row)) for phase, row in rows.items()]
     return columns([heads, *cells], right=heads[1:])
 
 

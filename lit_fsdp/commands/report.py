@@ -24,9 +24,11 @@ def run_report(argv: Sequence[str]) -> int:
     require(len(folders) <= MAX_RUNS, "RUN", f"{len(folders)} run folders", f"at most {MAX_RUNS} on one page")
     runs = [read_run(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
-        near = sorted({str(found.parent) for place in (folder, folder.parent) for found in place.glob("*/metrics.csv")})
+        near = sorted(
+            {file.parent for place in (folder, folder.parent) for file in place.glob("*/metrics.csv")} - {folder}
+        )
         given = f"{folder}, which {'has no step in a metrics.csv' if folder.is_dir() else 'is no folder'}"
-        allowed = f"a run folder with logged steps{': ' * bool(near)}{', '.join(near[:5])}"
+        allowed = f"a run folder with logged steps{': ' * bool(near)}{', '.join(map(str, near[:5]))}"
         fix = "name the trainer.default_root_dir of a fit; trainer.log_every_n_steps: 1 lets it log every step"
         require(run.metrics or run.not_finite, "RUN", given, allowed, fix)
     out: Path = options.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))

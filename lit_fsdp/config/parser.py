@@ -279,7 +279,7 @@ def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: It
         return read()
     except ConfigError:
         raise
-    except (ArgumentError, ValueError, TypeError, KeyError) as error:
+    except (ArgumentError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise parser_error(str(error), [*(action.dest for action in parser._actions), *known]) from None
 
 

@@ -8,11 +8,12 @@ While a collective runs, a rank may only be waiting for a slower one.
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 PREFIX = "lit_fsdp: "
 """How the name of a mark begins that says which phase it is; the phases follow one another without gaps."""
@@ -24,8 +25,6 @@ _DEVICE, _LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "c
 _COMMUNICATION = re.compile("nccl|gloo:|c10d", re.IGNORECASE)
 _LIBRARY = re.compile("(?!autograd::|torch::autograd::).*::")
 _TOP = 8
-DATA_SHARE, EXPOSED_SHARE, OPTIMIZER_SHARE, IDLE_SHARE, UNEVEN_SHARE = 0.1, 0.15, 0.25, 0.25, 0.15
-"""Of a step, from which on :func:`advice` speaks of it; the last one of the slowest rank's computing."""
 
 
 def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,14 +53,14 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
         borders = _done_at(borders, events)
     else:
         compute, communication, operators = _of_threads(events)
-    covers = [_Cover(compute), _Cover(communication), _Cover(compute + communication)]
+    lengths = np.diff(borders)
+    computing, communicating, busy = (_covered(of, borders) for of in (compute, communication, compute + communication))
+    rows = np.stack([lengths, computing, communicating, busy - computing, lengths - busy], axis=1) / 1000 / steps
     phases = {phase: dict.fromkeys(COLUMNS, 0.0) for phase in PHASES}
-    for mark, start, end in zip(marks, borders, borders[1:], strict=False):
-        computing, communicating, busy = (cover.until(end) - cover.until(start) for cover in covers)
-        row = (end - start, computing, communicating, busy - computing, end - start - busy)
+    for mark, row in zip(marks, rows.tolist(), strict=True):
         phase = phases[mark["name"].removeprefix(PREFIX)]
-        for column, microseconds in zip(COLUMNS, row, strict=True):
-            phase[column] += microseconds / 1000 / steps
+        for column, ms in zip(COLUMNS, row, strict=True):
+            phase[column] += ms
     longest = sorted(operators.items(), key=lambda item: -sum(item[1]))[:_TOP]
     return {
         "steps": steps,
@@ -133,26 +132,12 @@ def _of_threads(events: Iterable[Mapping[str, Any]]) -> _Found:
     return compute, communication, operators
 
 
-class _Cover:
-    """The union of intervals, and how much of it lies before a time."""
-
-    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-        self.sums = [0.0]
-        for start, end in sorted(intervals):
-            if self.ends and start <= self.ends[-1]:
-                self.sums[-1] += max(0.0, end - self.ends[-1])
-                self.ends[-1] = max(end, self.ends[-1])
-            else:
-                self.starts.append(start)
-                self.ends.append(end)
-                self.sums.append(self.sums[-1] + end - start)
-
-    def until(self, time: float) -> float:
-        """Length of what lies before ``time``."""
-        count = bisect.bisect_right(self.starts, time)
-        return self.sums[count] - max(0.0, self.ends[count - 1] - time) if count else 0.0
+def _covered(intervals: _Intervals, borders: Sequence[float]) -> Any:
+    """How much of the union of the intervals lies between each two neighboring borders."""
+    starts, ends = np.array(sorted(intervals)).reshape(-1, 2).T
+    ends = np.maximum.accumulate(ends)
+    starts = np.maximum(starts, np.append(-np.inf, ends)[: len(ends)])
+    return np.diff([np.clip(border - starts, 0, ends - starts).sum() for border in borders])
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -161,34 +146,37 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         records: Of :func:`trace_record`, one per rank.
     """
-
-    def total(record: Mapping[str, Any], column: str) -> float:
-        return sum(row[column] for row in record["phases"].values())
+    totals = [{c: sum(row[c] for row in record["phases"].values()) for c in COLUMNS} for record in records]
 
     def share(column: str, *phases: str) -> float:
-        parts = (sum(record["phases"][phase][column] for phase in phases) / total(record, "all") for record in records)
-        return max(parts)
+        pairs = zip(records, totals, strict=True)
+        return max(sum(record["phases"][phase][column] for phase in phases) / total["all"] for record, total in pairs)
 
-    found = []
-    if (part := share("all", "data wait")) >= DATA_SHARE:
-        found.append(f"{part:.0%} of the step waits for data: data.num_workers: 2 reads ahead in processes")
-    computed = [total(record, "compute") for record in records]
-    if min(computed) < (1 - UNEVEN_SHARE) * max(computed):
-        found.append(
+    computed = [total["compute"] for total in totals]
+    waits, exposed = share("all", "data wait"), share("exposed communication", *PHASES)
+    steps, idle = share("all", "optimizer"), share("idle", "forward", "backward")
+    found = [
+        (waits >= 0.1, f"{waits:.0%} of the step waits for data: data.num_workers: 2 reads ahead in processes"),
+        (
+            min(computed) < 0.85 * max(computed),
             f"ranks compute {min(computed):.1f} to {max(computed):.1f} ms of a step, and the others' communication is "
-            "waiting for the slowest: data.packing: true gives all of them as many tokens"
-        )
-    if (part := share("exposed communication", *PHASES)) >= EXPOSED_SHARE:
-        found.append(
-            f"{part:.0%} of the step is communication that nothing hides: a larger data.micro_batch_size sends the "
-            "same for more tokens; sharding: shard_grad_op gathers once per step, hybrid_shard inside a node only"
-        )
-    if (part := share("all", "optimizer")) >= OPTIMIZER_SHARE:
-        found.append(f"{part:.0%} of the step is the optimizer's: a larger data.global_batch_size steps less often")
-    if (part := share("idle", "forward", "backward")) >= IDLE_SHARE:
-        found.append(
-            f"for {part:.0%} of the step nothing runs while operators are being called: a larger "
-            "data.micro_batch_size, or the strategy's compile: true, makes them fewer and larger"
-        )
-    part = min(total(record, "compute") / total(record, "all") for record in records)
-    return found or [f"nothing stands out: computing takes {part:.0%} of the step; lit-fsdp bench compares choices"]
+            "waiting for the slowest: data.packing: true gives all of them as many tokens",
+        ),
+        (
+            exposed >= 0.15,
+            f"{exposed:.0%} of the step is communication that nothing hides: a larger data.micro_batch_size sends the "
+            "same for more tokens; sharding: shard_grad_op gathers once per step, hybrid_shard inside a node only",
+        ),
+        (
+            steps >= 0.25,
+            f"{steps:.0%} of the step is the optimizer's: a larger data.global_batch_size steps less often",
+        ),
+        (
+            idle >= 0.25,
+            f"for {idle:.0%} of the step nothing runs while operators are being called: a larger "
+            "data.micro_batch_size, or the strategy's compile: true, makes them fewer and larger",
+        ),
+    ]
+    least = min(total["compute"] / total["all"] for total in totals)
+    nothing = f"nothing stands out: computing takes {least:.0%} of the step; lit-fsdp bench compares choices"
+    return [text for is_large, text in found if is_large] or [nothing]

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.materialize import Materializer
-from lit_fsdp.parallel.precision import TORCH_DTYPES
-from lit_fsdp.parallel.units import UnitPlan, last_unit
-
-
-class _Root(nn.Module):
-    """Carries the root's hooks, so that ``training_step`` runs between them and ``self(...)`` inside it does not."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+from lit_fsdp.parallel.units import UnitPlan
 
 
 class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
@@ -64,51 +51,13 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` for one unit, for modules that wrap themselves (``wrap: manual``)."""
-        row, config = self.config.precision_config.row, self.config
-        policy = MixedPrecisionPolicy()
-        if row.compute != row.param or row.reduce != row.param:
-            policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
-        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
-        if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
-            options["reshard_after_forward"] = False
-        if config.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        return options
+        return unit_options(self.config, self.mesh)
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        options = {**self.unit_options(), "ignored_params": set(self.replicated)}
-        reduce = TORCH_DTYPES[self.config.precision_config.row.reduce]
-        norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
-        for unit in plan.units[:-1]:
-            child = plan.modules[unit.name]
-            if isinstance(child, FSDPModule):  # wrap: manual
-                continue
-            self._broadcast(child)
-            fully_shard(child, **{**options, "mp_policy": norms} if unit.keeps_fp32 else options)
-        self._broadcast(module)
-        root: Any = _Root(module)
-        policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
-        fully_shard(root, **{**options, "mp_policy": policy})
-        if hasattr(root, "set_reduce_scatter_unused_params"):  # torch >= 2.13
-            # Ranks that use different parameters would reduce different lists of gradients, and mix them up.
-            root.set_reduce_scatter_unused_params(True)
+        root = apply_fully_shard(module, plan, self.config, self.unit_options(), self.replicated, self._broadcast)
         for child in module.modules():
             materializer.fill(child)
-        if not self.config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
-            last.set_reshard_after_forward(False, recurse=False)
-        self._set_prefetch([child for child in module.modules() if child in set(plan.modules.values())])
         return root
-
-    def _set_prefetch(self, ordered: list[Any]) -> None:
-        """Explicit prefetching, ahead in the order of the module tree, which blocks are called in."""
-        backward, forward = self.config.backward_prefetch, int(self.config.forward_prefetch)
-        for i, unit in enumerate(ordered):
-            if forward and ordered[i + 1 : i + 1 + forward]:
-                unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + forward])
-            if backward == "none":  # an empty list would mean the default; a unit itself is there already
-                unit.set_modules_to_backward_prefetch([unit])
-            elif isinstance(backward, int) and i:
-                unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
 
 
 @contextmanager

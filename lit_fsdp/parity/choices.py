@@ -168,12 +168,7 @@ def turns(one: Recipe, other: Recipe, goal: Trace, run: Callable[[Recipe], Trace
     """Go from one recipe to another, choice by choice, until a run is equal to the last one.
 
     What a choice makes differ is what its two neighboring runs differ by, so that all of it is found on the way.
-
-    Args:
-        one: A recipe.
-        other: Another.
-        goal: The run of ``other``, or the loop that it comes nearest to.
-        run: Runs a recipe; raises :class:`RunRefused`.
+    ``goal`` is the run of ``other``, or of the loop that it comes nearest to.
     """
     here, trace, found, left = one, run(one), [], differing(one, other)
     while left:

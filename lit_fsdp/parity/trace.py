@@ -34,19 +34,12 @@ class Trace:
 
     compute_dtype: str
     reduce_dtype: str
-    has_dropout: bool = False
     losses: list[float | None] = field(default_factory=list)
     gradient_norms: list[float | None] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def add(self, loss: float | None, gradient_norm: float | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note a step.
-
-        Args:
-            loss: Of the global batch, before the step; None where it is not known.
-            gradient_norm: Of all gradients, before clipping; None where it is not known.
-            weights: What is trained by its name, whole.
-        """
+        """Note loss and gradient norm of a step, None where not known, and the weights after it, whole, by name."""
         self.losses.append(loss)
         self.gradient_norms.append(gradient_norm)
         flat = ((name, weight.detach().flatten()) for name, weight in weights)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_fsdp.config.strategy import Sharding
-from lit_fsdp.errors import ConfigError
 
 RING_STEP_SECONDS = 1e-5
 """Assumed for one step of a ring whatever it carries; a network of InfiniBand class."""
@@ -35,24 +34,13 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How ranks share copies of the model."""
+    """How ranks share copies of the model: whole nodes, or a part of one."""
 
     sharding: Sharding
     ranks: int
     ranks_per_node: int = 8
     shard_ranks: int | None = None
     """Ranks that share one copy under hybrid sharding; default: those of a node."""
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % min(self.ranks, self.ranks_per_node):
-            raise ConfigError("ranks", self.ranks, f"whole nodes of {self.ranks_per_node}", "write a multiple of it")
-        if self.ranks % self.degree or (self.degree > self.ranks_per_node and self.degree % self.ranks_per_node):
-            raise ConfigError(
-                "shard_ranks",
-                f"{self.degree} on {self.ranks} ranks",
-                "a divisor of the ranks, and whole nodes where it is more than one",
-                f"write {self.ranks_per_node}",
-            )
 
     @property
     def degree(self) -> int:

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
-from lit_fsdp.audit import audit_recipe, device_type, settled_strategy
-from lit_fsdp.callbacks.records import add_to_audit
-from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
+from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy, state_per_rank
+from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
-from lit_fsdp.parallel.precision import TORCH_DTYPES
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
+from lit_fsdp.parallel.units import UnitPlan, plan_for
 from lit_fsdp.plan.communication import Layout, Weights, step_traffic
 from lit_fsdp.plan.simulate import StepMemory, step_memory
 
@@ -119,14 +118,13 @@ def rank_memory(run: RunConfig) -> RankMemory:
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     on_cpu = device_type(run) == "cpu"
     step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
-    params = _model(run.model).parameters()
     size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
     return RankMemory(
         parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
         optimizer=state["optimizer_bytes"],
         step=step,
-        largest_tensor=max(p.numel() for p in params) * size,
+        largest_tensor=max(p.numel() for p in _planned(run)[0].parameters()) * size,
         offloads=strategy.offloads,
     )
 
@@ -141,17 +139,31 @@ def least_bytes(run: RunConfig) -> int:
         return 0
     stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
     size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
-    return _state_of(state) + stays * size * sum(p.numel() for p in _model(run.model).parameters())
+    return _state_of(state) + stays * size * sum(p.numel() for p in _planned(run)[0].parameters())
 
 
 def _largest_state(run: RunConfig) -> dict[str, int]:
-    plain = dataclasses.replace(run.strategy, activation_checkpointing="none")  # which, like batches, changes no state
-    return _audited_state(dataclasses.replace(run, data=DataConfig(), strategy=plain))
+    """Of the rank that holds most."""
+    assert run.world_size is not None
+    strategy = settled_strategy(run)
+    module, plan = _planned(run)
+    kept = state_bytes(run.model.optim, module.model, TORCH_DTYPES[strategy.precision_config.row.param].itemsize)[0]
+    shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)[1]
+    return max(state_per_rank(module, plan, strategy, shards, kept), key=_state_of)
+
+
+def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
+    """The whole model on meta and its units: once for all choices that change neither."""
+    given = settled_strategy(run)
+    alike = StrategyConfig(engine=given.engine, wrap=given.wrap, precision=given.precision, compile=given.compile)
+    return _model_and_units(dataclasses.replace(run.model, attn_implementation=None), alike)
 
 
 @_once
-def _audited_state(run: RunConfig) -> dict[str, int]:
-    return max(audit_recipe(run)["state_per_rank"], key=_state_of)
+def _model_and_units(model: ModelConfig, strategy: StrategyConfig) -> tuple[Any, UnitPlan]:
+    module = CausalLMModule(build_trainable(resolve_architecture(model), model)[0])
+    cast_parameters(module, strategy)
+    return module, plan_for(module, strategy, STRATEGY)
 
 
 def _state_of(rank: dict[str, int]) -> int:
@@ -164,14 +176,14 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     Args:
         run: The recipe.
         gpu: Whose peak and link.
-        share: Of the peak rate, at which blocks compute.
-        network: Rate of a node in each direction, 10**9 bytes per second.
+        share: As :data:`PEAK_SHARE`.
+        network: As :data:`NETWORK_GB_PER_SECOND`.
 
     Raises:
         ValueError: No operations are known for this architecture, or the GPU has no peak rate for the precision.
     """
     assert run.world_size is not None
-    strategy, model = settled_strategy(run), _model(run.model)
+    strategy, model = settled_strategy(run), _planned(run)[0].model
     row, world = strategy.precision_config.row, run.world_size
     kind = "fp8" if strategy.precision_config.mode == "fp8" else row.compute
     if kind not in gpu.tflops:
@@ -210,6 +222,8 @@ def compared_memory(run: RunConfig, folder: Path) -> str:
 
     For the end of a process, whose process group is gone: the simulated step has one that only pretends.
     """
+    from lit_fsdp.callbacks.records import add_to_audit
+
     try:
         predicted = rank_memory(run).peak
     except Exception as error:  # a prediction ends no run
@@ -231,10 +245,3 @@ def zero_table(run: RunConfig) -> dict[str, int]:
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
         found[name] = sum(-(-size // run.world_size) if i < stage else size for i, size in enumerate(kinds))
     return found
-
-
-@_once
-def _model(model_config: ModelConfig) -> nn.Module:
-    config = dataclasses.replace(model_config, attn_implementation=None)
-    model: Any = build_trainable(resolve_architecture(config), config)[0]
-    return model

@@ -37,9 +37,6 @@ class Saving:
 def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[Saving]:
     """Simulate every change that takes less memory, each by itself; those that cost least come first.
 
-    A smaller micro-batch with the accumulation that keeps the global batch, recomputation, sharding, offload, adapters.
-    What the recipe has already and what saves nothing is left out.
-
     Args:
         run: A checked recipe as for :func:`lit_fsdp.plan.memory.rank_memory`, with ``data.global_batch_size``.
         names_accumulation: Whether the recipe says ``trainer.accumulate_grad_batches``, which then has to follow.
@@ -90,12 +87,7 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
 
     Another process computes it: this one has little memory, and a process group whose other ranks are waiting.
-
-    Args:
-        run: The recipe with its number of ranks.
-        recipe: The file of it in the run folder.
-        accelerator: ``cpu`` or ``gpu``.
-        allow_imports: Packages whose classes the recipe names.
+    ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
     """
     if run.foreign:
         return f"what would save memory is not computed for somebody else's {', '.join(sorted(run.foreign))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -76,20 +77,23 @@ def with_rows(run: RunConfig, rows: int) -> RunConfig:
 def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> int:
     """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does.
 
-    What a row more needs is taken from two simulated steps; the answer is simulated too.
+    The answer is simulated, and so is the next one that does not fit; what a row more needs only tells where to look.
     """
     total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
     one = at or rank_memory(with_rows(run, 1))
     if one.room(gib) < 0:
         return 0
-    if len(allowed) == 1:
-        return allowed[0]
-    each = max(1, rank_memory(with_rows(run, allowed[1])).peak - one.peak) / (allowed[1] - 1)
-    most = max(rows for rows in allowed if each * (rows - 1) <= one.room(gib))
-    while most > 1 and rank_memory(with_rows(run, most)).room(gib) < 0:
-        most = max(rows for rows in allowed if rows < most)
-    return most
+    best, left, each = 1, allowed[1:], one.step.kept + one.step.block
+    while left:
+        rows = max((rows for rows in left if each * (rows - 1) <= one.room(gib)), default=left[0])
+        more = rank_memory(with_rows(run, rows))
+        each = max(1, more.peak - one.peak) / (rows - 1)
+        if more.room(gib) >= 0:
+            best, left = rows, [other for other in left if other > rows]
+        else:
+            left = [other for other in left if other < rows]
+    return best
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
@@ -182,11 +186,8 @@ def time_on(gpu: Gpu | None, share: float, network: float) -> Callable[[RunConfi
     """What tells the time of a step on this GPU; nothing without one, or where no operations are known."""
 
     def of(run: RunConfig) -> StepTime | None:
-        if gpu is None:
-            return None
-        try:
-            return step_time(run, gpu, share, network)
-        except ValueError:
-            return None
+        with contextlib.suppress(ValueError):
+            return step_time(run, gpu, share, network) if gpu else None
+        return None
 
     return of

@@ -16,8 +16,8 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,7 @@ from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.parallel.activation import prepare_blocks
-from lit_fsdp.parallel.base import REPLICATE, SHARD
-from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
+from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
 
@@ -84,7 +83,7 @@ class _Live:
 
     @property
     def total(self) -> int:
-        return self.work + self.gathered + self.reduced + self.gradients
+        return sum(vars(self).values())
 
 
 class _Watch(TorchDispatchMode):
@@ -96,23 +95,10 @@ class _Watch(TorchDispatchMode):
         self.live, self.kind, self.phase = _Live(), "work", "forward"
         self.highest: dict[str, _Live] = {}
         self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
-        self._resize = torch.UntypedStorage.resize_
-
-    def __enter__(self) -> _Watch:
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = self._resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, size)
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore  # how engines free what they gathered
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.prim.device.default:  # half of all that is asked
+            return args[0].fake_device
         if op in self._copied:
             copied = torch.empty_like(args[self._copied[op]])
             self._add(copied.untyped_storage())
@@ -133,14 +119,10 @@ class _Watch(TorchDispatchMode):
                 self._sizes[key] = (kind, 0)
                 self._set(key, size)
 
-    @contextlib.contextmanager
-    def inside(self, kind: str) -> Iterator[None]:
-        """What is made inside is of this kind."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count a storage of another size, if it is known."""
+        if storage._cdata in self._sizes:
+            self._set(storage._cdata, size)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -177,15 +159,6 @@ def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-class _Engine(FSDP2Strategy):
-    """The engine's own sharding on ranks that do not exist."""
-
-    root_device = torch.device("cpu")
-
-    def _broadcast(self, module: nn.Module) -> None:
-        """Nothing: there are no values."""
-
-
 def step_memory(
     hf_config: Any,
     model: ModelConfig,
@@ -200,8 +173,8 @@ def step_memory(
 
     Args:
         hf_config: The architecture, whole.
-        model: The recipe's ``model`` section.
-        strategy: The recipe's strategy, whose precision is settled; fsdp1 is taken to do as fsdp2 does.
+        model: How it is trained.
+        strategy: Whose precision is settled; fsdp1 is taken to do as fsdp2 does.
         shape: Rows and tokens of a micro-batch.
         mesh: Copies of the model, and ranks that share one.
         gradient_bytes: Of all gradients of a rank between steps.
@@ -263,8 +236,8 @@ def _simulate(
     prepare_blocks(blocks, strategy.activation_config)
     loss_plan = plan_loss(model, model_config.loss)
     holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
-    sizes, names = ((copies, shards), (REPLICATE, SHARD)) if copies > 1 else ((shards,), (SHARD,))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    sizes = {"replicate": copies, "shard": shards} if copies > 1 else {"shard": shards}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with FakeTensorMode(allow_non_fake_inputs=True):
         _without_values(holder)
         for layer in quantized_layers(holder).values():
@@ -272,10 +245,10 @@ def _simulate(
             cast_inputs(layer, TORCH_DTYPES[row.compute])
         root = holder
         if strategy.is_sharded:
-            engine = _Engine(dataclasses.replace(strategy, engine="fsdp2", cpu_offload=False, compile=False))
-            engine.mesh = mesh
-            engine.replicated = [p for p in holder.parameters() if not p.dim()]
-            root = engine._shard(holder, units, SimpleNamespace(fill=lambda module: None))  # type: ignore[arg-type]
+            config = dataclasses.replace(strategy, cpu_offload=False)
+            whole = [p for p in holder.parameters() if not p.dim()]
+            options = unit_options(config, mesh)
+            root = apply_fully_shard(holder, units, config, options, whole, lambda module: None)
         rows, tokens = shape
         ids = torch.ones(rows, tokens, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
@@ -283,7 +256,9 @@ def _simulate(
             batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
         known = [*holder.parameters(), *holder.buffers(), *batch.values()]
-        with _Watch(_locals(known), copied) as watch, _engine_kinds(watch), _phases(watch, blocks) as ends:
+        watch = _Watch(_locals(known), copied)
+        ends = _note_phases(watch, blocks)
+        with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
                 loss = root(batch)
             watch.phase = "head"
@@ -312,40 +287,42 @@ def _without_values(module: nn.Module) -> None:
                 child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-@contextlib.contextmanager
-def _engine_kinds(watch: _Watch) -> Iterator[None]:
-    """Tell what the engine gathers and reduces from what the model computes."""
+def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
+    """Tell what the engine gathers, frees and reduces from what the model computes."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
-    originals: dict[str, Any] = {name: getattr(FSDPParamGroup, name) for name in kinds}
+    resize: Any = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        watch.resized(storage, size)
+        return result
 
     def of_kind(original: Any, kind: str) -> Any:
         def call(group: Any, *args: Any) -> Any:
             grads = [p.unsharded_param.grad for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
             watch.move((grad for grad in grads if grad is not None), "reduced")
-            with watch.inside(kind):
-                result = original(group, *args)
+            before, watch.kind = watch.kind, kind
+            result = original(group, *args)
+            watch.kind = before
             shards = [p.sharded_param.grad for p in group.fsdp_params if p.sharded_param.grad is not None]
             watch.move(_locals(shards), "gradients")
             return result
 
         return call
 
+    kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
+    replaced = contextlib.ExitStack()
+    replaced.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))  # how engines free
     for name, kind in kinds.items():
-        setattr(FSDPParamGroup, name, of_kind(originals[name], kind))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(FSDPParamGroup, name, original)
+        of = of_kind(getattr(FSDPParamGroup, name), kind)
+        replaced.enter_context(mock.patch.object(FSDPParamGroup, name, of))
+    return replaced
 
 
-@contextlib.contextmanager
-def _phases(watch: _Watch, blocks: list[nn.Module]) -> Iterator[dict[str, list[_Live]]]:
+def _note_phases(watch: _Watch, blocks: list[nn.Module]) -> dict[str, list[_Live]]:
     """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
     ends: dict[str, list[_Live]] = {"forward": [], "backward": []}
-    handles: list[Any] = []
 
     def begin(number: int) -> Any:
         def hook(grad: torch.Tensor) -> None:
@@ -365,12 +342,8 @@ def _phases(watch: _Watch, blocks: list[nn.Module]) -> Iterator[dict[str, list[_
         return hook
 
     for number, block in enumerate(blocks):
-        handles.append(block.register_forward_hook(after(number)))
-    try:
-        yield ends
-    finally:
-        for handle in handles:
-            handle.remove()
+        block.register_forward_hook(after(number))
+    return ends
 
 
 def _highest(

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,40 +50,30 @@ class RunFiles:
     """What a run folder holds, as far as it is there: a killed run, or one of somebody else's module, has less."""
 
     folder: Path
+    recipe: dict[str, Any]
+    """The resolved one; like the other records empty where there is none."""
+    audit: dict[str, Any]
+    dtypes: dict[str, Any]
+    data: dict[str, Any]
+    checkpoints: list[Found]
+    """Complete or not, oldest first."""
+    unreadable: set[str]
+    """Damaged files."""
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """By column: optimizer steps done and finite values."""
     not_finite: dict[str, int] = field(default_factory=dict)
     """How many values of a column are inf or nan."""
-    unreadable: set[str] = field(default_factory=set)
-    """Damaged files, of those that were asked for."""
-
-    @cached_property
-    def recipe(self) -> dict[str, Any]:
-        """The resolved one."""
-        return _record(self.folder / "recipe.yaml", self.unreadable)
-
-    @cached_property
-    def audit(self) -> dict[str, Any]:
-        """``audit.json``."""
-        return self.json("audit")
-
-    @cached_property
-    def checkpoints(self) -> list[Found]:
-        """Complete or not, oldest first."""
-        return survey(self.folder / FOLDER)
-
-    def json(self, name: str) -> dict[str, Any]:
-        """A record of the run, by the name of its file."""
-        return _record(self.folder / f"{name}.json", self.unreadable)
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read ``metrics.csv``, if it is there; a line that a kill has cut off is left out.
+    """Read what is there; a line of ``metrics.csv`` that a kill has cut off is left out.
 
     Raises:
-        DataError: It is something else.
+        DataError: ``metrics.csv`` is something else.
     """
-    run, path = RunFiles(folder), folder / "metrics.csv"
+    unreadable: set[str] = set()
+    records = [_record(folder / name, unreadable) for name in ("recipe.yaml", "audit.json", "dtypes.json", "data.json")]
+    run, path = RunFiles(folder, *records, survey(folder / FOLDER), unreadable), folder / "metrics.csv"
     if not path.is_file():
         return run
     try:
@@ -130,7 +119,7 @@ def _page(runs: Sequence[RunFiles]) -> str:
     parts.append(_charts(runs))
     if memory := _beside("Memory, planned and measured", names, [_memory(run) for run in runs]):
         parts += [memory, "<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>"]
-    parts += [_logged(runs), _beside("Versions", names, [run.audit.get("versions", {}) for run in runs])]
+    parts.append(_beside("Versions", names, [run.audit.get("versions", {}) for run in runs]))
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
         parts += [_checkpoints(run), _changes(run), _samples(run), _data(run), _model(run), _yaml(run)]
@@ -172,7 +161,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
         words = [str(model[key]) for key in ("name", "class_path") if model.get(key)]
         words += ["a miniature of random weights"] if model.get("miniature") else []
         facts["model"] = ", ".join([*words, parameter_counts(audit)])
-    if mode := run.json("dtypes").get("mode"):
+    if mode := run.dtypes.get("mode"):
         facts["precision"] = mode
     return facts
 
@@ -212,19 +201,6 @@ def _memory(run: RunFiles) -> dict[str, str]:
     if predicted and measured and max(measured) > 0:
         found["predicted ÷ measured"] = f"{predicted / max(measured):.1%}"
     return found
-
-
-def _logged(runs: Sequence[RunFiles]) -> str:
-    """Every column in numbers: the whole range of one run, the last value of several."""
-    if len(runs) > 1:
-        last = [{name: number(points[-1][1]) for name, points in run.metrics.items()} for run in runs]
-        return _beside("Last logged", [str(run.folder) for run in runs], last)
-    rows = [
-        [name, *(number(value) for value in (ys[0], ys[-1], min(ys), max(ys))), str(len(ys))]
-        for name, points in runs[0].metrics.items()
-        for ys in ([value for _, value in points],)
-    ]
-    return _table("Logged", ["", "first", "last", "lowest", "highest", "rows"], rows, look="numbers")
 
 
 def _checkpoints(run: RunFiles) -> str:
@@ -278,17 +254,15 @@ def _samples(run: RunFiles) -> str:
 
 
 def _data(run: RunFiles) -> str:
-    record = run.json("data")
-    if not record:
+    if not run.data:
         return ""
-    warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in record["warnings"])
-    return "<h3>Data</h3>" + "".join(_rich(table) for table in data_tables(record)) + warnings
+    warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in run.data["warnings"])
+    return "<h3>Data</h3>" + "".join(_rich(table) for table in data_tables(run.data)) + warnings
 
 
 def _model(run: RunFiles) -> str:
-    dtypes = run.json("dtypes")
     tables = [("FSDP units", units_table(run.audit))] if run.audit else []
-    tables += [("Dtypes, as read back", dtypes_table(dtypes))] if dtypes else []
+    tables += [("Dtypes, as read back", dtypes_table(run.dtypes))] if run.dtypes else []
     return "".join(f"<h3>{title}</h3>{_rich(table)}" for title, table in tables)
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 
-from lit_fsdp.config.model import OptimConfig, schedule_factor
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.parity.choices import RunRefused, in_fp32, turns
-from lit_fsdp.parity.plain import lr_share
 from lit_fsdp.parity.trace import Trace, compare
 
 ONE = {
@@ -95,10 +92,3 @@ def test_what_a_recipe_says_of_reductions_holds_in_fp32():
     assert in_fp32({f"{STRATEGY}.precision": "low_precision"}) == {f"{STRATEGY}.precision": "fp32"}
     somebody_elses = {"trainer.strategy": "ddp", "trainer.precision": "bf16-mixed"}
     assert in_fp32(somebody_elses) == {"trainer.strategy": "ddp", "trainer.precision": "32-true"}
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_the_plain_loop_has_the_schedules_of_a_recipe(schedule: Any):
-    optim = OptimConfig(schedule=schedule, warmup_steps=3, min_lr_ratio=0.1)
-    for step in range(20):
-        assert lr_share(step, vars(optim) | {"total_steps": 20}) == pytest.approx(schedule_factor(optim, step, 20))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.plan.communication import Layout, Weights, step_traffic
 
 SMALL = Weights(num_params=800, num_units=3)
@@ -35,9 +34,3 @@ def test_one_node_sends_nothing_over_the_network():
         assert (found.node_bytes, found.ring_steps, found.seconds(1.0)) == (0, 0, 0)
         assert found.rank_bytes > 0
         assert step_traffic(SMALL, Layout(sharding=sharding, ranks=1)).rank_bytes == 0
-
-
-def test_half_nodes_are_refused():
-    for ranks, shard_ranks in ((12, None), (0, None), (16, 3), (24, 12)):
-        with pytest.raises(ConfigError, match="whole nodes"):
-            Layout(sharding="hybrid_shard", ranks=ranks, shard_ranks=shard_ranks)

@@ -1,0 +1,94 @@
+"""A model under torch's ``fully_shard``: units, dtypes, prefetching; the same for a run and for a plan of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.parallel.precision import TORCH_DTYPES
+from lit_fsdp.parallel.units import UnitPlan, last_unit
+
+
+class _Root(nn.Module):
+    """Carries the root's hooks, so that ``training_step`` runs between them and ``self(...)`` inside it does not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Keyword arguments of ``fully_shard`` for one unit."""
+    row = config.precision_config.row
+    policy = MixedPrecisionPolicy()
+    if row.compute != row.param or row.reduce != row.param:
+        policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
+        options["reshard_after_forward"] = False
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return options
+
+
+def apply_fully_shard(
+    module: nn.Module,
+    plan: UnitPlan,
+    config: StrategyConfig,
+    options: dict[str, Any],
+    replicated: Collection[nn.Parameter],
+    prepare: Callable[[nn.Module], None],
+) -> nn.Module:
+    """Shard a module unit by unit, in place, and return the root to call.
+
+    Args:
+        module: The LightningModule, or what stands for it.
+        plan: Its units.
+        config: The strategy.
+        options: Of :func:`unit_options`.
+        replicated: Parameters that stay whole on every rank.
+        prepare: Called with each unit, and with the module, before it is sharded.
+    """
+    options = {**options, "ignored_params": set(replicated)}
+    reduce = TORCH_DTYPES[config.precision_config.row.reduce]
+    norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
+    for unit in plan.units[:-1]:
+        child = plan.modules[unit.name]
+        if isinstance(child, FSDPModule):  # wrap: manual
+            continue
+        prepare(child)
+        fully_shard(child, **{**options, "mp_policy": norms} if unit.keeps_fp32 else options)
+    prepare(module)
+    root: Any = _Root(module)
+    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    fully_shard(root, **{**options, "mp_policy": policy})
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+        # Ranks that use different parameters would reduce different lists of gradients, and mix them up.
+        root.set_reduce_scatter_unused_params(True)
+    if not config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
+        last.set_reshard_after_forward(False, recurse=False)
+    units = set(plan.modules.values())
+    _set_prefetch([child for child in module.modules() if child in units], config)
+    return root
+
+
+def _set_prefetch(ordered: list[Any], config: StrategyConfig) -> None:
+    """Explicit prefetching, ahead in the order of the module tree, which blocks are called in."""
+    backward, forward = config.backward_prefetch, int(config.forward_prefetch)
+    for i, unit in enumerate(ordered):
+        if forward and ordered[i + 1 : i + 1 + forward]:
+            unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + forward])
+        if backward == "none":  # an empty list would mean the default; a unit itself is there already
+            unit.set_modules_to_backward_prefetch([unit])
+        elif isinstance(backward, int) and i:
+            unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])
