@@ -114,13 +114,6 @@ def test_patterns_and_classes_change_no_losses(tiny_model: Path, engine: str) ->
 
 
 @engines
-def test_a_class_of_a_foreign_module(engine: str) -> None:
-    strategy = {"engine": engine, "precision": "fp32", "wrap": ["Sequential"]}
-    named = on_ranks("train_foreign", 2, strategy=strategy, steps=5)[0]
-    assert named["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
-
-
-@engines
 def test_experts_of_a_foreign_module_one_by_one(engine: str) -> None:
     strategy = {"engine": engine, "precision": "fp32", "wrap": ["layers.*", "layers.*.experts.*"]}
     found = on_ranks("train_expert_net", 2, strategy=strategy)
