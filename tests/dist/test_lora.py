@@ -79,9 +79,8 @@ def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(
     assert results[0]["changed"] == []
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_compiled_blocks(tiny_model: Path, engine: str) -> None:
-    strategy = {"engine": engine, "precision": "fp32", "compile": True, "activation_checkpointing": "full"}
+def test_compiled_blocks(tiny_model: Path) -> None:
+    strategy = {"engine": "fsdp2", "precision": "fp32", "compile": True, "activation_checkpointing": "full"}
     results = on_ranks("train_lora", 2, 300, folder=tiny_model, strategy=strategy, model={"lora": LORA})
     assert worst_difference(results[0]["losses"], peft_losses(str(tiny_model), LORA)) < 1e-5
 
