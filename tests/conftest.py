@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-# Before transformers or datasets are imported: both read these once. Child processes inherit them.
+# Before torch, transformers and datasets are imported: they read these once. Child processes inherit them. One thread,
+# as tests run two at a time and their tensors are small: a second one only waits, on a core that somebody else needs.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
 )
 
 # A shell ignores Ctrl-C in what it starts in the background, and so would all processes that the tests start.

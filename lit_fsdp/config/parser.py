@@ -367,10 +367,16 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
     """
     use_loader()
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls, path)
+    parser = _section_parser(cls, path)
     nested = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), _plain(values))
     return typed(cls, _translated(parser, lambda: parser.parse_object(nested))[path], path)
+
+
+@functools.cache  # building takes longer than parsing, and a search builds a strategy for each candidate
+def _section_parser(cls: type[Any], path: str) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, path)
+    return parser
 
 
 def typed(cls: type[T], values: Any, path: str) -> T:

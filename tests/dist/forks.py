@@ -256,6 +256,18 @@ def _imported(place: Path) -> None:
         preloaded.import_too(json.loads(found.read_text()))
 
 
+def _build_parsers() -> None:
+    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second."""
+    from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, fsdp_strategy
+    from lit_fsdp.config.parser import recipe_parser
+
+    recipe_parser()
+    CausalLMModule(name="a-model")
+    CausalLMDataModule(train="rows.jsonl")
+    Checkpoint()
+    fsdp_strategy()
+
+
 def _serve() -> None:
     import torch
 
@@ -263,6 +275,7 @@ def _serve() -> None:
     torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
     files = [path for folder in ("dist", "faults") for path in sorted((ROOT / "tests" / folder).glob("*jobs.py"))]
     modules = [importlib.import_module(f"tests.{path.parent.name}.{path.stem}") for path in files]
+    _build_parsers()
     places: dict[int, Path] = {}
     ended: dict[int, int] = {}
     for line in sys.stdin:

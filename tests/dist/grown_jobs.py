@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.lora import LoraWeights, apply_lora
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from lit_fsdp.models.weights import open_weights
 from tests.dist.jobs import FromStep, Rows, TinyData, fit, module_for
-from tests.dist.lora_jobs import SEED
+from tests.dist.lora_jobs import SEED, with_adapters
 from tests.dist.reference import global_batch, loop, step_loss
 
 TOKENS = ["<|tool|>", "<|think|>"]
@@ -71,15 +66,7 @@ def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
     model: Any = grown_model(folder)
     if lora is not None:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        source = resolve_model(ModelConfig(name=folder, add_tokens=TOKENS), 0)
-        meta, bare = build_on_meta(source.hf_config), build_on_meta(source.hf_config)
-        settings = apply_lora(meta, LoraConfig(**lora))
-        weights = LoraWeights(open_weights(source, bare, SEED), meta, SEED)
-        config = peft.PeftConfig.from_peft_type(**{**settings, "inference_mode": False})
-        model = peft.LoraModel(model, config, "default").model
-        for name, module in meta.named_modules():
-            if ".lora_A." in name:
-                model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
+        model = with_adapters(model, ModelConfig(name=folder, add_tokens=TOKENS), lora).model
         for module in ends:
             module.requires_grad_(True)
     return loop(model, lambda step: step_loss(model, with_new_tokens(global_batch(step))), 6)

@@ -58,7 +58,7 @@ class Hosts:
         # ip netns exec has made a mount namespace, so that nobody else sees this file
         inside = f'hostname {NAMES[host]} && mount --bind {known} /etc/hosts && exec "$@"'
         line = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c", inside, "sh", *words]
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         own["GLOO_SOCKET_IFNAME"] = self._ends[host]  # gloo would take the loopback interface
         with (self.folder / f"{name}-{host}").open("wb") as file:
             process = subprocess.Popen(

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
@@ -152,14 +152,18 @@ def train_with_stock_lightning(
     return module.losses
 
 
-def train_with_stock_accelerate(folder: str, out: str, save_at: int, steps: int, groups: int) -> list[float]:
-    """The losses of all steps; ``out`` is what ``Accelerator.save_state`` wrote after step ``save_at``."""
+def train_with_stock_accelerate(
+    folder: str, steps: int, groups: int, out: str = "", save_at: int = 0, mixed_precision: str = "no"
+) -> dict[str, Any]:
+    """The losses of all steps, units and dtypes; ``out`` is what ``Accelerator.save_state`` wrote after a step."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     plugin = FullyShardedDataParallelPlugin()
+    if mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)
     for state in (PartialState(), accelerator.state):  # on a CPU it would quietly fall back to DDP
         state.distributed_type = DistributedType.FSDP
         state.device = torch.device("cpu")  # not cpu:0, which version 1 takes for another device
@@ -189,7 +193,12 @@ def train_with_stock_accelerate(folder: str, out: str, save_at: int, steps: int,
             with mock.patch.object(Accelerator, "num_processes", alone):
                 accelerator.save_state(out)
             _keep_truth(model, optimizer.optimizer, out)
-    return losses
+    return {
+        "losses": losses,
+        "units": sorted(name for name, module in model.named_modules() if isinstance(module, FSDPModule)),
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+        "sharded": all(hasattr(p, "to_local") for p in model.parameters()),
+    }
 
 
 def continue_imported(

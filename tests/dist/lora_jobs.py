@@ -77,22 +77,27 @@ def peft_losses(
     ``dtype`` is the base's, and ``options`` are further ones of ``from_pretrained``; adapters are fp32 and, beside a
     base in bf16, computed under autocast.
     """
-    source = resolve_model(ModelConfig(name=folder), 0)
-    meta = build_on_meta(source.hf_config)
-    settings = apply_lora(meta, LoraConfig(**lora))
-    weights = LoraWeights(open_weights(source, build_on_meta(source.hf_config), SEED), meta, SEED)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options).train()
-    config = peft.PeftConfig.from_peft_type(**{**settings, "inference_mode": False})
-    model = peft.LoraModel(base, config, "default")
-    for name, module in meta.named_modules():
-        if ".lora_A." in name:  # the only random ones; peft's own start is kept everywhere else
-            model.model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
+    model = with_adapters(base, ModelConfig(name=folder), lora)
 
     def loss_of(step: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             return step_loss(model, global_batch(step))
 
     return loop(model, loss_of, steps)
+
+
+def with_adapters(base: torch.nn.Module, config: ModelConfig, lora: dict[str, Any]) -> peft.LoraModel:
+    """Plain peft around a model, its random tensors those that a run of this config starts from."""
+    source = resolve_model(config, 0)
+    meta, bare = build_on_meta(source.hf_config), build_on_meta(source.hf_config)
+    settings = apply_lora(meta, LoraConfig(**lora))
+    weights = LoraWeights(open_weights(source, bare, SEED), meta, SEED)
+    model = peft.LoraModel(base, peft.PeftConfig.from_peft_type(**{**settings, "inference_mode": False}), "default")
+    for name, module in meta.named_modules():
+        if ".lora_A." in name:  # the only random ones; peft's own start is kept everywhere else
+            model.model.get_submodule(name).weight.data.copy_(weights.read(name, module, "weight"))
+    return model
 
 
 def tampered_export(words: list[str], cwd: str) -> None:

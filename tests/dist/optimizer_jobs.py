@@ -20,12 +20,7 @@ def plain_parts(tensor: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def optimized_run(
-    folder: str,
-    run: str,
-    strategy: dict[str, Any],
-    steps: int,
-    model: dict[str, Any],
-    ckpt_path: str | None = None,
+    folder: str, run: str, strategy: dict[str, Any], steps: int, model: dict[str, Any], ckpt_path: str | None = None
 ) -> dict[str, Any]:
     """Losses, a hash of parameters and state, the bytes of the state, and how much of it is kept in 8 bits."""
     torch.manual_seed(3)

@@ -23,6 +23,7 @@ from lit_fsdp.models.generate import chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import command, on_ranks
 from tests.dist.grown_jobs import FIRST, TOKENS, grown_losses
+from tests.dist.matrix import worst_difference
 from tests.dist.reference import TINY, save_tiny
 
 LORA = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
@@ -39,11 +40,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         for name in ("tied", "apart")
     }
-
-
-def _worst(losses: list[float], wanted: list[float]) -> float:
-    assert len(losses) == len(wanted)
-    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
 def _export(run: Path, out: str, *flags: str) -> Path:
@@ -68,7 +64,7 @@ def test_losses_are_those_of_the_resized_model(
     base = bases[head]
     job: dict[str, Any] = {"folder": base, "strategy": {"engine": engine, "precision": "fp32"}}
     (losses, *_) = on_ranks("train_grown", ranks, run=tmp_path / "a", **job)
-    assert _worst(losses, grown_losses(str(base), None)) < 1e-5
+    assert worst_difference(losses, grown_losses(str(base), None)) < 1e-5
     last = str(tmp_path / "a" / "checkpoints" / "step-00000003")
     (rest, *_) = on_ranks("train_grown", ranks, run=tmp_path / "b", ckpt_path=last, **job)
     assert rest == losses[3:]
@@ -89,7 +85,7 @@ def test_adapters_with_new_tokens(
     base = bases[head]
     job: dict[str, Any] = {"folder": base, "strategy": {"engine": engine, "precision": "fp32"}, "lora": LORA}
     (losses, *_) = on_ranks("train_grown", 2, run=tmp_path, **job)
-    assert _worst(losses, grown_losses(str(base), LORA)) < 1e-5
+    assert worst_difference(losses, grown_losses(str(base), LORA)) < 1e-5
     adapter, merged = _export(tmp_path, "adapter"), _export(tmp_path, "merged", "--merge")
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     plain = AutoModelForCausalLM.from_pretrained(base)  # as anybody has it, without a new row

@@ -8,20 +8,10 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
-from lit_fsdp.checkpoint.store import verify_files
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.async_jobs import tensors_of
 from tests.dist.forks import on_ranks
-
-
-def steps_of(run: Path) -> list[int]:
-    """Steps of the complete checkpoints; nothing else may lie beside them."""
-    assert damaged(run) == []
-    found = checkpoints(run)
-    for entry in found:
-        verify_files(entry.path)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [entry.path.name for entry in found]
-    return [entry.step for entry in found]
+from tests.runs import whole_steps
 
 
 @pytest.mark.parametrize(
@@ -49,7 +39,7 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
     assert saved == expected
     weight = "model/model.model.norm.weight"
     assert len({step[weight] for step in expected.values()}) == 3  # training had changed it by the next save
-    assert steps_of(tmp_path / "async") == [3, 6, 9]
+    assert whole_steps(tmp_path / "async") == [3, 6, 9]
     for seen in (went_on, *others):
         assert seen["last_model_path"] == "step-00000009"
     if "val_check_interval" in options:
@@ -64,7 +54,7 @@ def test_somebody_elses_module(tmp_path: Path, engine: str) -> None:
     waited = on_ranks("train_foreign_async", 2, run=tmp_path / "sync", async_save=False, **job)
     went_on = on_ranks("train_foreign_async", 2, run=tmp_path / "async", async_save=True, **job)
     assert went_on == waited
-    assert steps_of(tmp_path / "async") == [2, 4, 6, 8]
+    assert whole_steps(tmp_path / "async") == [2, 4, 6, 8]
     assert tensors_of(str(tmp_path / "async")) == tensors_of(str(tmp_path / "sync"))
 
 
@@ -78,7 +68,7 @@ def test_training_goes_on_and_the_next_save_waits(tiny_model: Path, tmp_path: Pa
         assert seen["last"]["4"] == ""
         assert seen["last"]["7"] == "step-00000003"  # 6 was not begun before 3 stood
         assert seen["last_model_path"] == "step-00000009"
-    assert steps_of(tmp_path) == [9]
+    assert whole_steps(tmp_path) == [9]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
@@ -91,7 +81,7 @@ def test_a_failing_writer_is_heard_on_all_ranks_at_the_same_step(tiny_model: Pat
         assert "rank-00001.safetensors: No space left on device" in rank["error"]
     assert seen[0]["step"] == seen[1]["step"] <= 9  # at the latest when the next save would begin
     assert seen[0]["last_model_path"] == "step-00000003"
-    assert steps_of(tmp_path) == [3]
+    assert whole_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +96,7 @@ def test_a_save_under_way_is_completed(
     seen = on_ranks("train_async", 2, run=tmp_path, async_save=True, **job)
     assert seen[1]["error"].startswith(error)
     assert all(rank["pending"]["4"] for rank in seen)
-    assert steps_of(tmp_path) == steps
+    assert whole_steps(tmp_path) == steps
     assert read_manifest(checkpoints(tmp_path)[0].path).global_step == 3
     if fault == "signal":
         stopped = "StopRequested: stopped by a signal after step 5; the checkpoint is complete"

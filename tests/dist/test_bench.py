@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.dist.forks import ROOT
+from tests.dist.forks import ROOT, server
 
 RECIPE = [
     *("--config", ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml", "--config", ROOT / "configs/debug/smoke.yaml"),
@@ -25,8 +24,8 @@ def rows(cwd: Path) -> list[dict[str, str]]:
 
 def test_it_goes_on_after_a_kill_and_after_a_failure(tmp_path: Path) -> None:
     """The third value is none, which the recipe's own rules refuse without a run."""
-    command = [sys.executable, "-m", "lit_fsdp", "bench", *RECIPE, *VARY]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [server().python, "-m", "lit_fsdp", "bench", *RECIPE, *VARY]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as first:
         while first.poll() is None and not any(row["tokens_per_second"] for row in rows(tmp_path)):
             time.sleep(0.05)

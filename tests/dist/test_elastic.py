@@ -22,22 +22,22 @@ KEYS = ("engine", "sharding", "ranks", "micro", "num_workers")
 Results = list[dict[str, Any]]
 SAVING: dict[str, dict[str, Any]] = {
     "a": {"engine": "fsdp2", "sharding": "full_shard", "ranks": 2, "micro": 2, "kind": "ours", "layout": "sharded"},
-    "b": {"engine": "fsdp1", "sharding": "shard_grad_op", "ranks": 4, "micro": 1, "kind": "groups", "layout": "full"},
+    "b": {"engine": "fsdp1", "sharding": "shard_grad_op", "ranks": 4, "micro": 2, "kind": "groups", "layout": "full"},
     "c": {"engine": "fsdp2", "sharding": "hybrid_shard", "ranks": 4, "micro": 2, "kind": "frozen", "layout": "sharded"},
     "d": {"engine": "fsdp1", "sharding": "no_shard", "ranks": 2, "micro": 1, "kind": "gpt2", "layout": "sharded"},
     "e": {"engine": "single", "sharding": "no_shard", "ranks": 1, "micro": 4, "kind": "gpt2", "layout": "sharded"},
     "f": {"engine": "ddp", "sharding": "no_shard", "ranks": 2, "micro": 4, "kind": "ours", "layout": "full"},
-    "g": {"engine": "fsdp1", "sharding": "full_shard", "ranks": 1, "micro": 1, "kind": "frozen", "layout": "full"},
+    "g": {"engine": "fsdp1", "sharding": "full_shard", "ranks": 1, "micro": 2, "kind": "frozen", "layout": "full"},
 }
 
 
 # from, cut, and how it goes on: engine, sharding, ranks, micro-batch size, loader workers
 CASES: list[tuple[str, int, str, str, int, int, int]] = [
-    ("a", MIDDLE, "fsdp1", "full_shard", 4, 1, 0),
+    ("a", MIDDLE, "fsdp1", "full_shard", 4, 2, 0),
     ("a", END, "single", "no_shard", 1, 4, 2),
-    ("b", MIDDLE, "fsdp2", "hybrid_shard", 4, 2, 2),
-    ("b", END, "ddp", "no_shard", 2, 1, 0),
-    ("c", END, "fsdp2", "full_shard", 1, 1, 0),
+    ("b", MIDDLE, "fsdp2", "hybrid_shard", 4, 2, 0),
+    ("b", END, "ddp", "no_shard", 2, 2, 0),
+    ("c", END, "fsdp2", "full_shard", 1, 4, 0),
     ("d", MIDDLE, "fsdp2", "shard_grad_op", 2, 4, 0),
     ("e", END, "fsdp2", "no_shard", 2, 2, 0),
     ("f", END, "fsdp1", "hybrid_shard", 4, 1, 0),
@@ -113,9 +113,7 @@ def check_epochs(batches: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*CASES, *(pytest.param(case, marks=LONG) for case in FURTHER)],
-    ids=lambda case: "-".join(map(str, case)),
+    "case", [*CASES, *(pytest.param(case, marks=LONG) for case in FURTHER)], ids=lambda case: "-".join(map(str, case))
 )
 def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any], tmp_path: Path, case: Any) -> None:
     name, cut, *choices = case
@@ -135,45 +133,25 @@ def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any],
 
 
 SAME: dict[str, dict[str, Any]] = {
-    "fsdp2": {
-        "sharding": "full_shard",
-        "ranks": 2,
-        "micro": 2,
-        "kind": "groups",
-        "num_workers": 2,
-        "cuts": [MIDDLE, END],
-    },
-    "fsdp1": {"sharding": "hybrid_shard", "ranks": 4, "micro": 1, "kind": "frozen", "layout": "full"},
-    "fsdp1 in bf16": {
-        "sharding": "shard_grad_op",
-        "ranks": 2,
-        "micro": 2,
-        "kind": "ours",
-        "precision": "low_precision",
-        "cuts": [END],
-    },
-    "ddp": {
-        "sharding": "no_shard",
-        "ranks": 2,
-        "micro": 1,
-        "kind": "ours",
-        "precision": "mixed",
-        "cuts": [MIDDLE, END],
-    },
+    "fsdp2": {"sharding": "full_shard", "ranks": 2, "kind": "groups", "num_workers": 2},
+    "fsdp1": {"sharding": "hybrid_shard", "ranks": 4, "kind": "frozen", "layout": "full"},
+    "fsdp1 in bf16": {"sharding": "shard_grad_op", "ranks": 2, "precision": "low_precision", "cuts": [END]},
+    "ddp": {"sharding": "no_shard", "ranks": 2, "precision": "mixed", "cuts": [MIDDLE, END]},
 }
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_topology_is_bit_equal(go: Callable[..., Results], tmp_path: Path, name: str) -> None:
     """Losses, learning rates, parameters, optimizer tensors and the rows of every rank, with dropout."""
-    choices = {"engine": name.partition(" ")[0], **SAME[name]}
-    job = {"kind": choices["kind"], "dropout": True, "steps": STEPS}
-    whole = go(tmp_path / "whole", choices, save_at=[MIDDLE, END], **job)
-    for cut in choices.get("cuts", [MIDDLE]):
+    choices = {"engine": name.partition(" ")[0], "micro": 2, "kind": "ours", **SAME[name]}
+    cuts = choices.get("cuts", [MIDDLE])
+    job = {"kind": choices["kind"], "dropout": True, "steps": cuts[-1] + 20}
+    whole = go(tmp_path / "whole", choices, save_at=cuts, **job)
+    for cut in cuts:
         path = tmp_path / "whole" / "checkpoints" / f"step-{cut:08d}"
         after = go(tmp_path / str(cut), choices, ckpt_path=path, **job)
         for before, now in zip(whole, after, strict=True):
-            assert len(now["losses"]) == STEPS - cut
+            assert len(now["losses"]) == cuts[-1] + 20 - cut
             assert now["losses"] == before["losses"][cut:]
             assert now["rates"] == before["rates"][cut:]
             assert now["rows"] == [entry for entry in before["rows"] if entry[0] >= cut]
@@ -183,33 +161,36 @@ def test_the_same_topology_is_bit_equal(go: Callable[..., Results], tmp_path: Pa
             assert set(now["realized"]["optimizer state after resume"]) == stored
 
 
-FOUR = {"engine": "fsdp2", "sharding": "full_shard", "ranks": 2, "micro": 1, "kind": "ours"}  # micro-batches per step
+FOUR = {"engine": "fsdp2", "sharding": "full_shard", "ranks": 2, "micro": 1}  # micro-batches per step
+CUT: dict[str, Any] = {"kind": "ours", "dropout": True, "steps": 5}
 
 
-def test_a_signal_in_an_accumulation(go: Callable[..., Results], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def uncut(go: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The run that is neither signaled nor ended."""
+    return go(tmp_path_factory.mktemp("uncut") / "run", FOUR, **CUT)
+
+
+def test_a_signal_in_an_accumulation(go: Callable[..., Results], uncut: Results, tmp_path: Path) -> None:
     """The global batch is finished, saved, and no row of it comes again: on other ranks too."""
-    job: dict[str, Any] = {"kind": "ours", "steps": 8}
-    whole = go(tmp_path / "whole", FOUR, **job)
-    cut = go(tmp_path / "cut", FOUR, interrupt=[6, "signal"], **job)
+    cut = go(tmp_path / "cut", FOUR, interrupt=[6, "signal"], **CUT)
     assert [rank["stopped"] for rank in cut] == [[75, 2]] * 2
     (path,) = (tmp_path / "cut" / "checkpoints").iterdir()
     assert path.name == "step-00000002"
-    same = go(tmp_path / "same", FOUR, ckpt_path=path, **job)
-    assert same[0]["losses"] == whole[0]["losses"][2:]
-    assert [a["rows"] + b["rows"] for a, b in zip(cut, same, strict=True)] == [rank["rows"] for rank in whole]
-    other = go(tmp_path / "other", {**FOUR, "ranks": 1, "micro": 4}, ckpt_path=path, **job)
-    assert global_batches(cut) | global_batches(other) == global_batches(whole)
+    same = go(tmp_path / "same", FOUR, ckpt_path=path, **CUT)
+    assert same[0]["losses"] == uncut[0]["losses"][2:]
+    assert [a["rows"] + b["rows"] for a, b in zip(cut, same, strict=True)] == [rank["rows"] for rank in uncut]
+    other = go(tmp_path / "other", {**FOUR, "ranks": 1, "micro": 4}, ckpt_path=path, **CUT)
+    assert global_batches(cut) | global_batches(other) == global_batches(uncut)
     assert min(global_batches(other)) == 2
 
 
-def test_an_end_in_an_accumulation(go: Callable[..., Results], tmp_path: Path) -> None:
+def test_an_end_in_an_accumulation(go: Callable[..., Results], uncut: Results, tmp_path: Path) -> None:
     """Of a global batch that was begun, nothing is kept: it is run again as a whole, with the same random numbers."""
-    job: dict[str, Any] = {"kind": "ours", "dropout": True, "steps": 8}
-    whole = go(tmp_path / "whole", FOUR, **job)
-    cut = go(tmp_path / "cut", FOUR, interrupt=[6, "raise"], save_at=[1], **job)
+    cut = go(tmp_path / "cut", FOUR, interrupt=[6, "raise"], save_at=[1], **CUT)
     assert [rank["stopped"] for rank in cut] == [["killed here", 1]] * 2
     assert [step for step, _ in cut[0]["rows"]] == [0, 0, 0, 0, 1]
-    after = go(tmp_path / "after", FOUR, ckpt_path=tmp_path / "cut" / "checkpoints" / "step-00000001", **job)
-    for before, now in zip(whole, after, strict=True):
+    after = go(tmp_path / "after", FOUR, ckpt_path=tmp_path / "cut" / "checkpoints" / "step-00000001", **CUT)
+    for before, now in zip(uncut, after, strict=True):
         assert now["rows"] == before["rows"][4:]
         assert (now["losses"], now["digest"]) == (before["losses"][1:], before["digest"])

@@ -29,10 +29,7 @@ def trained(engine: str, **options: Any) -> list[dict[str, Any]]:
     return on_ranks("train_with_options", 2, strategy={"engine": engine, "precision": "fp32"}, **options)
 
 
-@pytest.mark.parametrize(
-    ("engine", "accumulate", "clip"),
-    [("fsdp2", 1, None), ("fsdp2", 2, 0.1), ("fsdp1", 2, None), ("fsdp1", 1, 0.1)],
-)
+@pytest.mark.parametrize(("engine", "accumulate", "clip"), [("fsdp2", 2, 0.1), ("fsdp1", 1, None)])
 def test_losses_equal_a_plain_loop(engine: str, accumulate: int, clip: float | None) -> None:
     """Parameters directly on the LightningModule, self(x) in the step, other weights on rank 1 before: rank 0's win."""
     strategy = {"engine": engine, "precision": "fp32"}
@@ -107,10 +104,7 @@ def test_averages_of_shards_are_refused(engine: str) -> None:
 
 
 def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    words, env = (
-        [server().python, *launcher, str(script)],
-        {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )
+    words, env = [server().python, *launcher, str(script)], {**os.environ, "PYTHONPATH": str(root)}
     return subprocess.run(words, cwd=script.parent, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import subprocess
@@ -14,10 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
-from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import server
 from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
+from tests.runs import losses, whole_steps
 
 pytestmark = pytest.mark.timeout(600)
 TIMEOUT = 20  # of a collective, in seconds
@@ -52,29 +50,19 @@ def recipe(folder: Path, steps: int, devices: int = 1, nodes: int = 2, engine: s
     return ["fit", "--config", str(path)]
 
 
-def losses(folder: Path) -> dict[int, float]:
-    path = folder / "run" / "metrics.csv"
-    with path.open(newline="") if path.is_file() else open(os.devnull) as file:
-        return {int(row["step"]): float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")}
-
-
 def alone(folder: Path, steps: int) -> dict[int, float]:
     """Losses of the same recipe in one process."""
     folder.mkdir()
-    words = recipe(folder, steps, nodes=1)
-    subprocess.run([server().python, "-m", "lit_fsdp", *words], check=True, cwd=folder, env=env(), capture_output=True)
-    return losses(folder)
-
-
-def env() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words, env = recipe(folder, steps, nodes=1), {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([server().python, "-m", "lit_fsdp", *words], check=True, cwd=folder, env=env, capture_output=True)
+    return losses(folder / "run")
 
 
 def cut_in_the_middle(hosts: Hosts, folder: Path, processes: int, meeting: str) -> list[str]:
     """What both hosts say when the cable is cut after a few steps."""
     started = hosts.torchrun("cut", meeting, processes, *recipe(folder, 4000, processes))
     deadline = time.monotonic() + 240
-    while max(losses(folder), default=0) < 5:
+    while max(losses(folder / "run"), default=0) < 5:
         assert time.monotonic() < deadline, hosts.output("cut")
         assert ended(started, 0.05) == [None, None], hosts.output("cut")
     hosts.set_cable("down")
@@ -91,15 +79,6 @@ def cut_in_the_middle(hosts: Hosts, folder: Path, processes: int, meeting: str) 
     return hosts.output("cut")
 
 
-def check_checkpoints(folder: Path) -> int:
-    """Every visible one is whole; the newest step."""
-    assert damaged(folder / "run") == []
-    found = checkpoints(folder / "run")
-    for entry in found:
-        verify_files(entry.path)
-    return found[-1].step
-
-
 @pytest.mark.parametrize(
     ("meeting", "processes"), [("c10d", 1), pytest.param("static", 2, marks=pytest.mark.long("a minute of timeouts"))]
 )
@@ -109,13 +88,13 @@ def test_a_cut_cable_ends_the_run_and_over_the_mended_one_it_goes_on_to_the_same
     said = cut_in_the_middle(hosts, tmp_path, processes, meeting)
     assert "rank 0 (hosta) lost contact: " in said[0]
     assert re.search(r"rank \d \(hostb\) lost contact: ", said[1])
-    newest = check_checkpoints(tmp_path)
+    newest = whole_steps(tmp_path / "run", may_hide=True)[-1]
     assert newest >= 4
     hosts.set_cable("up")
     steps = newest + 4
     started = hosts.torchrun("again", meeting, processes, *recipe(tmp_path, steps, processes), "--ckpt_path", "last")
     assert ended(started, 400) == [0, 0], hosts.output("again")
-    found, wanted = losses(tmp_path), alone(tmp_path / "alone", steps)
+    found, wanted = losses(tmp_path / "run"), alone(tmp_path / "alone", steps)
     assert sorted(found) == list(range(steps))
     assert found == pytest.approx(wanted, rel=1e-5)
 

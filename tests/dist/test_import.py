@@ -73,12 +73,7 @@ def check_tensors(out: Path, truth_file: Path, net: str, moments: dict[Any, Any]
 
 def check_next_losses(model: Path, out: Path, run: Path, losses: list[float], decay: float) -> None:
     """A run of ours from the imported folder has the losses that the other tool had next, at the rate of the recipe."""
-    job = {
-        "folder": model,
-        "run": run,
-        "ckpt": out,
-        "strategy": {"engine": "fsdp2", "precision": "fp32"},
-    }
+    job = {"folder": model, "run": run, "ckpt": out, "strategy": {"engine": "fsdp2", "precision": "fp32"}}
     after = on_ranks("continue_imported", 2, steps=STEPS, weight_decay=decay, **job)[0]
     assert after["step"] == STEPS
     assert after["losses"][0] == pytest.approx(losses[SAVED_AT], rel=1e-6)
@@ -112,7 +107,7 @@ def test_a_checkpoint_of_accelerate(
     pytest.importorskip("accelerate")
     source, out = tmp_path / "checkpoint-3", tmp_path / "ours"
     job = {"folder": tiny_model, "out": source, "save_at": SAVED_AT, "steps": STEPS, "groups": version}
-    losses = on_ranks("train_with_stock_accelerate", 2, env=accelerate_env(version, kind), **job)[0]
+    losses = on_ranks("train_with_stock_accelerate", 2, env=accelerate_env(version, kind), **job)[0]["losses"]
     names = {path.name for path in source.iterdir()}
     assert names >= ({"pytorch_model_fsdp_0", "optimizer_0"} if "SHARDED" in kind else {"pytorch_model_fsdp.bin"})
     report = imported(source, out, tiny_model, capsys)
@@ -137,12 +132,7 @@ def test_a_checkpoint_of_accelerate(
 def check_fresh_optimizer(model: Path, out: Path, run: Path) -> None:
     """Weights alone: the optimizer begins anew, at the learning rate of the step in the recipe's schedule."""
     assert load_state(out)["optimizer_states"] == []
-    job = {
-        "folder": model,
-        "run": run,
-        "ckpt": out,
-        "strategy": {"engine": "fsdp1", "precision": "fp32"},
-    }
+    job = {"folder": model, "run": run, "ckpt": out, "strategy": {"engine": "fsdp1", "precision": "fp32"}}
     after = on_ranks("continue_imported", 1, steps=8, schedule="linear", warmup_steps=2, **job)[0]
     assert after["step"] == 8
     assert after["rates"] == pytest.approx([LEARNING_RATE * (1 - done / 6) for done in (3, 4, 5)])

@@ -86,10 +86,7 @@ def test_random_weights_equal_those_of_one_process(tmp_path: Path, engine: str, 
                 tensor.data.copy_(weights.read(names[id(module)], module, attribute))
     wanted = fingerprints(model)
     assert len(set(wanted.values())) > 10
-    check(
-        on_ranks("load_and_fingerprint", ranks, model=tmp_path / "config.json", engine=engine, seed=SEED),
-        wanted,
-    )
+    check(on_ranks("load_and_fingerprint", ranks, model=tmp_path / "config.json", engine=engine, seed=SEED), wanted)
 
 
 @pytest.fixture(scope="module")

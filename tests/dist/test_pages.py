@@ -32,7 +32,6 @@ def follow(commands: str, folder: Path) -> None:
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHON": server().python,
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "SMOKE": str(folder / "smoke.yaml"),
     }
     words = ["bash", "-euxo", "pipefail", "-c", commands]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
-from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import command, server
 from tests.pages import Page
+from tests.runs import whole_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
@@ -140,17 +139,6 @@ def wait_for(path: Path, run: Run) -> None:
         time.sleep(0.05)
 
 
-def check_nothing_half_written(run: Path) -> list[int]:
-    """Steps of the checkpoints, each of which is whole."""
-    assert damaged(run) == []
-    found = checkpoints(run)
-    for entry in found:
-        verify_files(entry.path)
-    visible = {path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")}
-    assert visible == {entry.path.name for entry in found}
-    return [entry.step for entry in found]
-
-
 @pytest.mark.parametrize(
     ("launch", "number", "whom", "code"),
     [
@@ -168,14 +156,14 @@ def test_saved_stopped_and_resumed(
     found, output = run.finish()
     assert found == code, output
     assert "Traceback" not in output
-    (step,) = check_nothing_half_written(tmp_path / "run")
+    (step,) = whole_steps(tmp_path / "run", may_hide=True)
     assert f"stopped by a signal after step {step}; the checkpoint is complete; resume with --ckpt_path last" in output
     words = ["fit", "--config", "run/recipe.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 1)]
     assert steps_on_page(tmp_path / "run") == f"{step} of 1,000,000"
     resumed = command(2, words, tmp_path)
     assert [rank.code for rank in resumed] == [0, 0], resumed[0].err
     assert steps_on_page(tmp_path / "run") == f"{step + 1} of {step + 1}"
-    assert check_nothing_half_written(tmp_path / "run") == [step, step + 1]
+    assert whole_steps(tmp_path / "run", may_hide=True) == [step, step + 1]
 
 
 def steps_on_page(run: Path) -> str:
@@ -191,7 +179,7 @@ def test_with_loaders_in_a_save(tmp_path: Path, begin: Begin) -> None:
     go_on(tmp_path, "save")
     code, output = run.finish()
     assert code == 75, output
-    assert check_nothing_half_written(tmp_path / "run") == [3, 4]
+    assert whole_steps(tmp_path / "run", may_hide=True) == [3, 4]
     assert "Traceback" not in output
 
 
@@ -208,7 +196,7 @@ def test_ctrl_c_three_times_in_a_save(tmp_path: Path, begin: Begin) -> None:
     assert sent >= 3
     assert time.monotonic() - begun < 100  # the save would have taken 120 s
     assert code == 130, output
-    assert check_nothing_half_written(tmp_path / "run") == []
+    assert whole_steps(tmp_path / "run", may_hide=True) == []
     (hidden,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert hidden.name.startswith(".step-00000003.tmp-")
 
@@ -248,5 +236,5 @@ def test_in_every_phase(
     assert found == code, output
     assert "Traceback" not in output
     assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
-    saved = check_nothing_half_written(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
+    saved = whole_steps(tmp_path / "run", may_hide=True) if (tmp_path / "run" / "checkpoints").exists() else []
     assert saved == steps

@@ -21,7 +21,6 @@ from lit_fsdp.checkpoint import files as disk
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _HIDDEN = re.compile(r"\.(step-\d+)\.(tmp|removed)-[0-9a-f]{16}")
-STAGES = ("preparing", "tensors", "states", "manifest", "rename", "before removal", "removal", "training")
 
 
 @dataclass(frozen=True)

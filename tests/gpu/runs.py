@@ -7,52 +7,27 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
 from lit_fsdp.callbacks.throughput import Throughput
-from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.reference import LEARNING_RATE, TINY, global_batch, loop, save_tiny, step_loss
 from tests.gpu.conftest import DRY_RUN
 
 DEVICE, ACCELERATOR = ("cpu", "cpu") if DRY_RUN else ("cuda", "gpu")
-LEARNING_RATE = 3e-3
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.08,
-}
 
 
 def save_model(folder: Path, **changes: Any) -> Path:
     """A Llama with random weights and a tokenizer, as a model folder."""
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**TINY, **changes})).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def global_batch(step: int, rows: int = 12, length: int = 16) -> dict[str, torch.Tensor]:
-    """Rows that count upwards from a random start, each with another number of supervised tokens."""
-    starts = torch.randint(0, 40, (rows, 1), generator=torch.Generator().manual_seed(step))
-    ids = (starts + torch.arange(length)) % 40
-    labels = ids.clone()
-    for row in range(rows):
-        labels[row, : 1 + (row * 5 + step) % length] = -100
-    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    tiny = {name: value for name, value in TINY.to_dict().items() if name != "head_dim"}
+    return save_tiny(folder, LlamaConfig(**{**tiny, "hidden_size": 64, "intermediate_size": 128, **changes}))
 
 
 class Batches(LightningDataModule):
     """One global batch per step, from the Trainer's step on."""
 
-    def __init__(self, rows: int = 12, length: int = 16) -> None:
+    def __init__(self, rows: int = 12, length: int = 14) -> None:
         super().__init__()
         self.shape = (rows, length)
 
@@ -131,18 +106,8 @@ def train(
 def plain_losses(folder: Path, steps: int = 6) -> list[float]:
     """Losses of a plain fp32 PyTorch loop on the same batches, on the same device."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).train()
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-    losses = []
-    for step in range(steps):
-        batch = {name: tensor.to(DEVICE) for name, tensor in global_batch(step).items()}
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+
+    def loss_of(step: int) -> torch.Tensor:
+        return step_loss(model, {name: tensor.to(DEVICE) for name, tensor in global_batch(step).items()})
+
+    return loop(model, loss_of, steps)

@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,9 @@ from unittest import mock
 
 import pytest
 import yaml
+
+from tests.dist.forks import server
+from tests.runs import losses
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,7 +33,6 @@ class Cluster:
     def __init__(self, folder: Path, conf: str) -> None:
         self.folder = folder
         self.env = {**os.environ, "SLURM_CONF": conf, "LIT_FSDP_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-        self.env["OMP_NUM_THREADS"] = "1"  # two ranks or more on the cores of one machine
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             self.env.pop(name, None)
 
@@ -51,12 +52,16 @@ class Cluster:
         path.write_text(yaml.safe_dump(values))
         return path
 
+    def forked(self) -> dict[str, Any]:
+        """A ``slurm`` section whose ranks have their imports done; they run on this host, which knows no node names."""
+        return {"command": [server().python, "-m", "lit_fsdp"], "master_addr": "127.0.0.1"}
+
     def run(self, *words: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
         """A command of SLURM, or ``lit-fsdp``; its verb slurm in this process, which has imported everything."""
         if words[:2] == ("lit-fsdp", "slurm"):
             return self._run_here(list(words[1:]))
         if words[0] == "lit-fsdp":  # others set loggers and handlers of their process
-            words = (sys.executable, "-m", "lit_fsdp", *words[1:])
+            words = (server().python, "-m", "lit_fsdp", *words[1:])
         return subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
 
     def _run_here(self, words: list[str]) -> subprocess.CompletedProcess[str]:
@@ -132,18 +137,6 @@ class Cluster:
         """The end of every log."""
         found = sorted(self.folder.rglob("*.log"))
         return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
-
-
-def losses(run_folder: Path) -> dict[int, float]:
-    """Training loss by step."""
-    import csv
-
-    path = run_folder / "metrics.csv"
-    if not path.is_file():
-        return {}
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    return {int(row["step"]): float(row["train_loss"]) for row in rows if row.get("train_loss")}
 
 
 @pytest.fixture(scope="session")

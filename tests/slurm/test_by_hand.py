@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.slurm.conftest import Cluster, losses
+from tests.runs import losses
+from tests.slurm.conftest import Cluster
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long("the same launch as that of a submitted job, typed by hand")]
 LIT_FSDP = [sys.executable, "-m", "lit_fsdp"]

@@ -7,7 +7,8 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tests.slurm.conftest import Cluster, losses
+from tests.runs import losses
+from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 SLEEP = {"command": ["bash", "-c", "touch started; exec sleep 600"]}

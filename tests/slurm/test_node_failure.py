@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import Cluster, losses
+from tests.runs import losses
+from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 TIMEOUT = 60  # of a collective, in seconds
@@ -28,7 +29,7 @@ def without(cluster: Cluster, node: str, number: str, *states: str) -> dict[str,
 
 
 def test_a_node_that_goes_down_costs_one_interval(cluster: Cluster):
-    number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 60}))
+    number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 60}, slurm=cluster.forked()))
     cluster.wait_for_step("node", 12)
     without(cluster, "node2", number, "PENDING", "CONFIGURING")
     assert int(cluster.wait_until(number, "COMPLETED", seconds=450)[0]["Restarts"]) >= 1

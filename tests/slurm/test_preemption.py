@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
-from lit_fsdp.checkpoint.store import verify_files
-from tests.slurm.conftest import ROOT, Cluster, losses
+from lit_fsdp.checkpoint.run_folder import checkpoints
+from tests.runs import losses, whole_steps
+from tests.slurm.conftest import ROOT, Cluster
 
 pytestmark = [
     pytest.mark.timeout(1500),
@@ -26,15 +26,6 @@ def steps_logged(run_folder: Path) -> list[int]:
     """Every step of which a training loss was logged, as often as it was."""
     with (run_folder / "metrics.csv").open() as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row.get("train_loss")]
-
-
-def check_whole(run_folder: Path) -> list[int]:
-    """Steps of the checkpoints, each of which is whole."""
-    assert damaged(run_folder) == []
-    found = checkpoints(run_folder)
-    for entry in found:
-        verify_files(entry.path)
-    return [entry.step for entry in found]
 
 
 def slow(phase: str) -> dict[str, Any]:
@@ -60,7 +51,7 @@ def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
     assert steps_logged(cluster.folder / "soak") == list(range(45))
     assert all(len(found) <= 1 for found in rolling), rolling
     assert sum(len(found) for found in rolling) >= 7, rolling
-    found = check_whole(cluster.folder / "soak")
+    found = whole_steps(cluster.folder / "soak", may_hide=True)
     assert len(found) == 2
     assert found[-1] == 45
 
@@ -105,6 +96,6 @@ def test_in_the_middle_of_a_save(cluster: Cluster):
         cluster.wait_for(mark)
         assert cluster.run(*how, number).returncode == 0
         assert cluster.wait_until(number, ended)[0]["Restarts"] == restarts
-        assert check_whole(cluster.folder / name)[-1] >= 4
+        assert whole_steps(cluster.folder / name, may_hide=True)[-1] >= 4
         if ended == "COMPLETED":
             assert steps_logged(cluster.folder / name) == list(range(12))

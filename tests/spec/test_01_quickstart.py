@@ -30,6 +30,7 @@ def test_the_resolved_recipe_repeats_the_run(reference: Path, tmp_path: Path) ->
     for recipe in recipes:
         del recipe["trainer"]["default_root_dir"]
     assert recipes[0] == recipes[1]
+    assert recipes[0]["model"]["optim"]["eps"] == 1e-8  # every default is spelled out
 
 
 def test_a_wrong_word_is_refused_with_the_right_one(tmp_path: Path) -> None:

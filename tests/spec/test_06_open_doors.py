@@ -173,14 +173,6 @@ def test_a_strategy_of_lightning(here: Path) -> None:
     assert told()["step"] == 3
 
 
-def test_muon_for_the_matrices(here: Path) -> None:
-    optimizer = ("--model.optim.class_path", "lit_fsdp.MuonWithAdamW")
-    words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", *optimizer)
-    said_by(*words, "--checkpoint.every_steps", "1")
-    assert told()["optimizer"] == "MuonWithAdamW"
-    assert "resumed from step 2" in said_by(*words, "--ckpt_path", "last", "--trainer.max_steps", "3")
-
-
 def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--data.val", "generated:16")
     said = said_by(*words, "--trainer.val_check_interval", "1000", code=2)

@@ -8,10 +8,7 @@ import pytest
 
 from tests.spec.running import FACTORY, fit, logged
 
-ELSEWHERE = {
-    "one process": (1, "single"),
-    "four processes, the other engine": (4, "fsdp1"),
-}
+ELSEWHERE = {"one process": (1, "single"), "four processes, the other engine": (4, "fsdp1")}
 
 
 def test_bit_for_bit(reference: Path, stopped: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import Cluster, cluster, losses  # noqa: F401 (a fixture)
+from tests.runs import losses
+from tests.slurm.conftest import Cluster, cluster  # noqa: F401 (a fixture)
 from tests.spec.running import RECIPE, run
 
 # what a shell, sbatch and SLURM's file names could each take for something else
@@ -31,7 +32,8 @@ def test_render(tmp_path: Path) -> None:
 def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
     """With the losses of a run that was never stopped, in a folder whose name runs nothing."""
     whole = cluster.recipe("whole", trainer={"max_steps": 20})
-    stopped = cluster.recipe("odd", trainer={"max_steps": 20, "default_root_dir": str(cluster.folder / ODD)})
+    odd = {"max_steps": 20, "default_root_dir": str(cluster.folder / ODD)}
+    stopped = cluster.recipe("odd", trainer=odd, slurm=cluster.forked())
     second = cluster.submit(stopped)
     cluster.wait_for_step(ODD, 1)
     cluster.signal(second)

@@ -7,14 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.audit import audit_recipe, state_per_rank
+from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import load_recipe
-from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
-from lit_fsdp.parallel.units import plan_units
 
 ROOT = Path(__file__).parents[2]
 RECIPE_70B = ROOT / "recipes" / "llama3.1-70b_full_fsdp2_64x80gb.yaml"
@@ -47,10 +43,7 @@ def test_seventy_billion_parameters_in_seconds(no_hub):
             ("optimizer_bytes", 70_553_706_496 // 8),
         )
     }
-    assert record["precision"] == {
-        "mode": "mixed",
-        "declared": {"param": "fp32", "compute": "bf16", "reduce": "fp32"},
-    }
+    assert record["precision"] == {"mode": "mixed", "declared": {"param": "fp32", "compute": "bf16", "reduce": "fp32"}}
 
 
 def test_the_command_prints_tables_or_json(no_hub, capsys, monkeypatch):
@@ -110,40 +103,3 @@ def test_a_config_is_enough(tmp_path, no_hub):
     )
     assert by_folder == by_name
     assert (by_name["num_params"], by_name["precision"]["mode"]) == (1_235_814_400, "fp8")
-
-
-class _Net(nn.Module):
-    """Ten rows and a bias of five in one unit, three in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Linear(4, 10, bias=False)
-        self.extra = nn.Parameter(torch.zeros(3))
-
-
-def test_rows_and_flat_parts_on_each_rank():
-    net = _Net()
-    plan = plan_units(net, WrapConfig(classes=["Linear"]))
-    for engine, ranks, params, stored in (
-        ("fsdp2", 1, [43], [43]),
-        ("fsdp2", 4, [12 + 1, 12 + 1, 12 + 1, 4], [13, 13, 13, 13]),  # ceil(10 / 4) = 3 rows, ceil(3 / 4) = 1
-        ("fsdp1", 4, [10 + 1, 10 + 1, 10 + 1, 10], [11, 11, 11, 11]),  # 40 / 4, and 3 padded to 4
-    ):
-        found = state_per_rank(net, plan, StrategyConfig(engine=engine, precision="fp32"), ranks)
-        assert [one["num_params"] for one in found] == params
-        for kind in ("parameter", "gradient"):
-            assert [one[f"{kind}_bytes"] // 4 for one in found] == stored
-        assert [one["optimizer_bytes"] for one in found] == [8 * one["num_params"] for one in found]
-
-
-def test_frozen_parameters_have_no_gradient_and_no_moments():
-    net = _Net().bfloat16()
-    net.block.weight.requires_grad_(False)
-    plan = plan_units(net, WrapConfig(classes=["Linear"]))
-    found = state_per_rank(net, plan, StrategyConfig(precision="low_precision"), 2)
-    assert found[0] == {
-        "num_params": 22,
-        "parameter_bytes": 22 * 2,
-        "gradient_bytes": 2 * 2,
-        "optimizer_bytes": 2 * 2 * 2,
-    }

@@ -51,7 +51,6 @@ def test_under_any_trainer_the_ranks_meet_where_no_outgoing_connection_can_come_
     for name in ("MASTER_PORT", "STANDALONE_PORT", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # so that it is as before in the end
         monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Lightning changes no threads of this process
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=fsdp_strategy(engine), logger=False, enable_checkpointing=False
     )

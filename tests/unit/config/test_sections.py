@@ -8,7 +8,8 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.strategy import StrategyConfig, WrapConfig, mesh_shape
+from lit_fsdp.config.parser import strategy_config
+from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError
 
 # -- strategy
@@ -102,10 +103,7 @@ def test_warm_up_is_linear_and_reaches_the_peak():
 
 
 def test_schedules_fall_over_the_run():
-    for schedule, quarter, half, end in (
-        ("cosine", (1 + math.sqrt(0.5)) / 2, 0.5, 0.0),
-        ("constant", 1.0, 1.0, 1.0),
-    ):
+    for schedule, quarter, half, end in (("cosine", (1 + math.sqrt(0.5)) / 2, 0.5, 0.0), ("constant", 1.0, 1.0, 1.0)):
         found = [schedule_factor(OptimConfig(schedule=schedule), step, 100) for step in (0, 25, 50, 100, 150)]
         assert found == pytest.approx([1.0, quarter, half, end, end])
 
