@@ -8,8 +8,7 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.parser import strategy_config
-from lit_fsdp.config.strategy import mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 
 # -- strategy
