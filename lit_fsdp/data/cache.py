@@ -40,7 +40,7 @@ ARRAYS: dict[str, str] = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 9
+_VERSION = 10
 """Of what is written; another one is another folder."""
 _NAMED = 20
 _CONTENT: dict[RowFormat, tuple[str, ...]] = {
@@ -61,8 +61,8 @@ class TokenizedRows:
 
     A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``numbers`` (N,) says
     which row over all sources, from 0, it comes from, ``keys`` (N,) is a hash of that row's content, the same with any
-    tokenizer, and ``digests`` (N,) one of its tokens. ``meta`` has both fingerprints, ``longest``, counts, the same for
-    each source in ``entries``, and the first bad rows in ``refused``.
+    tokenizer, and ``digests`` (N,) one of its tokens. ``meta`` has the fingerprint, digests of the sources,
+    ``longest``, counts, the same for each source in ``entries``, and the first bad rows in ``refused``.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         fingerprint = _hash(json.dumps([_VERSION, parts, encoder.text])).hexdigest()
 
         def make(folder: Path) -> None:
-            meta = {"fingerprint": fingerprint, **_write(folder, found, digests, config, encoder)}
+            meta = {"fingerprint": fingerprint, "digests": digests, **_write(folder, found, config, encoder)}
             if [source.seen() for source in found] != seen:
                 raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")
             (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -262,9 +262,7 @@ def _key(row: Any, form: RowFormat) -> int:
     return int.from_bytes(_hash(text, 8).digest(), "little")
 
 
-def _write(
-    folder: Path, sources: Sequence[Source], digests: Sequence[str], config: DataConfig, encoder: RowEncoder
-) -> dict[str, Any]:
+def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
     forms = [source.row_format for source in sources]
     tasks = ((n, chunk, forms[n]) for n, source in enumerate(sources) for chunk in source.chunks())
@@ -272,7 +270,6 @@ def _write(
     dropped = [Counter[str]() for _ in sources]
     refused: list[str] = []
     total, longest = Counter[str](), 0
-    order = _hash(json.dumps(digests))
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
         for block in _in_order(tasks, config, encoder):
@@ -280,8 +277,6 @@ def _write(
             longest = max(longest, int(lengths.max(initial=0)))
             arrays["offsets"] = total["tokens"] + lengths.cumsum() - lengths  # where each begins
             arrays["numbers"] += total["rows_read"]
-            numbers = arrays["numbers"]
-            order.update(np.stack([np.full(len(numbers), block.source), numbers]).astype("<i8").tobytes("F"))
             for name, file in files.items():
                 file.write(arrays[name].tobytes())
             for counter in (total, entries[block.source]):
@@ -292,7 +287,6 @@ def _write(
     if not total["rows"]:
         raise nothing_supervised(", ".join(source.name for source in sources), sum(dropped, Counter()))
     return {
-        "order_fingerprint": order.hexdigest(),
         **{name: total[name] for name in entries[0]},
         "dropped": dict(sum(dropped, Counter())),
         "refused": refused,

@@ -46,11 +46,9 @@ class Samples:
     @cached_property
     def order_fingerprint(self) -> str:
         """Of sources, kept rows, packs and weights: another tokenizer, template or path leaves the order as it was."""
-        digest = hashlib.blake2b(
-            json.dumps([self.rows.meta["order_fingerprint"], self.weights]).encode(), digest_size=16
-        )
-        digest.update(self.row_ids.astype("<i8").tobytes())
-        digest.update(self.offsets.astype("<i8").tobytes())
+        digest = hashlib.blake2b(json.dumps([self.rows.meta["digests"], self.weights]).encode(), digest_size=16)
+        for part in (self.rows.numbers, self.row_ids, self.offsets):
+            digest.update(part.astype("<i8").tobytes())
         return digest.hexdigest()
 
     @property

@@ -48,7 +48,7 @@ def test_rows_and_counts(small: Any, source: Path):
     assert (rows.input_ids.dtype, rows.supervised.dtype, rows.lengths.dtype) == (np.int32, np.uint8, np.int64)
     assert (rows.num_supervised.tolist(), rows.numbers.tolist()) == ([3, 5, 1], [0, 3, 4])
     meta = dict(rows.meta)
-    assert len(meta.pop("fingerprint")) == len(meta.pop("order_fingerprint")) == 32
+    assert len(meta.pop("fingerprint")) == len(*meta.pop("digests")) == 32
     counts = {
         **{"rows_read": 5, "rows": 3, "truncated": 1, "tokens": 18, "supervised_tokens": 9},
         "dropped": {"without an assistant turn": 1, "cut before the assistant's turn": 1},
@@ -76,8 +76,8 @@ def test_the_key_is_of_everything_that_tokens_depend_on(
     copy = source.with_name("copy.jsonl")
     others.append(_prepare(small, _written(copy, source.read_text(), _say("u1", "a1"))))
     assert len({rows.meta["fingerprint"] for rows in [first, *others]}) == 9
-    # of the rows alone the order: the same ones in another tokenizer or template have the same
-    orders = [rows.meta["order_fingerprint"] for rows in (first, *others)]
+    # what the order depends on is of the rows alone: the same ones in another tokenizer or template have the same
+    orders = [(rows.meta["digests"], rows.numbers.tolist()) for rows in (first, *others)]
     assert [orders.index(order) for order in orders] == [0, 1, 0, 3, 0, 0, 0, 0, 8]  # 9 tokens leave nothing of one row
     monkeypatch.setattr(RowEncoder, "encode", lambda *args: pytest.fail("tokenized again"))
     again = _prepare(small, _written(copy, source.read_text()))
