@@ -72,7 +72,9 @@ def read_run(folder: Path) -> RunFiles:
         DataError: ``metrics.csv`` is something else.
     """
     unreadable: set[str] = set()
-    records = [_record(folder / name, unreadable) for name in ("recipe.yaml", "audit.json", "dtypes.json", "data.json")]
+    records: list[Any] = [
+        _record(folder / name, unreadable) for name in ("recipe.yaml", "audit.json", "dtypes.json", "data.json")
+    ]
     run, path = RunFiles(folder, *records, survey(folder / FOLDER), unreadable), folder / "metrics.csv"
     if not path.is_file():
         return run
