@@ -74,11 +74,7 @@ class ModelFlops:
 
         ``full`` repeats a block up to the last product whose result is needed (where experts are shared, one product
         too many); ``selective`` keeps all products by default, so none is repeated. What a compiler keeps within a
-        memory budget, only the compiler knows.
-
-        Args:
-            counts: As for :meth:`train_flops`.
-            words: ``no``, ``full``, ``selective``, ... by block name; a block without one repeats nothing.
+        memory budget, only the compiler knows. ``words`` are those by block name; one without repeats nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():

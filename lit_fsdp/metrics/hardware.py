@@ -57,10 +57,8 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 where the kernel does not tell.
-
-    ``getrusage`` would do on Linux only until the first fork: a child starts with its parent's peak.
-    """
+    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 where the kernel does not tell."""
+    # not getrusage: a fork starts with its parent's peak there
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
     return int(found[1]) * 1024 if found else 0

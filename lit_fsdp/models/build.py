@@ -35,9 +35,6 @@ def build_on_meta(
         hf_config: Not changed; the model gets a copy.
         attn_implementation: None is ``sdpa``, or ``eager`` for models without it.
         trust_remote_code: Run Python code that comes with the model.
-
-    Raises:
-        ConfigError: The architecture is no causal LM, needs code that may not run, or lacks the attention.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False

@@ -26,10 +26,6 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
 
     For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
     Needs memory for one whole model, in one process, once. Of a GGUF file tokenizer and chat template come along.
-
-    Raises:
-        ConfigError: The ``gguf`` package is missing, or transformers cannot read the files.
-        CheckpointError: ``from_pretrained`` does not find every tensor either.
     """
     files, name = [source], source
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}

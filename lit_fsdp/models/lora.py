@@ -75,9 +75,6 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
 
     Returns:
         The content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
-
-    Raises:
-        ConfigError: A name fits no layer, a layer shares its weight with another one, or experts are in one tensor.
     """
     peft = _peft()
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

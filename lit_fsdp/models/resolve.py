@@ -55,7 +55,7 @@ def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True)
         with_weights: Else nothing large is fetched or converted, and the result has no weights.
 
     Raises:
-        ConfigError: Nothing usable is there; the error says what is.
+        ConfigError: Nothing usable is there.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
     if (name := config.name) is None:

@@ -126,16 +126,10 @@ class Weights:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """The parameter or buffer ``attribute`` of ``module``, or only its ``rows`` (maybe none) in dim 0.
+        """The parameter or buffer ``attribute`` of a module, by whose name it goes, or only its ``rows`` in dim 0.
 
-        Args:
-            module_name: Inside the transformers model.
-            module: Not looked at.
-            attribute: ``weight``, ``bias``, ``inv_freq``, ...
-            rows: Of the unsharded tensor; only these are read from a file.
-
-        Returns:
-            A CPU tensor that owns its memory: in the file's dtype if it comes from one, else in the model's.
+        These are rows of the unsharded tensor, maybe none; no others are read from a file. The tensor is on the CPU and
+        owns its memory: in the file's dtype if it comes from one, else in the model's.
 
         Raises:
             CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.
