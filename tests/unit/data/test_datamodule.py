@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
@@ -202,6 +203,9 @@ def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
     data = CausalLMDataModule(train="generated:10", global_batch_size=4, micro_batch_size=2)
     with pytest.raises(ConfigError, match=r"trainer\.accumulate_grad_batches: got 3"):
         _trainer(accumulate_grad_batches=3, max_steps=1).fit(_Recorder(tokenizer), data)
+    trainer = _trainer(callbacks=[GradientAccumulationScheduler({1: 2})], max_steps=1)
+    with pytest.raises(ConfigError, match=r"trainer\.callbacks: got GradientAccumulationScheduler"):
+        trainer.fit(_Recorder(tokenizer), CausalLMDataModule(train="generated:10", global_batch_size=2))
     uneven = CausalLMDataModule(train="generated:10", global_batch_size=5, micro_batch_size=2)
     with pytest.raises(ConfigError, match=r"data\.global_batch_size: got 5 with micro_batch_size 2 on 1 ranks"):
         _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
