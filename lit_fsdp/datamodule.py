@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
@@ -162,6 +163,9 @@ class CausalLMDataModule(LightningDataModule):
                 "data.packing: nothing proves that packed samples do not see each other in this model; "
                 "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
             )
+        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        allowed = "one data.global_batch_size for the whole run: the order of samples is a function of the step"
+        require(not scheduled, "trainer.callbacks", "GradientAccumulationScheduler", allowed, "drop it")
         given = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
         if not self.config.has("val"):

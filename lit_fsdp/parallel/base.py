@@ -97,12 +97,22 @@ class Redirection(_ForwardRedirection):
 
     is_inside = False
 
+    def __init__(self, free: Callable[[], None]) -> None:
+        self._free = free
+
     def __call__(self, wrapper_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the step inside the root's forward; without a backward pass, free what it has gathered.
+
+        What callbacks then see and change are the shards.
+        """
         before, self.is_inside = self.is_inside, True
         try:
-            return super().__call__(wrapper_module, *args, **kwargs)
+            result = super().__call__(wrapper_module, *args, **kwargs)
         finally:
             self.is_inside = before
+        if not torch.is_grad_enabled():
+            self._free()
+        return result
 
 
 class EngineStrategy(Checkpoints):
@@ -120,6 +130,7 @@ class EngineStrategy(Checkpoints):
     world_size: int
     global_rank: int
     _launcher: Any
+    _layer_sync: Any
     _forward_redirection: Any
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -143,7 +154,7 @@ class EngineStrategy(Checkpoints):
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
-        self._forward_redirection = Redirection()
+        self._forward_redirection = Redirection(self._reshard)
 
     # -- what an engine has of its own
 
@@ -288,6 +299,9 @@ class EngineStrategy(Checkpoints):
         fix = "remove wrap() or fully_shard() from the LightningModule, or set wrap: manual"
         allowed = "a model without FSDP units, or wrap: manual"
         require(not there, f"{self.path}.wrap", "a model that is already wrapped", allowed, fix)
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            self._layer_sync.apply(module)
+            self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
         others = ", ".join(engines_already_there(module) - {config.engine})
         require(not others, f"{self.path}.wrap", f"manual with units of {others}", config.engine, "change engine")
         plan = self.plan = self._prepare(module)
@@ -378,9 +392,12 @@ class EngineStrategy(Checkpoints):
             redirection.is_inside = True
             try:
                 with self.precision_plugin.forward_context():
-                    return root(*args, **kwargs)
+                    result = root(*args, **kwargs)
             finally:
                 redirection.is_inside = False
+            if not torch.is_grad_enabled():
+                self._reshard()
+            return result
 
         through_the_root.strategy = self  # type: ignore[attr-defined]
         module.forward = through_the_root
@@ -479,12 +496,18 @@ class EngineStrategy(Checkpoints):
         """
         if not self.config.is_sharded:
             return [], torch.empty(0)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self._names.get(id(p), "") for p in params]
-        grads = [None if p.grad is None else _local(p.grad) for p in params]
-        has_grad = [n in self._used or (g is not None and bool(g.any())) for n, g in zip(names, grads, strict=True)]
-        self._used.difference_update(names)
-        return params, self._on_any_rank(has_grad)
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        params = [
+            held.get(key) for key in self._names
+        ]  # in an order that all ranks share, whatever their optimizers hold
+        has_grad = [p is not None and self._has_grad(p) for p in params]
+        self._used.difference_update(self._names[key] for key in held if key in self._names)
+        found = self._on_any_rank(has_grad)
+        rows = [row for row, p in enumerate(params) if p is not None]
+        return [p for p in params if p is not None], found[rows]
+
+    def _has_grad(self, param: torch.Tensor) -> bool:
+        return self._names[id(param)] in self._used or (param.grad is not None and bool(_local(param.grad).any()))
 
     def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
         found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)

@@ -98,9 +98,18 @@ class Checkpoints:
         saved = getattr(self.lightning_module, "saved_names", None)
         return state if saved is None else {name: tensor for name, tensor in state.items() if name in saved}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name."""
-        return dcp_state.get_optimizer_state_dict(self._state_owner(), getattr(optimizer, "_optimizer", optimizer))
+    def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
+        """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name.
+
+        Before its first step an optimizer has no state; ``is_template`` gives it one to load into.
+        """
+        own = getattr(optimizer, "_optimizer", optimizer)
+        is_new = self.reduce_boolean_decision(not own.state) and not is_template  # type: ignore[attr-defined]
+        found = dcp_state.get_optimizer_state_dict(self._state_owner(), own)
+        if is_new:  # torch has taken a step, which would count in every later one
+            own.state.clear()
+            found["state"] = {}
+        return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one complete checkpoint folder, in place of an older one of that name, or raise on every rank.
@@ -163,7 +172,9 @@ class Checkpoints:
         optimizers: list[tuple[Any, dict[str, Any]]] = []
         for index, optimizer in enumerate(self.optimizers):
             has_state = any(name.startswith(_optim_prefix(index)) for name in saved)
-            found = self.optimizer_state(optimizer) if has_state else {"state": {}, "param_groups": []}
+            found = (
+                self.optimizer_state(optimizer, is_template=True) if has_state else {"state": {}, "param_groups": []}
+            )
             names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none
             found["state"] = {n: entry for n, entry in found["state"].items() if f"{_optim_prefix(index)}{n}" in names}
             optimizers.append((optimizer, found))

@@ -157,13 +157,18 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
                 _reshard(unit, handle, free_unsharded_flat_param=True)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As for the other engines, also where parameters that were never used have no state, which torch refuses."""
+    def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
+        """As for the other engines; torch refuses parameters that were never used, or that no optimizer holds."""
         own = getattr(optimizer, "_optimizer", optimizer)
-        params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
-        has_state = torch.tensor([p in own.state for p in params], dtype=torch.uint8, device=self.root_device)
-        dist.all_reduce(has_state, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
-        unused = [p for p, has in zip(params, has_state.tolist(), strict=True) if not has] if has_state.any() else []
+        params = [p for p in self.lightning_module.parameters() if p.requires_grad]
+        held = {id(p) for group in own.param_groups for p in group["params"]}
+        flags = torch.tensor([[id(p) in held, p in own.state] for p in params], dtype=torch.uint8)
+        flags = flags.view(-1, 2).to(self.root_device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
+        is_held, has_state = flags.bool().T.tolist()
+        alone = [p for p, here in zip(params, is_held, strict=True) if not here]
+        unused = [p for p, here, has in zip(params, is_held, has_state, strict=True) if here and not has]
+        unused = unused if any(has_state) else []
         model = next((p for p in params if p in own.state and p.dim()), None)
         for param in unused:
             own.state[param] = {
@@ -171,10 +176,14 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
                 for key, value in (own.state[model] if model is not None else {}).items()
             }
         try:
-            found = super().optimizer_state(optimizer)
+            for param in alone:
+                param.requires_grad_(False)
+            found = super().optimizer_state(optimizer, is_template)
         finally:
             for param in unused:
                 del own.state[param]
+            for param in alone:
+                param.requires_grad_(True)
         for param in unused:
             found["state"].pop(self._names[id(param)], None)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,47 @@ class Exact(ForeignNetWithValidation):
         return mse_loss(self.head(x).float() + self(x), y)
 
 
+class Shrinks(ForeignNetWithValidation):
+    """Changes its weights between steps, as callbacks that average them do."""
+
+    @torch.no_grad()
+    def _shrink(self) -> None:
+        for param in self.parameters():
+            param.mul_(0.9)
+
+    def on_validation_end(self) -> None:
+        """After a call in a validation."""
+        self._shrink()
+
+    def on_train_epoch_start(self) -> None:
+        """After a call outside of any step."""
+        with torch.no_grad():
+            self(foreign_rows(0)[0])
+        self._shrink()
+
+
+class SavesFirst(ForeignNetWithValidation):
+    """Saves before its first step."""
+
+    def on_train_start(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.trainer.save_checkpoint(f"{folder}/first.ckpt")
+
+
+class Chosen(ForeignNetWithValidation):
+    """An optimizer of a part of what is trained."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([self.scale, *self.head.parameters()], lr=1e-2)
+
+
+class Uneven(ForeignNetWithValidation):
+    """An optimizer without empty shards, as ``BaseFinetuning`` of Lightning fills it: with others on each rank."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.numel()], lr=1e-2)
+
+
 class CallsItself(Callback):
     """Calls the module where no step is under way."""
 
@@ -329,12 +371,12 @@ def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
     return found
 
 
-def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None) -> str:
+def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None, **options: Any) -> str:
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
     net = globals()[module]()
     try:
         for chosen in [strategy] + ([again] if again else []):
-            _trainer(chosen, fast_dev_run=True).fit(net, loader([0]))
+            _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

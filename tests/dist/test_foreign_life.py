@@ -26,8 +26,16 @@ LIVES: dict[str, dict[str, Any]] = {
     "convolutions": {"module": "Conv"},
     "an LSTM": {"module": "Lstm"},
     "a shared layer, and one frozen at first": {"module": "Thawed"},
+    "an optimizer without empty shards": {"module": "Uneven"},
+    "saved before the first step": {"module": "SavesFirst"},
+    "weights changed between steps": {"module": "Shrinks", "calls": ["fit", "fit"], "validates": True},
 }
-UNDER_DDP_TOO = ("a Trainer each", "layers without gradients", "a shared layer, and one frozen at first")
+UNDER_DDP_TOO = (
+    "a Trainer each",
+    "saved before the first step",
+    "layers without gradients",
+    "a shared layer, and one frozen at first",
+)
 
 
 def largest_difference(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> float:
@@ -56,7 +64,7 @@ def test_two_optimizers_and_two_backward_passes() -> None:
         assert text.startswith("ConfigError: fsdp_strategy.engine: got fsdp1 with manual optimization (Gan")
 
 
-@pytest.mark.parametrize("module", ["Sgd", "Unused"])
+@pytest.mark.parametrize("module", ["Sgd", "Unused", "Chosen"])
 def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, module: str) -> None:
     """SGD without momentum has no tensors of state; parameters that were never used have none under AdamW."""
     wanted = on_ranks("resumed", 1, module=module, strategy=None, folder=tmp_path / "plain")[0]
@@ -82,6 +90,14 @@ def test_batch_norm_validates_as_its_checkpoint(tmp_path: Path, engine: str) -> 
         job = {"strategy": {"engine": engine, "precision": precision}, "folder": tmp_path}
         for live, saved in on_ranks("validated_again", 2, **job):
             assert live == saved
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_norms_are_synchronized(engine: str) -> None:
+    """``sync_batchnorm=True`` puts in torch's layers, which refuse CPUs."""
+    job = {"strategy": {"engine": engine, "precision": "fp32"}, "sync_batchnorm": True}
+    for text in on_ranks("refused", 2, module="Norm", **job):
+        assert text.startswith("ValueError: SyncBatchNorm ")
 
 
 def test_what_would_train_nothing_is_refused() -> None:

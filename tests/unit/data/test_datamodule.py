@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
@@ -188,6 +189,26 @@ def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Pat
     assert [step for step, _ in resumed.seen] == [4, 4, 5]
     rows = list(chain(*(rows for _, rows in whole.seen)))
     assert len(rows) == len(set(rows)) == 18
+
+
+def test_validation_and_test_in_a_trainer(tokenizer: Any):
+    module, _ = _fit(tokenizer, 3, val="generated:3")
+    assert [rows for step, rows in module.seen if step == -1] == [[0, 1], [2]] * 2  # sanity check, and after the epoch
+    module = _Recorder(tokenizer)
+    _trainer().test(module, CausalLMDataModule(test="generated:3", micro_batch_size=2), verbose=False)
+    assert module.seen == [(-1, [0, 1]), (-1, [2])]
+
+
+def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
+    data = CausalLMDataModule(train="generated:10", global_batch_size=4, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"trainer\.accumulate_grad_batches: got 3"):
+        _trainer(accumulate_grad_batches=3, max_steps=1).fit(_Recorder(tokenizer), data)
+    trainer = _trainer(callbacks=[GradientAccumulationScheduler({1: 2})], max_steps=1)
+    with pytest.raises(ConfigError, match=r"trainer\.callbacks: got GradientAccumulationScheduler"):
+        trainer.fit(_Recorder(tokenizer), CausalLMDataModule(train="generated:10", global_batch_size=2))
+    uneven = CausalLMDataModule(train="generated:10", global_batch_size=5, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size: got 5 with micro_batch_size 2 on 1 ranks"):
+        _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
 
 
 def test_bad_input(tokenizer: Any):
