@@ -128,7 +128,8 @@ class BackgroundSaver:
         def copy() -> Snapshot:
             if layout == "sharded":
                 local, chunks = parts_of(tensors)
-                return replace(snapshot, tensors=self._stager.stage(local), chunks=chunks)  # type: ignore[arg-type]
+                staged: Any = self._stager.stage(local)
+                return replace(snapshot, tensors=staged, chunks=chunks)
             whole: dict[str, torch.Tensor] = {}
 
             def keep(wholes: Wholes) -> None:
