@@ -367,7 +367,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
     """
     use_loader()
-    parser = _section_parser(typing.cast(type[Any], cls), path)
+    parser = _section_parser(typing.cast(Any, cls), path)
     nested = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), _plain(values))
     return typed(cls, _translated(parser, lambda: parser.parse_object(nested))[path], path)
 

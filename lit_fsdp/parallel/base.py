@@ -154,7 +154,7 @@ class EngineStrategy(Checkpoints):
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
-        self._forward_redirection = Redirection(self._reshard)
+        self._forward_redirection = Redirection(self.reshard)
 
     # -- what an engine has of its own
 
@@ -396,7 +396,7 @@ class EngineStrategy(Checkpoints):
             finally:
                 redirection.is_inside = False
             if not torch.is_grad_enabled():
-                self._reshard()
+                self.reshard()
             return result
 
         through_the_root.strategy = self  # type: ignore[attr-defined]
@@ -497,9 +497,8 @@ class EngineStrategy(Checkpoints):
         if not self.config.is_sharded:
             return [], torch.empty(0)
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        params = [
-            held.get(key) for key in self._names
-        ]  # in an order that all ranks share, whatever their optimizers hold
+        # in an order that all ranks share, whatever their optimizers hold
+        params = [held.get(key) for key in self._names]
         has_grad = [p is not None and self._has_grad(p) for p in params]
         self._used.difference_update(self._names[key] for key in held if key in self._names)
         found = self._on_any_rank(has_grad)
