@@ -37,8 +37,9 @@ def train_plain(
         clip: By ``norm`` or by ``value``; None: not at all.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
-    vectors = {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([{"params": [param for param in trained if param.ndim >= 2]}, vectors], **adamw)
+    matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}
+    vectors: dict[str, Any] = {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, vectors], **adamw)
     for rate, rows in batches:
         for group in optimizer.param_groups:
             group["lr"] = rate
