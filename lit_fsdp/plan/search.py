@@ -84,7 +84,7 @@ def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> in
     one = at or rank_memory(with_rows(run, 1))
     if one.room(gib) < 0:
         return 0
-    best, left, each = 1, allowed[1:], one.step.kept + one.step.block
+    best, left, each = 1, allowed[1:], float(one.step.kept + one.step.block)
     while left:
         rows = max((rows for rows in left if each * (rows - 1) <= one.room(gib)), default=left[0])
         more = rank_memory(with_rows(run, rows))

@@ -72,10 +72,11 @@ def read_run(folder: Path) -> RunFiles:
         DataError: ``metrics.csv`` is something else.
     """
     unreadable: set[str] = set()
-    records: list[Any] = [
+    recipe, audit, dtypes, data = (
         _record(folder / name, unreadable) for name in ("recipe.yaml", "audit.json", "dtypes.json", "data.json")
-    ]
-    run, path = RunFiles(folder, *records, survey(folder / FOLDER), unreadable), folder / "metrics.csv"
+    )
+    run = RunFiles(folder, recipe, audit, dtypes, data, survey(folder / FOLDER), unreadable)
+    path = folder / "metrics.csv"
     if not path.is_file():
         return run
     try:
