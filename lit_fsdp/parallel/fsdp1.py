@@ -150,6 +150,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     _flat_mesh: Any = None
 
     def reshard(self) -> None:
+        """Free what is still gathered."""
         root: Any = self._root
         units = FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()  # None before the first forward
         for unit in units:

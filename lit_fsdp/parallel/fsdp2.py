@@ -41,6 +41,7 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def reshard(self) -> None:
+        """Free what is still gathered."""
         assert self._root is not None
         for module in self._root.modules():
             if isinstance(module, FSDPModule):

@@ -38,7 +38,7 @@ def train_plain(
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}
-    vectors = {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0}
+    vectors: dict[str, Any] = {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([matrices, vectors], **adamw)
     for rate, rows in batches:
         for group in optimizer.param_groups:
