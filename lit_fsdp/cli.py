@@ -378,7 +378,7 @@ class RecipeCLI(LightningCLI):
             # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
-                path.write_text(self._recipe_text(), encoding="utf-8")
+                path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # where it goes on is no choice
         if self._has_own_data():
             self.data_record.shown = True
             if trainer.is_global_zero:
@@ -415,9 +415,9 @@ class RecipeCLI(LightningCLI):
         recipe = Path(self.trainer.default_root_dir, "recipe.yaml")
         return advice(self._declared, recipe, kind, self.line.allow_imports)
 
-    def _recipe_text(self) -> str:
+    def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
-        return yaml.safe_dump(redact_values(self._values()), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(redact_values(self._values() | instead), sort_keys=False, allow_unicode=True)
 
     def _values(self) -> dict[str, Any]:
         parser = self._parser(self.verb) if self.verb else self.parser

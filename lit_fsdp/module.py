@@ -48,10 +48,10 @@ _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """A causal language model under :func:`lit_fsdp.fsdp_strategy` or Lightning's single-device and DDP strategies.
+    """A causal language model; its arguments are the ``model`` section of a recipe.
 
     Args:
-        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`, the ``model`` section of a recipe.
+        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
 
     Raises:
         ConfigError: An unknown option or a wrong value.

@@ -169,7 +169,7 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
     before, now = folder / "recipe.yaml", strategy.checkpoint_files.get("recipe.yaml")
     if now is not None and before.is_file():  # an imported checkpoint has none
         old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
-        lines += [f"  {line}" for line in changed_values({**old, "ckpt_path": new["ckpt_path"]}, new)]
+        lines += [f"  {line}" for line in changed_values(old, new)]
     return "\n".join(lines)
 
 

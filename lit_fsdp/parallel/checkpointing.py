@@ -200,6 +200,8 @@ class Checkpoints:
                 _restore_groups(optimizer, groups["param_groups"])
         self._check_parameters("after resume", self.optimizers)
         self._rng_after_load = read["rng"]
+        if not self.config.is_sharded:
+            state["state_dict"] = model  # where Lightning's WeightAveraging looks for its averages
         return state
 
     def _load_file(self, path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from transformers import Adafactor
@@ -225,6 +226,13 @@ class Chosen(ForeignNetWithValidation):
         return torch.optim.AdamW([self.scale, *self.head.parameters()], lr=1e-2)
 
 
+class Averaged(ForeignNetWithValidation):
+    """Brings Lightning's average of its weights along, which a checkpoint has in place of them."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.5)]
+
+
 class Uneven(ForeignNetWithValidation):
     """An optimizer without empty shards, as ``BaseFinetuning`` of Lightning fills it: with others on each rank."""
 
@@ -345,13 +353,15 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(path)
+
     path = str(Path(folder) / "saved.ckpt")
     for epochs, start in ((2, None), (4, path)):
         torch.manual_seed(3)
         trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), globals()[module]()
         trainer.fit(net, loader(range(4)), ckpt_path=start)
-        if start is None:
-            trainer.save_checkpoint(path)
     state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
     return {"rates": rates, "weights": _whole(state)}
 

@@ -65,7 +65,8 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
                     _run(request, files, folder)
                 for number in files:
                     os.close(number)
-                client.sendall(b"%d\n" % pid)
+                with contextlib.suppress(BrokenPipeError):  # a client that was killed is seen below
+                    client.sendall(b"%d\n" % pid)
                 programs[client] = pid
                 selector.register(client, selectors.EVENT_READ)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, client)

@@ -128,6 +128,7 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     flags = ("--ckpt_path", "last", "--trainer.max_steps", "6", "--trainer.log_every_n_steps", "1")
     assert "resumed from step 4" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
     assert told()["step"] == 6
+    assert yaml.safe_load(Path("run/recipe.yaml").read_text())["ckpt_path"] is None  # a recipe for new runs too
     rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
     assert {"4", "5"} <= {row["step"] for row in rows}
     page = Page(Path("run/report.html").read_text())
