@@ -378,7 +378,7 @@ class RecipeCLI(LightningCLI):
             # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
-                path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # where it goes on is no choice
+                path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # not of a new run
         if self._has_own_data():
             self.data_record.shown = True
             if trainer.is_global_zero:
