@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import runpy
@@ -45,7 +46,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class FromStep(IterableDataset[dict[str, torch.Tensor]]):
-    """:class:`Rows` from the Trainer's step on, over epochs of ten global batches."""
+    """:class:`Rows` from the Trainer's step on, without an end, over epochs of ten global batches."""
 
     def __init__(self, rows: Rows, trainer: Trainer) -> None:
         self.rows, self.trainer = rows, trainer
@@ -54,8 +55,7 @@ class FromStep(IterableDataset[dict[str, torch.Tensor]]):
         return 10 * self.rows.accumulate
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for index in range(self.trainer.global_step * self.rows.accumulate, len(self.rows)):
-            yield self.rows[index]
+        yield from map(self.rows.__getitem__, itertools.count(self.trainer.global_step * self.rows.accumulate))
 
 
 class TinyData(LightningDataModule):
