@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ import xxhash
 from lit_fsdp.errors import CheckpointError
 
 _BUFFER_BYTES = 1 << 18
+_SENT_AT_ONCE = 1 << 25  # bytes: the disk writes the last 32 MiB while the next are hashed and copied
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,16 @@ class HashedFile:
 
     Args:
         path: Must not exist yet; parents are made.
+        at_once: Let the disk begin while the rest is hashed, for somebody who waits; it slows training down.
 
     Raises:
         CheckpointError: The file cannot be created, written or synced; names it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, at_once: bool = True) -> None:
+        self.path, self._at_once = path, at_once and sys.platform == "linux"
         self._hash = xxhash.xxh3_128()
-        self._num_bytes = 0
+        self._num_bytes = self._sent = 0
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "xb", buffering=_BUFFER_BYTES)  # noqa: SIM115
@@ -58,7 +61,10 @@ class HashedFile:
         self._hash.update(view)
         with naming(self.path):
             self._file.write(view)
-        self._num_bytes += view.nbytes
+            self._num_bytes += view.nbytes
+            if self._at_once and self._num_bytes - self._sent >= _SENT_AT_ONCE:  # dirty pages are sent, not dropped
+                os.posix_fadvise(self._file.fileno(), self._sent, _SENT_AT_ONCE, os.POSIX_FADV_DONTNEED)
+                self._sent += _SENT_AT_ONCE
         return view.nbytes
 
     @property

@@ -50,12 +50,19 @@ class TensorFile:
         path: Must not exist yet.
         specs: Every tensor the file will hold.
         metadata: Text entries of the header.
+        at_once: See :class:`lit_fsdp.checkpoint.files.HashedFile`.
 
     Raises:
         CheckpointError: A dtype safetensors does not know, or the file cannot be written.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+        at_once: bool = True,
+    ) -> None:
         self._specs, self._left = specs, file_order(specs)
         header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
         offset = 0
@@ -68,7 +75,7 @@ class TensorFile:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._file = HashedFile(path)
+        self._file = HashedFile(path, at_once)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def append(self, name: str, pieces: Iterable[torch.Tensor]) -> None:

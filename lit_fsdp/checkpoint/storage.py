@@ -66,6 +66,8 @@ class Snapshot:
     """Whole shape and dtype of every tensor."""
     rank_state: Any
     """State of this rank as plain JSON."""
+    in_background: bool = False
+    """Whether training goes on beside."""
     chunks: Mapping[str, ChunkStorageMetadata] = field(default_factory=dict)
     """In the sharded layout: which part of the whole each of this rank's tensors is."""
     state: Any = None
@@ -191,7 +193,8 @@ class Writer(StorageWriter):
             offsets[key] = tuple(data.chunk.offsets)
         # what torch's own HuggingFaceStorageReader looks for
         sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
-        with TensorFile(draft / name, specs, {"format": "pt", "DCP_SHARDING_INFO": sharding}) as file:
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
+        with TensorFile(draft / name, specs, metadata, at_once=not self._snapshot.in_background) as file:
             for key in file_order(specs):
                 file.append(key, [cast(torch.Tensor, planner.resolve_data(parts[key]))])
         found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
@@ -199,9 +202,10 @@ class Writer(StorageWriter):
     def _write_full(self, draft: Path, found: list[WriteResult]) -> None:
         tensors = self._snapshot.tensors
         specs = {name: self._snapshot.specs[name] for name in tensors}
+        at_once = not self._snapshot.in_background
 
         def write(wholes: Wholes) -> None:
-            with TensorFile(draft / FULL_FILE, specs) as file:
+            with TensorFile(draft / FULL_FILE, specs, at_once=at_once) as file:
                 for name, tensor in wholes:
                     file.append(name, [tensor])
             parts = [(name, (0,) * len(spec.shape), spec.shape) for name, spec in specs.items()]

@@ -129,14 +129,14 @@ class BackgroundSaver:
             if layout == "sharded":
                 local, chunks = parts_of(tensors)
                 staged: Any = self._stager.stage(local)
-                return replace(snapshot, tensors=staged, chunks=chunks)
+                return replace(snapshot, tensors=staged, chunks=chunks, in_background=True)
             whole: dict[str, torch.Tensor] = {}
 
             def keep(wholes: Wholes) -> None:
                 whole.update((name, tensor.detach().to("cpu", copy=True)) for name, tensor in wholes)
 
             gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
-            return replace(snapshot, tensors=whole)
+            return replace(snapshot, tensors=whole, in_background=True)
 
         copied = ranks.own(f"copying {folder}", copy)
         self._pending = [self._pool.submit(_write, copied, self._writers)]
