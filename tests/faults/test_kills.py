@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun
 
-KILLS_OF_JOBS, KILLS_OF_RANKS = (300, 60) if CHAOS else (6, 6)
+KILLS_OF_JOBS, KILLS_OF_RANKS, SIGNALS = (300, 60, 300) if CHAOS else (6, 6, 3)
 SOAK_SECONDS = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
 # Random moments seldom hit the short stages, so every stage is also met on purpose.
 PLACES = ["preparing", "tensors", "states", "manifest", "rename"]
@@ -79,6 +80,28 @@ def test_one_rank(tiny_model: Path, tmp_path: Path) -> None:
             run.check_resumed_from(before)
             SURVIVED["kill -9 of one rank in a save or a removal"] += 1
         run.finish()
+
+
+@pytest.mark.timeout(3600)
+def test_signals_at_random_moments(tiny_model: Path, tmp_path: Path) -> None:
+    """To one rank or to both: both end with the documented code, and not one step that was done is lost."""
+    rng = random.Random(22)
+    run = TrackedRun(tiny_model, tmp_path / "run", checkpoint={"every_steps": 4, "keep_last": 2}, hears_signals=True)
+    for trial in range(SIGNALS):
+        before, begun = run.newest(), len(run.attempts())
+        job = run.start()
+        run.wait_for_attempt(begun + 1, job)
+        time.sleep(rng.uniform(0, 0.5))
+        number = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[trial % 3]
+        job.kill([[0], [1], None][trial // 3 % 3], number)
+        outcomes = job.wait(60)
+        assert [o.code for o in outcomes] == 2 * [130 if number == signal.SIGINT else 75], outcomes[0].output
+        assert not job.is_alive()
+        if run.newest():
+            run.check(may_lose=0)
+            run.check_resumed_from(before)
+        SURVIVED[f"{number.name} in training"] += 1
+    run.finish()
 
 
 @pytest.mark.skipif(not CHAOS, reason="ten minutes or an hour of kills: make chaos")

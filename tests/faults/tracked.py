@@ -58,6 +58,13 @@ class TrackedRun:
             time.sleep(0.002)
         return time.monotonic()
 
+    def wait_for_attempt(self, number: int, job: Job, seconds: float = 90) -> None:
+        """Until the ``number``-th attempt trains."""
+        deadline = time.monotonic() + seconds
+        while len(self.attempts()) < number:
+            assert time.monotonic() < deadline, f"no training after {seconds} s: {job.output(0)}"
+            time.sleep(0.002)
+
     def kill_at_random(self, rng: random.Random) -> Job:
         """Start, let one more step be saved, kill within the time the next one takes."""
         job = self.start()
@@ -75,7 +82,7 @@ class TrackedRun:
     def attempts(self) -> list[tuple[int, dict[int, str]]]:
         """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
         found: list[tuple[int, dict[int, str]]] = []
-        for line in self.log.read_text().splitlines(keepends=True):
+        for line in self.log.read_text().splitlines(keepends=True) if self.log.exists() else []:
             first, second = line.split()
             if first == "start":
                 found.append((int(second), {}))

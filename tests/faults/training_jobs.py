@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp import Checkpoint
+from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.checkpoint.run_folder import checkpoints
+from lit_fsdp.signals import SignalFlags
 from tests.dist.jobs import fit, module_for, program
 from tests.faults.tracing import Event, StageFile, Tracer, hurt
 
@@ -111,6 +114,7 @@ def train_tracked(
     checkpoint: dict[str, Any] | None = None,
     in_save: dict[str, Any] | None = None,
     in_step: dict[str, Any] | None = None,
+    hears_signals: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train up to ``steps``, from the newest checkpoint if there is one; steps and losses go to ``log``."""
@@ -119,9 +123,16 @@ def train_tracked(
     watch(run, stage, in_save)
     callbacks: list[Callback] = [StepLog(Path(log), stage)]
     callbacks += [AtStep(**in_step)] if in_step else []
+    if hears_signals:
+        flags = SignalFlags()
+        flags.install()
+        callbacks.append(StopOnSignal(flags))
     callbacks += [Checkpoint(**{"every_steps": 1, "keep_last": 2, **(checkpoint or {})})]
     resumes = {"ckpt_path": "last" if checkpoints(run) else None, "default_root_dir": run, "seed": 7}
-    trainer, found = fit(module_for(model), strategy or {}, callbacks, None, steps=steps, **resumes, **options)
+    try:
+        trainer, found = fit(module_for(model), strategy or {}, callbacks, None, steps=steps, **resumes, **options)
+    except StopRequested as stop:
+        sys.exit(stop.exit_code)
     return {"step": trainer.global_step, "digest": found["digest"]}
 
 
