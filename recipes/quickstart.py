@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path("runs/quickstart-data")
-ADAPTERS = ["--model.lora.target_modules", "all-linear", "--model.optim.lr", "2e-3"]
+LONGER = ["--trainer.max_steps=30", "--trainer.val_check_interval=30", "--checkpoint.every_steps=30"]
+ADAPTERS = ["--model.lora.target_modules", "all-linear", "--model.optim.lr", "2e-3", *LONGER]
 METHODS = {"full": [], "lora": ADAPTERS, "qlora": [*ADAPTERS, "--model.lora.quantize", "nf4"]}
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM = "Rewrite the date in words."

@@ -83,11 +83,14 @@ class Job:
             self.kill()
 
     def is_alive(self) -> bool:
-        """Whether any process of this job is left."""
-        try:
-            os.killpg(self.pids[0], 0)
-        except ProcessLookupError:
-            return False
+        """Whether any process of this job is left; one that is just dying gets a moment."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.pids[0], 0)
+            except ProcessLookupError:
+                return False
+            time.sleep(0.01)
         return True
 
     def output(self, rank: int) -> str:

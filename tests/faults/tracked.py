@@ -121,5 +121,5 @@ class TrackedRun:
     @staticmethod
     def _to_the_end(job: Job, timeout: float) -> list[Any]:
         outcomes = job.wait(timeout)
-        assert [o.code for o in outcomes] == [0, 0], "\n".join(o.output for o in outcomes)
+        assert [o.code for o in outcomes] == [0, 0], "\n".join(f"{o.code}: {o.output}" for o in outcomes)
         return [o.answer for o in outcomes]
