@@ -85,7 +85,7 @@ def test_all_damage_is_noticed(saved: Path, tmp_path: Path) -> None:
     """Also in the manifest itself; undamaged copies pass, and the way back leads to the newest sound one."""
     rng = random.Random(5)
     other, victim = step_folder(saved, 2), step_folder(tmp_path, 3)
-    for trial in range(1000 if CHAOS else 48):
+    for trial in range(6000 if CHAOS else 48):
         shutil.copytree(step_folder(saved, 3), victim)
         read_manifest(victim)
         if trial % 10 == 0:
