@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -222,7 +223,9 @@ class CausalLMModule(LightningModule):
         ]
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
-        arguments = {name: value for name, value in own.items() if name in known} | dict(optim.optimizer_args or {})
+        # Adafactor's eps are two
+        own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
+        arguments = own | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
             # Lightning's own strategies clip no fused one
             arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))

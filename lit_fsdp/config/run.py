@@ -24,6 +24,7 @@ from lit_fsdp.config.strategy import (
     PrecisionMode,
     PrecisionWord,
     StrategyConfig,
+    check_optimizer,
     check_quantized,
     mesh_shape,
 )
@@ -289,13 +290,7 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
         allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
         fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
         require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
-    why = (
-        "its state is of 8-bit blocks, which FSDP1 cannot gather for a checkpoint" if path.startswith("torchao.")
-        else "it needs whole matrices, and FSDP1 gives optimizers flat parts of them" if "Muon" in path
-        else ""
-    )  # fmt: skip
-    given, fix = f"{path} with engine fsdp1: {why}", f"set {STRATEGY}.engine: fsdp2"
-    require(engine != "fsdp1" or not why, "model.optim.class_path", given, "engine fsdp2 | ddp | single", fix)
+    check_optimizer(path, engine, f"{STRATEGY}.engine")
 
 
 def _samples_have_prompts(run: RunConfig) -> None:

@@ -380,6 +380,19 @@ def check_quantized(config: StrategyConfig, path: str) -> None:
     require(fits, f"{path}.precision", f"{mode} {quantized}", allowed, "set precision: mixed")
 
 
+def check_optimizer(path: str, engine: str, field: str) -> None:
+    """Refuse an optimizer, by the path of its class, that would compute something else of the shards of an engine."""
+    engines = ("ddp", "single") if "Adafactor" in path else ("fsdp2", "ddp", "single")
+    why = (
+        "it takes means over rows and columns of whole matrices, of which ranks have parts" if "Adafactor" in path
+        else "its state is of 8-bit blocks, which FSDP1 cannot gather for a checkpoint" if path.startswith("torchao.")
+        else "it needs whole matrices, and FSDP1 gives optimizers flat parts of them" if "Muon" in path
+        else ""
+    )  # fmt: skip
+    given, fix = f"{path} with engine {engine}: {why}", f"set {field}: {engines[0]}"
+    require(not why or engine in engines, "model.optim.class_path", given, f"engine {' | '.join(engines)}", fix)
+
+
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
     """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
 

@@ -42,10 +42,11 @@ def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
 
 
 def hidden_matrices(model: Any) -> set[str]:
-    """Names of the matrices between embedding and head, which Muon takes."""
+    """Names of the matrices between embedding and head, which Muon takes; one row or column alone is a vector."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {id(param) for module in ends if module is not None for param in module.parameters()}
-    return {name for name, param in model.named_parameters() if param.ndim == 2 and id(param) not in outer}
+    inner = ((name, param) for name, param in model.named_parameters() if id(param) not in outer)
+    return {name for name, param in inner if param.ndim == 2 and min(param.shape) > 1}
 
 
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from lit_fsdp.config.strategy import StrategyConfig, check_quantized, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import free_port
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
@@ -466,6 +466,11 @@ class EngineStrategy(Checkpoints):
     def _check_optimized(self) -> None:
         """Refuse an optimizer of tensors that are no parameters of the sharded model: it would train nothing."""
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
+            kind = type(optimizer)
+            # of others nobody knows what they make of shards
+            is_known = kind.__module__.partition(".")[0] in ("torch", "torchao", "transformers")
+            if is_known and self.shard_group is not None:
+                check_optimizer(f"{kind.__module__}.{kind.__name__}", self.config.engine, f"{self.path}.engine")
             check_packed_state(optimizer, self.config.offloads, self._names)
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(param) not in self._names:

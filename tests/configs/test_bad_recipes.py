@@ -103,6 +103,7 @@ CASES = (
         "model.optim.class_path",
         "set :.engine: fsdp",
     ),
+    ("--:.engine=fsdp1 --model.optim.class_path=torch.optim.Adafactor", "model.optim.class_path", "set :.engine: ddp"),
     ("--model.optim.class_path=torchao.optim.AdamW4bit", "model.optim.class_path", "write torchao.optim.AdamW8bit"),
     ("--samples.prompts=0", "samples.prompts", "write prompts: 8"),
     ("--samples.prompts=4", "samples.prompts", "set data.val or data.val_split"),
