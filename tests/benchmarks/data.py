@@ -52,25 +52,25 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     options = parser.parse_args()
     with bench("data", packages=("datasets", "tokenizers")) as (record, folder):
-        for kind, file, source in files(folder, options.rows):
+        for kind, file in files(folder, options.rows):
             sides = [side for side in options.sides if kind == "chat" or side != "datasets, mask"]
             once_each = {side: functools.partial(measure, side, kind, file, options.processes) for side in sides}
             runs = in_turns(once_each, options.rounds)
-            what = f"rows/s, {options.rows} rows of {kind} ({source}) to tokens, {options.processes} processes"
+            what = f"rows/s, {options.rows} rows of {kind} (dict-jargon) to tokens, {options.processes} processes"
             record["results"].append({"what": what, "summary": summary(runs, options.rows), "runs": runs})
 
 
-def files(folder: Path, num_rows: int) -> list[tuple[str, Path, str]]:
-    """Kind, file and name of the rows that are tokenized."""
+def files(folder: Path, num_rows: int) -> list[tuple[str, Path]]:
+    """Kind and file of the rows that are tokenized."""
     from jargon import jargon_rows
 
-    rows, source = jargon_rows(ROOT / "runs" / "bench" / "jargon")
+    rows = jargon_rows(ROOT / "runs" / "bench" / "jargon")
     texts = [{"text": row["messages"][-1]["content"]} for row in rows]
     found = []
     for kind, part in (("chat", rows), ("text", texts)):
         path = folder / f"{kind}.jsonl"
         path.write_text("".join(json.dumps(part[i % len(part)]) + "\n" for i in range(num_rows)), encoding="utf-8")
-        found.append((kind, path, source))
+        found.append((kind, path))
     return found
 
 

@@ -78,25 +78,17 @@ def measured(model: str, sharding: str, mode: str) -> str:
         recipe.write_text(json.dumps(values))
         # freed blocks go back to the system at once, so that the resident set is what is in use
         malloc = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "lit_fsdp", "fit", "--config", str(recipe), "--allow-imports", "tests"]
-        done = subprocess.run(
-            words, cwd=ROOT, env={**os.environ, **malloc}, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr)
+        flags = ["--config", str(recipe), "--allow-imports", "tests"]
+
+        def lit_fsdp(*words: str) -> str:
+            command = [sys.executable, "-m", "lit_fsdp", *words]
+            return subprocess.run(
+                command, cwd=ROOT, env={**os.environ, **malloc}, stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+
+        lit_fsdp("fit", *flags)
         audit = json.loads(Path(folder, "run", "audit.json").read_text())
-        words = [
-            sys.executable,
-            "-m",
-            "lit_fsdp",
-            "audit",
-            "--config",
-            str(recipe),
-            "--allow-imports",
-            "tests",
-            "--json",
-        ]
-        declared = json.loads(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+        declared = json.loads(lit_fsdp("audit", *flags, "--json"))
         live = [json.loads(Path(folder, "run", f"states-{rank}.json").read_text()) for rank in range(2)]
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     said = [[rank[kind] for kind in kinds] for rank in declared["state_per_rank"]]

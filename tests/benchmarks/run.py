@@ -1,6 +1,6 @@
 """``make bench``: lit_fsdp beside what one would write by hand, interleaved, as medians of ratios.
 
-    python tests/benchmarks/run.py [--only one packed two start commands] [--repeats 5] [--steps 7] [--layers 30]
+    python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] [--steps 7] [--layers 30]
 
 The measures (aims are no tests; a shared machine decides nothing):
 
@@ -9,7 +9,6 @@ The measures (aims are no tests; a shared machine decides nothing):
 - ``two``       tokens/s of ``lit-fsdp fit`` on two processes ÷ a ``fully_shard`` loop; aim >= 0.97
 - ``start``     seconds from launch to the end of the first step on two processes, tokenized rows in the cache,
                 ÷ a minimal Lightning script; aim <= 1.05
-- ``commands``  seconds of ``lit-fsdp --help`` (aim <= 0.5) and of a refused wrong value (aim <= 1)
 
 Both sides load the same weights and see the same rows in the same order with the same number of threads; their losses
 are printed beside the speeds. The model has the shape of SmolLM2-135M with random weights. Precision is ``auto``: bf16
@@ -24,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from record import bench, compared, in_turns
-from sides import fit, hand_written, lightning_script, seconds_of
+from sides import fit, hand_written, lightning_script
 from workload import Workload
 
 WARMUP_STEPS = 2
-MEASURES = ("one", "packed", "two", "start", "commands")
+MEASURES = ("one", "packed", "two", "start")
 Side = Callable[[Workload, int], dict[str, Any]]
 
 
@@ -58,8 +57,6 @@ def main() -> None:
                 record["results"].append(compare_speed(f"tokens/s of `lit-fsdp fit`, {what}", work, ranks, options))
         if "start" in options.only:
             record["results"].append(compare_start(folder / "start", options.repeats))
-        if "commands" in options.only:
-            record["results"] += time_commands(options.repeats, folder)
 
 
 def pairs(work: Workload, ranks: int, peer: Side, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -89,22 +86,6 @@ def compare_start(folder: Path, repeats: int) -> dict[str, Any]:
     seconds = [[run["times"][0] - run["launched"] for run in side[1:]] for side in runs]
     what = "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script"
     return compared(what, *seconds, unit="s", aim="<= 1.05")
-
-
-def time_commands(repeats: int, folder: Path) -> list[dict[str, Any]]:
-    """Seconds of the commands that answer before anything heavy is imported, against half a second and a whole one."""
-    recipe = folder / "wrong.yaml"
-    recipe.write_text(
-        "trainer: {devices: 2, max_steps: 1}\nmodel: {name: nowhere}\ndata: {train: rows.jsonl, global_batch_size: 3}\n"
-    )
-    results = []
-    for what, words, code, aim in (
-        ("`lit-fsdp --help` ÷ half a second", ["--help"], 0, 0.5),
-        ("`lit-fsdp fit` with a wrong value, refused ÷ a second", ["fit", "--config", str(recipe)], 2, 1.0),
-    ):
-        seconds = [seconds_of(words, code) for _ in range(repeats + 1)][1:]
-        results.append(compared(what, seconds, [aim] * repeats, unit="s", aim="<= 1"))
-    return results
 
 
 if __name__ == "__main__":

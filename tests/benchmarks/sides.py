@@ -54,18 +54,6 @@ def lightning_script(work: Workload, ranks: int) -> dict[str, Any]:
     return _record([["minimal_lightning.py", str(work.folder), "OUT", str(ranks)]], [{}], work.folder, ranks)
 
 
-def seconds_of(words: list[str], code: int) -> float:
-    """Wall-clock seconds of ``lit-fsdp WORDS``, which must end with this exit code."""
-    script = Path(sys.executable).with_name("lit-fsdp")
-    command = [str(script)] if script.is_file() else [sys.executable, "-m", "lit_fsdp"]
-    start = time.perf_counter()
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
-    if done.returncode != code:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}, not {code}:\n{done.stdout}{done.stderr}")
-    return seconds
-
-
 def _record(commands: list[list[str]], places: list[dict[str, Any]], folder: Path, ranks: int) -> dict[str, Any]:
     """Run the processes of one side and return what they wrote, with the time of their launch."""
     out = folder / "record.json"

@@ -43,7 +43,7 @@ def main() -> None:
         supervised = {side: sum(found[0]["supervised"]) for side, found in runs.items()}
         if len(set(supervised.values())) != 1:
             raise RuntimeError(f"sides trained on different numbers of tokens: {supervised}")
-        what = f"SFT of SmolLM2-135M on {work['source']}"
+        what = "SFT of SmolLM2-135M on dict-jargon"
         record["results"] = [
             {"what": f"{what}, {side}", "summary": summary(found), "runs": found} for side, found in runs.items()
         ]

@@ -29,10 +29,10 @@ def make_work(folder: Path, num_rows: int, rows_per_step: int, micro_rows: int, 
         micro_packs: Packs per forward pass of TRL; ours takes one, and adds up gradients over as many as a step has.
 
     Returns:
-        What ``work.json`` holds: model folder, source and batch sizes.
+        What ``work.json`` holds: model folder and batch sizes.
     """
     folder.mkdir()
-    rows, source = jargon_rows(ROOT / "runs" / "bench" / "jargon")
+    rows = jargon_rows(ROOT / "runs" / "bench" / "jargon")
     random.Random(SEED).shuffle(rows)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]), encoding="utf-8")
     data = {"train": str(folder / "rows.jsonl"), "max_seq_length": MAX_LENGTH, "num_tokenizers": 1}
@@ -46,7 +46,7 @@ def make_work(folder: Path, num_rows: int, rows_per_step: int, micro_rows: int, 
         max(lengths[at : at + micro_rows]) * len(lengths[at : at + micro_rows])
         for at in range(0, len(lengths), micro_rows)
     )
-    work = {"model": str(model), "source": source, "micro_rows": micro_rows, "micro_packs": micro_packs}
+    work = {"model": str(model), "micro_rows": micro_rows, "micro_packs": micro_packs}
     work |= {"rows_per_step": rows_per_step, "packs_per_step": max(micro_packs, packs)}
     work["padded_fill"] = sum(lengths) / padded  # share of positions that hold a token when rows are padded
     (folder / "work.json").write_text(json.dumps(work))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,6 @@ def test_a_recipe_passes_every_rule_and_is_named_for_what_it_does():
         assert (method, engine.removesuffix("-hybrid")) == (method_of, run.strategy.engine)
         assert hardware.startswith(f"{run.world_size}x")
         assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
-
-
-def test_each_model_has_a_recipe_for_one_node():
-    names = {path.stem for path in RECIPES} - {"quickstart"}
-    on_one_node = {name.split("_")[0] for name in names if name.endswith(("_8x80gb", "_8x24gb"))}
-    assert on_one_node == {name.split("_")[0] for name in names}
 
 
 def test_the_smoke_fragment_fits_a_recipe_for_any_hardware():
@@ -100,20 +93,6 @@ def test_a_fragment_says_the_word_it_is_named_for():
                 continue  # one needs the compiler, the other is a switch beside a mode
             found = getattr(_loaded(RECIPES[0], fragment).run.strategy, key)
             assert getattr(found, "mode", found) == fragment.stem
-
-
-def test_data_fragments_show_a_row_of_their_format():
-    columns = {
-        "messages": ["messages"],
-        "sharegpt": ["conversations"],
-        "instruction": ["instruction", "input", "output"],
-        "prompt_completion": ["prompt", "completion"],
-    }
-    for name, expected in columns.items():
-        file = ROOT / "configs" / "data" / f"{name}.yaml"
-        rows = [line.lstrip("# ") for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#   {")]
-        assert [list(json.loads(row)) for row in rows] == [expected]
-        assert read_yaml(file) == {"data": {"format": name}}
 
 
 def test_a_fragment_for_a_cluster_goes_with_recipes_for_one_gpu_and_for_many():

@@ -6,28 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from lit_fsdp.checkpoint.disk_space import checkpoint_bytes
 from lit_fsdp.commands import run as run_command
 from lit_fsdp.launch import slurm_checks
 from lit_fsdp.models.build import num_parameters
-from lit_fsdp.parallel.units import audit, plan_units
 from tests.configs.arithmetic import (
-    CHECKPOINT_BYTES,
     QUICKSTART_MODEL,
     README,
     RECIPES,
-    Holder,
     checked,
     gib_per_rank,
     meta_model,
     total_gib,
     with_table,
 )
+from tests.configs.communication_table import lines
 
-ROOT = Path(__file__).parents[2]
 FULL = [path for path in RECIPES if path.stem != "quickstart"]
 GB = 1e9
 
@@ -69,24 +64,6 @@ def test_it_fits_into_the_machine_that_it_names():
         assert host is None or terms["host"] < 0.75 * int(host[1].replace(",", "")) * GB / 2**30
 
 
-def test_the_model_of_a_recipe_passes_the_audit_and_its_checkpoint_is_as_large_as_it_says():
-    for name in {str(checked(recipe).model.name): recipe for recipe in FULL}.values():
-        run = checked(name)
-        model = meta_model(str(run.model.name))
-        plan = plan_units(Holder(model), run.strategy.wrap_config)
-        table = audit(plan, run.world_size or 1, {})
-        tied = model.config.tie_word_embeddings
-        embedding = model.get_input_embeddings().weight.numel()
-        assert sum(unit["num_params"] for unit in table["units"]) == num_parameters(model) == table["num_params"]
-        assert sum(module in plan.blocks for module in plan.modules.values()) == model.config.num_hidden_layers
-        # untied, embedding and head are units of their own; tied, they stay together in the root
-        assert table["num_units"] == model.config.num_hidden_layers + (1 if tied else 3)
-        assert plan.units[-1].num_params == model.config.hidden_size + (embedding if tied else 0)
-        params = dict(model.named_parameters())
-        size = checkpoint_bytes(params, params.items(), [torch.optim.AdamW(params.values())])
-        assert size == pytest.approx(num_parameters(model) * CHECKPOINT_BYTES, rel=0.021)
-
-
 def test_as_a_job_it_passes_lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Everything but what depends on this host: its disk, its cluster, its rows, and whether other nodes see it."""
     monkeypatch.chdir(tmp_path)
@@ -106,3 +83,12 @@ def test_as_a_job_it_passes_lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run = checked(recipe)
         assert f"#SBATCH --nodes={run.num_nodes}\n" in out
         assert f"#SBATCH --ntasks-per-node={run.trainer['devices']}\n" in out
+
+
+SMALL, LARGE = "llama3.1-8b_full_fsdp2_8x80gb", "llama3.1-70b_full_fsdp2-hybrid_64x80gb"
+
+
+def test_the_tables_of_communication_are_what_the_functions_give():
+    text = README.read_text(encoding="utf-8")
+    for recipe, shard_ranks in ((SMALL, 8), (LARGE, 32)):
+        assert "\n".join(lines(recipe, shard_ranks)) in text

@@ -62,11 +62,9 @@ def test_fp8_follows_bf16(tmp_path: Path, engine: str) -> None:
     assert found["losses"] == pytest.approx(plain_losses(folder), rel=0.1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_offload_keeps_the_state_on_the_host(tiny_model: Path, engine: str) -> None:
-    if DRY_RUN and engine == "fsdp1":
-        pytest.skip("FSDP1 offloads from accelerators only")
-    strategy = {"engine": engine, "precision": "fp32", "cpu_offload": True}
+@pytest.mark.skipif(DRY_RUN, reason="FSDP1 offloads from accelerators only")
+def test_fsdp1_keeps_the_state_on_the_host(tiny_model: Path) -> None:
+    strategy = {"engine": "fsdp1", "precision": "fp32", "cpu_offload": True}
     found = train(tiny_model, strategy, gradient_clip_val=1e9)
     assert found["losses"] == pytest.approx(plain_losses(tiny_model), rel=1e-4)
 
@@ -143,21 +141,6 @@ def test_a_save_in_the_background_has_the_same_bytes(tiny_model: Path, tmp_path:
     assert losses["async"] == losses["sync"]
     assert list(hashes(tmp_path / "async")) == ["step-00000002", "step-00000004", "step-00000006"]
     assert hashes(tmp_path / "async") == hashes(tmp_path / "sync")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_resumed_run_is_bit_equal(tmp_path: Path, engine: str) -> None:
-    folder = save_model(tmp_path / "model", attention_dropout=0.2)  # so that the device's random state matters
-    fixed: dict[str, Any] = {"deterministic": True}  # the backward pass of attention adds in any order otherwise
-
-    def run(name: str, steps: int, ckpt_path: str | None = None) -> list[float]:
-        saving = Checkpoint(every_steps=5, keep_last=-1)
-        where = {"default_root_dir": str(tmp_path / name), "ckpt_path": ckpt_path}
-        return train(folder, {"engine": engine}, steps, saving=saving, **where, **fixed)["losses"]
-
-    whole, cut = run("whole", 12), run("cut", 5)
-    assert cut == whole[:5]
-    assert run("cut", 12, "last") == whole[5:]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

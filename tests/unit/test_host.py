@@ -62,17 +62,6 @@ def test_failure_leaves_nothing_and_can_be_repeated(tmp_path):
     assert make_once(tmp_path / "m", _write, "x").is_dir()
 
 
-def test_a_killed_process_leaves_nothing_in_the_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(host.platform, "node", lambda: "here")
-    mine, other = (tmp_path / f".m.{name}.partial" for name in ("here", "other"))
-    for leftover in (mine, other):
-        leftover.mkdir()
-        (leftover / "half").write_text("")
-    made = make_once(tmp_path / "m", _write, "x")
-    assert [path.name for path in made.iterdir()] == ["file"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "m", "m.lock"]
-
-
 def test_of_machines_that_do_not_see_each_others_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda handle, flags: None)
     monkeypatch.setattr(host.platform, "node", lambda: str(threading.get_ident()))  # each thread is a machine

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lit_fsdp.config.run import STRATEGY
-from lit_fsdp.parity.choices import RunRefused, in_fp32, turns
+from lit_fsdp.parity.choices import RunRefused, turns
 from lit_fsdp.parity.trace import Trace, compare
 
 ONE = {
@@ -83,12 +83,3 @@ def test_tolerances_follow_the_dtypes():
     early = trace(1.0)
     early.losses.pop()
     assert compare(trace(1.0), early).first == compare(early, trace(1.0)).first == 2
-
-
-def test_what_a_recipe_says_of_reductions_holds_in_fp32():
-    mode = {f"{STRATEGY}.precision.mode": "mixed", f"{STRATEGY}.precision.reduce_dtype": "bf16"}
-    assert in_fp32(mode)[f"{STRATEGY}.precision.reduce_dtype"] == "bf16"
-    assert in_fp32(mode)[f"{STRATEGY}.precision.mode"] == "fp32"
-    assert in_fp32({f"{STRATEGY}.precision": "low_precision"}) == {f"{STRATEGY}.precision": "fp32"}
-    somebody_elses = {"trainer.strategy": "ddp", "trainer.precision": "bf16-mixed"}
-    assert in_fp32(somebody_elses) == {"trainer.strategy": "ddp", "trainer.precision": "32-true"}

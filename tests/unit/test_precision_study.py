@@ -45,18 +45,3 @@ def test_updates_below_half_a_spacing_vanish(study: ModuleType) -> None:
         (torch.float32, 1e-8, 4),  # fp32 has an end too
     ):
         assert study.count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
-
-
-def test_the_table_compares_with_fp32_at_the_same_rate_and_the_picture_has_curves(study: ModuleType, tmp_path: Path):
-    runs = []
-    for mode, rate, last, share in (("fp32", 1e-5, 0.5, 0.0), ("mixed", 1e-5, 0.75, 0.98), ("fp32", 1e-4, 0.2, 0.0)):
-        losses = {"held_out_loss": last, "held_out_loss_in_fp32": last - 0.01, "train_losses": [1.0, 0.8, last]}
-        unchanged = [{"step": step, "num_unchanged": 1, "share": share} for step in (1, 2, 3)]
-        runs.append({"mode": mode, "learning_rate": rate, "unchanged": unchanged, **losses})
-    lines = study.as_table(runs).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    assert lines[3] == "| 1e-05 | `mixed` | 0.8500 | 0.7500 | 0.7400 | +0.2500 | 98.00% | 98.00% | 98.00% |"
-    image = pytest.importorskip("matplotlib.image")
-    study.draw(runs, tmp_path / "loss.png")
-    pixels = image.imread(tmp_path / "loss.png")
-    assert len({*map(tuple, pixels.reshape(-1, pixels.shape[-1])[::50])}) > 5  # lines in several colors

@@ -137,15 +137,6 @@ def test_error_messages(recipe, tmp_path, capsys):
         assert "canary" not in out + err
 
 
-def test_print_config(recipe, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["fit", "--config", str(recipe), "--print_config"])
-    assert end.value.code == 0
-    out, err = capsys.readouterr()
-    assert "canary" not in out + err
-    assert yaml.safe_load(out)["data"]["train"] == "https://***@host/rows.jsonl"
-
-
 def test_whoever_writes_to_the_streams(capsys):
     with redaction.guarded_streams():
         handler = logging.StreamHandler()

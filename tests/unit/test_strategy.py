@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 import lit_fsdp
@@ -42,21 +41,3 @@ def test_precision_is_the_strategys_alone():
         assert "fsdp_strategy(precision='mixed')" in caught.value.fix
         trainer = Trainer(strategy=fsdp_strategy(engine), precision=32, **options)  # type: ignore[arg-type]
         assert trainer.precision == "32-true"  # Lightning's default
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_under_any_trainer_the_ranks_meet_where_no_outgoing_connection_can_come_first(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-):
-    for name in ("MASTER_PORT", "STANDALONE_PORT", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # so that it is as before in the end
-        monkeypatch.delenv(name)
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=fsdp_strategy(engine), logger=False, enable_checkpointing=False
-    )
-    launcher: Any = trainer.strategy.launcher
-    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: None)
-    assert "MASTER_PORT" not in os.environ  # another Trainer's choice is its own
-    trainer.strategy._lightning_module = LightningModule()
-    launcher.launch(lambda: None, trainer=trainer)
-    assert int(os.environ["MASTER_PORT"]) in range(10000, 20000)

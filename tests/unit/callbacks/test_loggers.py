@@ -38,19 +38,6 @@ def test_one_row_per_step_and_columns_as_they_come(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
-def test_nothing_is_rewritten_where_the_columns_are_known(tmp_path: Path):
-    logger = RunCSVLogger(tmp_path)
-    logger.log_metrics({"a": 1.0, "b": 1.0}, 0)
-    inode = (tmp_path / "metrics.csv").stat().st_ino
-    for step in (1, 2):
-        logger.log_metrics({"a": 2.0}, step)
-        logger.log_metrics({"b": 3.0}, step)
-        logger.log_metrics({"a": 2.5}, step)
-    assert (tmp_path / "metrics.csv").stat().st_ino == inode
-    second = [{"step": str(step), "a": "2.5", "b": "3.0"} for step in (1, 2)]
-    assert rows(tmp_path) == [{"step": "0", "a": "1.0", "b": "1.0"}, *second]
-
-
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
     first = RunCSVLogger(tmp_path)
     for step in range(5):
@@ -98,7 +85,6 @@ class _KilledAfterTheSave(ModelCheckpoint):
             raise InterruptedError
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.filterwarnings("ignore")
 def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
     """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""

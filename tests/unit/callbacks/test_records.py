@@ -1,17 +1,16 @@
-"""What a run shows of its FSDP units, and data that teach nothing."""
+"""What a run writes down: its FSDP units, its data, and what filled a GPU that is out of memory."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, print_audit
-from lit_fsdp.errors import DataError
+from lit_fsdp.callbacks.records import DataRecord, RunRecord, print_audit
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 
@@ -49,16 +48,6 @@ def trainer(folder: Path, data: CausalLMDataModule) -> Any:
     return SimpleNamespace(datamodule=data, default_root_dir=str(folder))
 
 
-def test_a_stream_with_nothing_to_learn_is_refused_as_it_is(tmp_path: Path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "only asked"}]}) + "\n")
-    data = CausalLMDataModule(train=str(rows), streaming=True, num_tokenizers=1)
-    data.attach(miniature_tokenizer(), 0)
-    data.prepare(["train"])
-    with pytest.raises(DataError, match="of the stream: no token of any row is supervised"):
-        DataRecord().setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
-
-
 def test_data_are_shown_once_by_anybodys_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = CausalLMDataModule(train="generated:12", num_tokenizers=1)
     data.attach(miniature_tokenizer(), 0)
@@ -68,3 +57,26 @@ def test_data_are_shown_once_by_anybodys_trainer(tmp_path: Path, capsys: pytest.
         record.setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
         assert ("rows read" in capsys.readouterr().err) == is_new
     assert (tmp_path / "data.json").exists()
+
+
+def test_a_snapshot_of_a_gpu_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled, **how: recorded.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    error, other = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("made to fail")
+    for kind in ("cpu", "cuda"):
+        strategy = SimpleNamespace(root_device=torch.device(kind))
+        trainer: Any = SimpleNamespace(strategy=strategy, default_root_dir=tmp_path, global_rank=3)
+        record, module = RunRecord(), torch.nn.Module()
+        record.setup(trainer, module, "fit")  # type: ignore[arg-type]
+        record.on_exception(trainer, module, other)  # type: ignore[arg-type]
+        assert not list(tmp_path.iterdir())
+        record.on_exception(trainer, module, error)  # type: ignore[arg-type]
+    path = tmp_path / "debug" / "rank-3.memory.pickle"
+    assert path.read_text() == "snapshot"
+    assert recorded == ["state"]
+    assert error.__notes__ == [f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz"]
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path, "no folder").write_text(""))
+    record.on_exception(trainer, module, error)  # type: ignore[arg-type]
+    assert error.__notes__[1].startswith("what was allocated could not be written down: ")

@@ -75,16 +75,6 @@ def test_an_end_is_saved_once(tmp_path: Path):
     assert run.saved == [5]
 
 
-def test_the_newest_and_the_best_stay(tmp_path: Path):
-    run = Run(tmp_path, every_steps=1, keep_last=2)
-    for loss in (3.0, 1.0, 2.0, 4.0, 5.0):
-        run.steps(1).validate(loss)
-    assert run.saved == [1, 2, 3, 4, 5]
-    assert run.there == [2, 4, 5]
-    assert run.callback.best_model_path.endswith("step-00000002")
-    assert [entry.metrics for entry in checkpoints(tmp_path)] == [{"val_loss": value} for value in (1.0, 4.0, 5.0)]
-
-
 def test_a_better_validation_is_saved_between_the_others(tmp_path: Path):
     run = Run(tmp_path, keep_last=1)
     for loss in (3.0, float("nan"), 2.0, 2.0, 2.5):
@@ -111,12 +101,6 @@ def test_other_validations_save_nothing(tmp_path: Path):
         run = Run(tmp_path / str(number)).steps(1)
         vars(run).update(change)
         assert run.validate(1.0).saved == [], change
-
-
-def test_lightnings_last_is_the_newest(tmp_path: Path):
-    run = Run(tmp_path, every_steps=1, keep_last=-1)
-    assert run.callback._find_last_checkpoints(run) == set()
-    assert run.steps(2).callback._find_last_checkpoints(run) == {str(tmp_path / "checkpoints" / "step-00000002")}
 
 
 def test_hyperparameters_are_saved_without_secrets(tmp_path: Path):

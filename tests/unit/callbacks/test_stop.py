@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def flags(monkeypatch: pytest.MonkeyPatch) -> SignalFlags:
+def flags(monkeypatch) -> SignalFlags:
     def end(code: int) -> None:
         raise Ended(code)
 
@@ -35,7 +36,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> SignalFlags:
 
 
 @pytest.mark.usefixtures("flags")
-def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
     """The table in lit_fsdp/signals.py; None: the process goes on."""
     lightning_started, torchrun = {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}
     once_more = "Ctrl-C: the step is being finished and saved; once more ends at once, without saving\n"
@@ -58,7 +59,7 @@ def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsy
             for name, value in environment.items():
                 patched.setenv(name, value)
             flags, cleaned, ended = SignalFlags(), [], None
-            flags.before_exit = lambda cleaned=cleaned: cleaned.append("children")  # type: ignore[misc]
+            flags.before_exit = lambda cleaned=cleaned: cleaned.append("children")
             for name, value in attributes.items():
                 setattr(flags, name, value)
             try:
@@ -71,26 +72,6 @@ def test_what_a_signal_does_in_each_phase(monkeypatch: pytest.MonkeyPatch, capsy
         assert cleaned == (["children"] if code else []), case
         if code is None:
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
-
-
-def test_a_signal_is_heard_by_a_thread() -> None:
-    """Also while the main thread waits in C++, where Python's own handlers would wait too."""
-    before = {number: signal.getsignal(number) for number in signals.STOPPING}
-    flags = SignalFlags()
-    flags.training = True
-    try:
-        flags.install()
-        flags.install()  # changes nothing
-        signal.raise_signal(SIGUSR1)
-        for _ in range(500):
-            if flags.terminated:
-                break
-            signals.threading.Event().wait(0.01)
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert flags.terminated
 
 
 class Watched(LightningModule):
@@ -114,7 +95,7 @@ class Watched(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
-def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path: Path, flags: SignalFlags) -> None:
+def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path, flags):
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
     switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -143,9 +124,7 @@ class AsksToStop(Callback):
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("saves", [True, False])
-def test_where_lightnings_own_callback_saves_it_does_so_here_too(
-    tmp_path: Path, flags: SignalFlags, saves: bool
-) -> None:
+def test_where_lightnings_own_callback_saves_it_does_so_here_too(tmp_path, flags, saves):
     theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
     run = Trainer(
         accelerator="cpu", devices=1, max_steps=5, logger=False, enable_checkpointing=saves,
@@ -159,3 +138,26 @@ def test_where_lightnings_own_callback_saves_it_does_so_here_too(
     if saves:
         saved = torch.load(tmp_path / "theirs" / "last.ckpt", weights_only=True)
         assert saved["global_step"] == 2
+
+
+CODE = """
+import os, signal, sys, time
+from lit_fsdp.signals import SignalFlags
+
+SignalFlags().install()
+while not any(frame.f_code.co_name == "_listen" for frame in sys._current_frames().values()):
+    time.sleep(0.01)
+
+def waiting_for_a_peer():
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+waiting_for_a_peer()
+print("goes on")
+"""
+
+
+def test_sigusr2_shows_the_stacks_and_stops_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert "in waiting_for_a_peer" in done.stderr
+    assert "in _listen" in done.stderr  # of each thread

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint before it is written, and room for it."""
+"""Room for checkpoints, and how far ahead the check looks."""
 
 from __future__ import annotations
 
@@ -8,40 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_fsdp.checkpoint import disk_space
-from lit_fsdp.checkpoint.disk_space import GIB, check_room, checkpoint_bytes, peak_count
+from lit_fsdp.checkpoint.disk_space import GIB, check_room, peak_count
 from lit_fsdp.checkpoint.run_folder import Found
-from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.config.run import CheckpointConfig
+from lit_fsdp.config.run import CheckpointConfig, validation_steps
 from lit_fsdp.errors import CheckpointError, ConfigError
-
-
-def on_disk(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def test_the_estimate_is_within_two_percent_of_what_is_written(tmp_path):
-    """Before the first step, when the optimizer holds nothing yet; a frozen layer has no state."""
-    for optimizer, options in (
-        (torch.optim.AdamW, {"amsgrad": True}),
-        (torch.optim.SGD, {}),
-        (torch.optim.RMSprop, {"momentum": 0.9}),
-    ):
-        model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(512, 500) for i in range(4)})
-        model["layer0"].requires_grad_(False)
-        made = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1, **options)
-        expected = checkpoint_bytes(model.state_dict(), model.named_parameters(), [made])
-        for param in model.parameters():
-            param.grad = torch.ones_like(param) if param.requires_grad else None
-        made.step()
-        tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-        for name, param in model.named_parameters():
-            state = made.state.get(param, {}).items()
-            tensors |= {f"optim/{name}/{key}": torch.as_tensor(value) for key, value in state if value is not None}
-        folder = tmp_path / optimizer.__name__
-        save_checkpoint(folder, tensors, {}, {"global_step": 1}, "full")
-        assert expected == pytest.approx(on_disk(folder), rel=0.02), optimizer
 
 
 def test_how_many_there_are_at_a_time():
@@ -103,3 +77,59 @@ def test_the_total_of_a_run_is_limited(check: Callable[..., str]):
     check(1, there=(1, 1), max_total_gib=3)  # before a save only the next one counts
     with pytest.raises(ConfigError, match=r"got 3, 1\.00 GiB too little"):  # what was written is measured
         check(2, there=(1, 1.5), max_total_gib=3)
+
+
+class Net(LightningModule):
+    """As little as Lightning trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        return
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Without a length."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.ones(2)
+
+
+class Steps(Callback):
+    """After which a validation came."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found.append(trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.*does not have many workers")
+def test_validations_come_after_the_steps_foretold(tmp_path: Path) -> None:
+    for rows, steps, interval, accumulate, every_n in (
+        (12, 9, 4, 2, 1),
+        (13, 20, 5, 3, 1),  # the last window of an epoch is short
+        (7, 12, 5, 2, None),  # over the epochs
+        (None, 9, 6, 2, 1),
+    ):
+        data = Stream() if rows is None else torch.ones(rows, 2)
+        seen = Steps()
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=-1,
+            enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path, callbacks=[seen],
+            max_steps=steps, val_check_interval=interval, accumulate_grad_batches=accumulate,
+            check_val_every_n_epoch=every_n,
+        )  # fmt: skip
+        trainer.fit(Net(), DataLoader(data, batch_size=None), DataLoader(torch.ones(1, 2)))
+        case = (rows, steps, interval, accumulate, every_n)
+        assert validation_steps(steps, interval, accumulate, rows, every_n) == set(seen.found) - {0}, case

@@ -102,21 +102,6 @@ def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
     assert export(folder, out).folder == out
 
 
-def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path, monkeypatch):
-    """Also where locks tell nothing, as between two clients of a network file system; the same folder is refused."""
-    monkeypatch.setattr("fcntl.flock", lambda *arguments: None)
-    folder = checkpoint()
-
-    def meanwhile(*arguments):
-        export(folder, tmp_path / "two")
-        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists; .*another export is writing"):
-            export(folder, tmp_path / "one")
-        return []
-
-    assert export(folder, tmp_path / "one", check=meanwhile).is_verified
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]
-
-
 def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path):
     for changes, match in (
         ({"manifest": {"global_step": 5}}, "no `model` entry"),
@@ -143,3 +128,18 @@ def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path, monkeypatch):
+    """Also where locks tell nothing, as between two clients of a network file system; the same folder is refused."""
+    monkeypatch.setattr("fcntl.flock", lambda *arguments: None)
+    folder = checkpoint()
+
+    def meanwhile(*arguments):
+        export(folder, tmp_path / "two")
+        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists; .*another export is writing"):
+            export(folder, tmp_path / "one")
+        return []
+
+    assert export(folder, tmp_path / "one", check=meanwhile).is_verified
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 
@@ -36,17 +35,6 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     staging.publish(place, tmp_path / "final")
     expected = [place / "sub" / "f", place, place / "sub", tmp_path]
     assert synced == [str(path) for path in expected]
-
-
-def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    (tmp_path / "f").write_bytes(b"old")
-    disk.replace_bytes(tmp_path / "f", b"new")
-    assert (tmp_path / "f").read_bytes() == b"new"
-    monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    with pytest.raises(CheckpointError, match="broken"):
-        disk.replace_bytes(tmp_path / "f", b"newer")
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
-    assert (tmp_path / "f").read_bytes() == b"new"
 
 
 def test_names_that_leave_the_folder_are_refused():

@@ -1,12 +1,16 @@
-"""What a run has, which checkpoint a word means, what takes the place of a damaged one, how a run makes room."""
+"""What a run has: which checkpoint a word means, what takes the place of a damaged one, which ones stay."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lit_fsdp.checkpoint import run_folder
 from lit_fsdp.checkpoint.run_folder import (
+    Found,
     checkpoints,
     choose,
     damaged,
@@ -16,6 +20,7 @@ from lit_fsdp.checkpoint.run_folder import (
     step_folder,
     survey,
 )
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
 
@@ -68,14 +73,6 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pick(tmp_path / "gone", "last")
 
 
-def test_the_order_of_substitutes(four: list[Path], tmp_path: Path):
-    last, best = pick(tmp_path, "last"), pick(tmp_path, "best")
-    assert (last.path, last.others) == (four[3], (four[2], four[1], four[0]))
-    assert (best.path, best.others) == (four[1], (four[2], four[0], four[3]))
-    (four[0] / "data").unlink()  # an older one is in nobody's way
-    assert pick(tmp_path, "last").path == four[3]
-
-
 def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(four: list[Path], tmp_path: Path):
     (four[3] / "data").unlink()
     (four[2] / "manifest.json").write_bytes(b"{}")
@@ -125,3 +122,54 @@ def test_only_checkpoints_are_removed(tmp_path: Path):
     assert checkpoints(tmp_path)[0].path == kept
     remove(kept)
     assert list(kept.parent.iterdir()) == []
+
+
+def left(losses: dict[int, Any], current: int | None = None, **options: Any) -> list[int]:
+    there = [Found(s, Path(f"step-{s}"), {} if loss is None else {"val_loss": loss}) for s, loss in losses.items()]
+    gone = run_folder.to_remove(there, CheckpointConfig(**options), current)
+    assert gone == [entry for entry in sorted(there, key=lambda e: e.step) if entry in gone]
+    return [entry.step for entry in there if entry not in gone]
+
+
+def test_the_newest_the_best_and_every_nth_stay():
+    losses = {10: 0.9, 20: 0.1, 30: 0.5, 40: math.nan, 50: 0.5, 60: None}
+    signs = {1: -3.0, 2: -7.5, 3: -math.inf, 4: 2.0, 5: math.inf, 6: 0.0}
+    every: dict[str, Any] = {"keep_last": 1, "keep_best": 0, "every_steps": 10}
+    for values, options, expected in (
+        (losses, {"keep_last": 1, "keep_best": 0}, [60]),
+        (losses, {"keep_last": 2}, [20, 50, 60]),
+        (losses, {"keep_last": 1, "keep_best": 2}, [20, 50, 60]),  # 30 and 50 are equal: the newer one stays
+        (losses, {"keep_last": 1, "keep_best": 99}, [10, 20, 30, 50, 60]),  # nan and nothing are never the best
+        (losses, {"keep_last": 1, "mode": "max"}, [10, 60]),
+        (losses, {"keep_last": -1, "keep_best": 0}, [10, 20, 30, 40, 50, 60]),
+        (losses, {**every, "keep_every": 20}, [20, 40, 60]),
+        (signs, {"keep_last": 1, "keep_best": 2}, [1, 2, 6]),  # infinities do not count
+        (signs, {"keep_last": 1, "keep_best": 2, "mode": "max"}, [4, 6]),
+    ):
+        assert left(values, **options) == expected, options
+        assert left(dict(reversed(values.items())), **options)[::-1] == expected, options
+
+
+def test_of_those_saved_on_a_signal_only_the_newest_counts():
+    for signalled, options, expected in (
+        ([5, 11, 17], {"keep_last": 2, "keep_best": 0}, [10, 17]),  # whole intervals are not pushed out
+        ([5, 11], {"keep_last": -1, "keep_best": 0}, [10, 11, 17]),
+        ([5, 11, 17], {"keep_last": 1, "keep_best": 0}, [17]),
+        ([5, 11, 17], {"keep_last": -1, "keep_best": 1}, [5, 10, 17]),  # 5 is the best
+        ([5, 11, 17], {"keep_last": 1, "keep_best": 0, "every_steps": 1, "keep_every": 11}, [11, 17]),
+    ):
+        there = [Found(s, Path(f"step-{s}"), {"val_loss": s}, on_signal=s in signalled) for s in (5, 10, 11, 17)]
+        gone = run_folder.to_remove(there, CheckpointConfig(**options))
+        assert [entry.step for entry in there if entry not in gone] == expected, (signalled, options)
+
+
+def test_the_one_just_saved_stays_beside_newer_ones():
+    assert left({10: 1.0, 25: 2.0, 30: 3.0, 40: 4.0}, current=25, keep_last=1, keep_best=0) == [25, 40]
+
+
+def test_what_another_callback_saved_beside_them_stays(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    theirs = make(tmp_path, 1, "epoch=0-step=1.ckpt")
+    run_folder.retain(tmp_path, CheckpointConfig(keep_last=1))
+    assert {entry.path for entry in checkpoints(tmp_path)} == {theirs, step_folder(tmp_path, 3)}

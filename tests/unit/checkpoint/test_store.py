@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,12 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import step_folder
-from lit_fsdp.checkpoint.verify import sound_checkpoint
+from lit_fsdp.checkpoint.verify import sha256_of, sound_checkpoint, verify
 from lit_fsdp.errors import CheckpointError
-from tests.unit.checkpoint.conftest import STATE, TENSORS
+from tests.unit.checkpoint.conftest import STATE, TENSORS, flip
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -73,29 +77,6 @@ def test_names_shapes_and_dtypes_must_fit(save, blanks):
     assert torch.equal(blanks["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
 
 
-class BuiltLate(torch.nn.Module):
-    """Two names for one weight, made on meta, and only when a Trainer or a load asks for it."""
-
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.first = torch.nn.Linear(3, 5, bias=False)
-        self.again = self.first
-
-
-def test_weights_of_a_module_that_is_built_late(save):
-    weight = torch.rand(5, 3)
-    folder = save(
-        tensors={"model/first.weight": weight}, manifest={"global_step": 1, "tied": {"again.weight": "first.weight"}}
-    )
-    module = store.load_weights(BuiltLate(), folder)
-    assert same(module.first.weight.detach(), weight)
-    assert module.again is module.first
-    with next((folder / "tensors").iterdir()).open("r+b") as file:
-        file.write(b"x")
-    with pytest.raises(CheckpointError, match="xxh3 differs"):
-        store.load_weights(BuiltLate(), folder)
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save):
     """Killed before each renaming and removal in turn; every change of a first save is in tests/faults."""
@@ -139,3 +120,46 @@ def test_what_cannot_be_saved_leaves_nothing(save, tmp_path):
             save(**changes)
         parent = step_folder(tmp_path, 1).parent
         assert not parent.exists() or list(parent.iterdir()) == []
+
+
+Save = Callable[..., Path]
+SHARD = "tensors/rank-00000.safetensors"
+
+
+def test_no_torch_is_needed():
+    code = (
+        "import sys, lit_fsdp.checkpoint.verify, lit_fsdp.checkpoint.run_folder; "
+        "print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_every_file_that_differs_is_named(save: Save, tmp_path: Path):
+    folder = save()
+    (folder / f".manifest.json.tmp-{'0' * 16}").write_text("{")  # a kill while metrics were added
+    assert verify(folder) == {}
+    flip(folder / "hf/config.json")
+    (folder / "state.json").write_bytes(b"")
+    (folder / "notes.txt").write_text("mine")
+    (folder / SHARD).rename(tmp_path / "shard")
+    (folder / SHARD).symlink_to(tmp_path / "shard")
+    (folder / "elsewhere").symlink_to(tmp_path)
+    size = read_manifest(folder).files["state.json"].num_bytes
+    assert list(verify(folder).items()) == [
+        ("elsewhere", "not in the manifest"),
+        ("hf/config.json", "xxh3 differs from the manifest"),
+        ("notes.txt", "not in the manifest"),
+        ("state.json", f"0 bytes, {size} in the manifest"),
+        (SHARD, f"leads out of the checkpoint, to {tmp_path / 'shard'}"),
+    ]
+    assert list(verify(folder, hashes=False)) == ["elsewhere", "notes.txt", "state.json", SHARD]
+
+
+def test_one_sha256_as_coreutils_compute_it(save: Save):
+    folder = save()
+    before = sha256_of(read_manifest(folder))
+    command = "find . -type f ! -name manifest.json -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == before
+    flip(folder / "state.json")
+    assert sha256_of(read_manifest(folder)) != before

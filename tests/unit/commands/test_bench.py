@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -53,26 +50,6 @@ def test_rates_and_scaling_of_finished_runs(capsys: pytest.CaptureFixture[str]):
     for words in (["--steps", "7"], ["--data.packing", "true"]):
         with pytest.raises(ConfigError, match="--out: got bench, which holds a bench of something else"):
             commands.run([*WORDS, *VARY, *words])
-
-
-def test_repeats_are_interleaved(monkeypatch: pytest.MonkeyPatch):
-    """With a fit that writes what it is told; the last value's writes nothing, as a module that counts no tokens."""
-    began: list[str] = []
-
-    def fit(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        values = dict(word.removeprefix("--").split("=") for word in command if "=" in word)
-        began.append(values["data.micro_batch_size"])
-        if began[-1] != "4":
-            Path(values["trainer.default_root_dir"], "metrics.csv").write_text(
-                "tokens_per_second,peak_memory_gib\n9,1\n"
-            )
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", fit)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process stay
-    assert commands.run([*WORDS, "--vary", "data.micro_batch_size=1,2,4", "--repeats", "2"]) == 1
-    assert began == ["1", "2", "4", "1", "2"]
-    assert "4,2,1,,,no tokens/s in metrics.csv" in Path("bench/bench.csv").read_text()
 
 
 def test_what_is_refused_before_anything_runs():

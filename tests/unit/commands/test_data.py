@@ -161,17 +161,6 @@ def test_a_picture(monkeypatch: pytest.MonkeyPatch):
         data("inspect", *words, "y.png")
 
 
-def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
-    train = write("t.jsonl", *(chat(str(i), "x") for i in range(9)))
-    words = ["--data.train", train, "--data.streaming", "true", "--data.shuffle_window", "4"]
-    record = inspected(capsys, *words, "--n", "2")
-    split = record["data"]["splits"]["train"]
-    assert (split["seen"], split["rows_read"], split["samples"]) == ("the first 4 rows of a stream", 4, 4)
-    assert [sample["location"] for sample in record["samples"]] == ["t.jsonl:1", "t.jsonl:2"]
-    with pytest.raises(ConfigError, match=r"data\.streaming"):
-        data("prepare", *words)
-
-
 # -- prepare
 
 
@@ -197,3 +186,14 @@ def test_prepared_once_and_for_the_run(capsys: Out, monkeypatch: pytest.MonkeyPa
     assert {name: split.rows.meta["fingerprint"] for name, split in found.items()} == {
         name: record["fingerprint"] for name, record in records[0].items()
     }
+
+
+def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
+    train = write("t.jsonl", *(chat(str(i), "x") for i in range(9)))
+    words = ["--data.train", train, "--data.streaming", "true", "--data.shuffle_window", "4"]
+    record = inspected(capsys, *words, "--n", "2")
+    split = record["data"]["splits"]["train"]
+    assert (split["seen"], split["rows_read"], split["samples"]) == ("the first 4 rows of a stream", 4, 4)
+    assert [sample["location"] for sample in record["samples"]] == ["t.jsonl:1", "t.jsonl:2"]
+    with pytest.raises(ConfigError, match=r"data\.streaming"):
+        data("prepare", *words)

@@ -14,7 +14,6 @@ import yaml
 
 from lit_fsdp import commands
 from lit_fsdp.commands import training
-from lit_fsdp.commands.completion import BELOW
 from lit_fsdp.commands.parsing import PARSERS, RECIPE, example_lines
 from lit_fsdp.config.parser import load_recipe, read_yaml
 from lit_fsdp.errors import ConfigError
@@ -68,34 +67,11 @@ def test_the_example_of_every_verb_is_a_command_line(checkout: Path, capsys: pyt
             assert RECIPE in " ".join(lines[:2])
 
 
-def test_the_example_of_a_verb_with_verbs_below_it_is_one_of_theirs(capsys: pytest.CaptureFixture[str]):
-    for verb, below in BELOW.items():
-        lines = shown(capsys, verb)
-        assert max(map(len, lines)) <= 80
-        example = words_of(lines, verb)
-        assert lines[-1] in [shown(capsys, verb, name)[-1] for name in below if name == example[0]]
-        with pytest.raises(ConfigError) as caught:
-            commands.run([verb, "nothing"])
-        assert caught.value.allowed == ", ".join(below)
-
-
 def test_the_example_of_a_verb_that_trains(checkout: Path):
     for verb, example in training.EXAMPLES.items():
         lines = example_lines(example).splitlines()
         assert max(map(len, lines)) <= 80
         assert load_recipe(words_of(lines, verb), verb).run.model.name
-
-
-def test_examples_that_need_no_run_work(
-    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    for verb in ("recipes ls", "recipes show", "recipes cp", "convert"):
-        line = shown(capsys, *verb.split())[-1]
-        given = shlex.split(line.rpartition(" | ")[0])[1:]
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(given)))
-        assert commands.run(shlex.split(line.rpartition(" | ")[2])[1:]) == 0
-        assert capsys.readouterr().out
-    assert Path("my.yaml").read_text() == (ROOT / "recipes/smollm2-135m_full_fsdp2_2xcpu.yaml").read_text()
 
 
 def test_bash_completes_verbs_keys_and_words(checkout: Path, capsys: pytest.CaptureFixture[str]):
@@ -128,3 +104,15 @@ def test_a_shell_that_is_not_known(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lit-fsdp\[completion\]'"):
         commands.run(["--print_completion", "bash"])
+
+
+def test_examples_that_need_no_run_work(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for verb in ("recipes ls", "recipes show", "recipes cp", "convert"):
+        line = shown(capsys, *verb.split())[-1]
+        given = shlex.split(line.rpartition(" | ")[0])[1:]
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(given)))
+        assert commands.run(shlex.split(line.rpartition(" | ")[2])[1:]) == 0
+        assert capsys.readouterr().out
+    assert Path("my.yaml").read_text() == (ROOT / "recipes/smollm2-135m_full_fsdp2_2xcpu.yaml").read_text()

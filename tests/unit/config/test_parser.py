@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.model import ModelConfig, OptimConfig
+from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
 from lit_fsdp.config.parser import build, check_recipe, lightning_keys, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
@@ -117,15 +117,6 @@ def test_any_optimizer(load: Any) -> None:
 # -- refusals
 
 
-def test_a_key_in_a_file(load: Any) -> None:
-    for text, field, fix in (
-        ("model: {optim: {warmup: 3}}", "model.optim.warmup", "write model.optim.warmup_steps"),
-        ("data: {train: [{sorce: a.jsonl}]}", "data.train.sorce", "write data.train.source"),
-    ):
-        error = refused(load, more=text)
-        assert (error.field, error.fix) == (field, fix)
-
-
 def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> None:
     def held(*words: str, **files: str) -> tuple[Any, Any]:
         data = load(*words, **files).run.data
@@ -216,3 +207,43 @@ def test_switches_are_no_part_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> No
     line = read_command_line(["--debug", "--allow-imports=three", "--model.name", "x", "--print_config"])
     assert (line.debug, line.verbose, line.print_config) == (True, False, True)
     assert (line.allow_imports, line.words) == (["one", "two", "three"], ["--model.name", "x"])
+
+
+WORDS = ["--data.train", "generated:8", "--trainer.max_steps", "2"]
+
+
+def test_the_section_is_read_wherever_its_class_is_named(tmp_path: Path):
+    recipe, more = tmp_path / "pairs.yaml", tmp_path / "more.yaml"
+    recipe.write_text(
+        "model: {class_path: lit_fsdp.PreferenceModule, init_args: {name: x, preference: {loss: ipo}, "
+        "optim: {class_path: torch.optim.SGD}}}\n"
+    )
+    more.write_text("model: {preference: {beta: 0.7}}\n")
+    for words in (
+        ["--config", str(recipe), "--config", str(more)],
+        ["--config", str(recipe), "--model.preference.beta", "0.7"],
+        ["--model", "lit_fsdp.PreferenceModule", "--model.name", "x", "--config", str(recipe), "--config", str(more)],
+    ):
+        loaded = load_recipe([*words, *WORDS], "fit")
+        model = loaded.run.model
+        assert isinstance(model, PreferenceModelConfig)
+        assert (model.preference.loss, model.preference.beta, model.optim.optimizer) == ("ipo", 0.7, "torch.optim.SGD")
+        assert loaded.run.data.format == "preference"
+        assert loaded.run.foreign == frozenset()
+        assert check_recipe(loaded.values, "fit").model == model
+    assert type(load_recipe(["--model.name", "x", *WORDS], "fit").run.model) is ModelConfig
+
+
+def test_wrong_keys_and_streams_without_a_base_are_refused_with_what_to_write():
+    named = ["--model=lit_fsdp.PreferenceModule", "--model.name", "x", *WORDS]
+    for words, field, fix in [
+        ([*named, "--model.preference.betta", "1"], "model.preference.betta", "write model.preference.beta"),
+        ([*named, "--model.preference.loss", "kto"], "model.preference.loss", ""),
+        ([*named, "--data.streaming", "true"], "data.streaming", "train adapters"),
+        (["--model.name", "x", "--model.preference.beta", "1", *WORDS], "model.preference.beta", "PreferenceModule"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(words, "fit")
+        assert (caught.value.field, fix in caught.value.fix) == (field, True)
+    load_recipe([*named, "--data.streaming", "true", "--model.lora.r", "4"], "fit")
+    load_recipe([*named, "--data.streaming", "true", "--model.preference.loss", "orpo"], "fit")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.strategy import StrategyConfig, WrapConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 
 # -- strategy
@@ -59,28 +57,6 @@ def test_degrees_that_do_not_fit():
         mesh_shape(StrategyConfig(**hybrid), 3, 8)
 
 
-def test_engines_without_shards_say_what_they_replace():
-    assert StrategyConfig(engine="ddp").replaced == {
-        "sharding": "full_shard → no_shard (engine ddp: every rank holds the whole model)"
-    }
-    assert StrategyConfig(engine="single", sharding="no_shard").replaced == {}
-    given = {"sharding": "hybrid_shard", "shard_degree": 2, "cpu_offload": True, "forward_prefetch": 2}
-    given |= {"sync_each_micro_batch": False, "wrap": WrapConfig(max_root_share=0.7)}
-    config = StrategyConfig(engine="single", **given)
-    assert not config.offloads
-    assert mesh_shape(config, 1, 1) == (1, 1)
-    assert {name: text.partition(" (")[0] for name, text in config.replaced.items()} == {
-        "sharding": "hybrid_shard → no_shard",
-        "shard_degree": "2 → null",
-        "cpu_offload": "true → false",
-        "forward_prefetch": "2 → false",
-        "sync_each_micro_batch": "false → true",
-        "wrap.max_root_share": "0.7 → null",
-    }
-    assert "sync_each_micro_batch" not in StrategyConfig(engine="ddp", **given).replaced
-    assert StrategyConfig().replaced == {}
-
-
 # -- batches
 
 
@@ -94,17 +70,6 @@ def test_accumulation_follows_from_the_batches():
 
 
 # -- schedule
-
-
-def test_warm_up_is_linear_and_reaches_the_peak():
-    optim = OptimConfig(warmup_steps=4)
-    assert [schedule_factor(optim, step, 100) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_schedules_fall_over_the_run():
-    for schedule, quarter, half, end in (("cosine", (1 + math.sqrt(0.5)) / 2, 0.5, 0.0), ("constant", 1.0, 1.0, 1.0)):
-        found = [schedule_factor(OptimConfig(schedule=schedule), step, 100) for step in (0, 25, 50, 100, 150)]
-        assert found == pytest.approx([1.0, quarter, half, end, end])
 
 
 def test_wsd_warms_up_stays_and_falls_at_the_end():

@@ -31,17 +31,17 @@ def _written(path: Path, *lines: str) -> Path:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     rows = [_say("u12", "a34"), _say("unobody"), _say("uabcdefgh", "aX"), _say("u1", "a2345678"), _say("u", "a")]
     return _written(tmp_path / "rows.jsonl", *rows)
 
 
 def _prepare(tokenizer: Any, source: Path, template: str = TEMPLATE, **options: Any) -> TokenizedRows:
     config = DataConfig(**{"train": str(source), "cache_dir": str(source.parent / "cache"), **options})
-    return prepare_rows(config.train, config, encoder_of(tokenizer, config, template))  # type: ignore[arg-type]
+    return prepare_rows(config.train, config, encoder_of(tokenizer, config, template))
 
 
-def test_rows_and_counts(small: Any, source: Path):
+def test_rows_and_counts(small, source):
     rows = _prepare(small, source, max_seq_length=8)
     assert [small.decode(rows.row(i)[0]) for i in range(len(rows))] == ["<s>12<s>34</s>", "<s>1<s>23456", "<s><s></s>"]
     assert [rows.row(i)[1].tolist() for i in range(3)] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0] + [1] * 5, [0, 0, 1]]
@@ -60,9 +60,7 @@ def test_rows_and_counts(small: Any, source: Path):
     assert pickle.loads(sent).input_ids.tolist() == rows.input_ids.tolist()
 
 
-def test_the_key_is_of_everything_that_tokens_depend_on(
-    small: Any, sentencepiece: Any, source: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_key_is_of_everything_that_tokens_depend_on(small, sentencepiece, source, monkeypatch):
     first = _prepare(small, source)
     others = [
         _prepare(small, source, max_seq_length=9),
@@ -85,7 +83,7 @@ def test_the_key_is_of_everything_that_tokens_depend_on(
     assert not again.input_ids.flags.writeable
 
 
-def test_nothing_to_learn_too_much_lost_and_damage_are_told(small: Any, source: Path):
+def test_nothing_to_learn_too_much_lost_and_damage_are_told(small, source):
     for line, options in ((_say("uabcd", "ax"), {"max_seq_length": 3}), (_say("uabcd"), {})):
         path = _written(source.with_name("none.jsonl"), line)
         with pytest.raises(DataError, match=r"none\.jsonl: no token of any row is supervised; dropped 1 "):
@@ -105,15 +103,13 @@ def test_nothing_to_learn_too_much_lost_and_damage_are_told(small: Any, source: 
 
 
 @pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def many(monkeypatch) -> list[str]:
     """120 rows in many small chunks."""
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 300)
     return [_say(f"u{n}", "a" + "x" * (n % 7)) for n in range(120)]
 
 
-def test_the_first_bad_row_is_told_or_all_are_dropped(
-    small: Any, tmp_path: Path, many: list[str], caplog: pytest.LogCaptureFixture
-):
+def test_the_first_bad_row_is_told_or_all_are_dropped(small, tmp_path, many, caplog):
     """Whatever is wrong with it and with later ones, by any number of processes; nothing of it is left behind."""
     clean = _prepare(small, _written(tmp_path / "clean.jsonl", *many), num_tokenizers=1)
     many[71:71] = ['{"messages": 3}', "no JSON"]
@@ -132,9 +128,7 @@ def test_the_first_bad_row_is_told_or_all_are_dropped(
         _prepare(small, path)
 
 
-def test_a_tokenizer_that_has_used_its_threads_before(
-    small: Any, tmp_path: Path, many: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_tokenizer_that_has_used_its_threads_before(small, tmp_path, many, monkeypatch):
     """They are gone after a fork, so that a tokenizer would wait for them for ever."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     small.backend_tokenizer.encode_batch(["a" * 50] * 200)

@@ -88,16 +88,6 @@ def test_validation_counts_every_row_once(tokenizer: Any):
     assert _rows(_module(tokenizer, (1, 2), val_micro_batch_size=3).val_dataloader()) == [[3, 4, 5], [-1]]
 
 
-def test_seed_of_the_order(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    attached = _rows(_module(tokenizer).train_dataloader())
-    assert _rows(_module(tokenizer, seed=1).train_dataloader()) == attached
-    assert _rows(_module(tokenizer, seed=2).train_dataloader()) != attached
-    from_environment = _module(tokenizer)
-    from_environment._seed = None
-    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
-    assert _rows(from_environment.train_dataloader()) == attached
-
-
 def test_loading_leaves_the_global_generator_alone(tokenizer: Any):
     before = torch.get_rng_state()
     batches = [_rows(_module(tokenizer, num_workers=workers).train_dataloader()) for workers in (0, 2)]
@@ -179,18 +169,6 @@ def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: p
     assert "seed 3 → 4" in caplog.text
 
 
-def test_a_stream_whose_steps_lightning_ends_early(tokenizer: Any, tmp_path: Path):
-    """Three micro-batches to an epoch, two to a step: it saves, reads on, and resumes where it was."""
-    stream: dict[str, Any] = {"streaming": True, "train": "generated:40", "limit_train_batches": 3}
-    whole, _ = _fit(tokenizer, 6, **stream)
-    _fit(tokenizer, 4, save=_SaveAt(4, tmp_path / "cut.ckpt"), **stream)
-    resumed, _ = _fit(tokenizer, 6, tmp_path / "cut.ckpt", **stream)
-    assert resumed.seen == whole.seen[-len(resumed.seen) :]
-    assert [step for step, _ in resumed.seen] == [4, 4, 5]
-    rows = list(chain(*(rows for _, rows in whole.seen)))
-    assert len(rows) == len(set(rows)) == 18
-
-
 def test_validation_and_test_in_a_trainer(tokenizer: Any):
     module, _ = _fit(tokenizer, 3, val="generated:3")
     assert [rows for step, rows in module.seen if step == -1] == [[0, 1], [2]] * 2  # sanity check, and after the epoch
@@ -218,13 +196,6 @@ def test_bad_input(tokenizer: Any):
         CausalLMDataModule(train="generated:4").prepare(("train",))
     with pytest.raises(ConfigError, match=r"set data\.test: rows\.jsonl"):
         _module(tokenizer).test_dataloader()
-    for size, accumulate, said in (
-        (4, 3, "trainer.accumulate_grad_batches: got 3"),
-        (5, 1, "global_batch_size: got 5"),
-    ):
-        data = CausalLMDataModule(train="generated:10", global_batch_size=size, micro_batch_size=2)
-        with pytest.raises(ConfigError, match=said):
-            _trainer(accumulate_grad_batches=accumulate, max_steps=1).fit(_Recorder(tokenizer), data)
 
 
 def test_rows_that_are_too_long_and_packing_without_a_proof_are_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):

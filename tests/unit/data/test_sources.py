@@ -176,19 +176,6 @@ def test_files_of_a_folder_that_are_left_out_are_named(tmp_path: Path, caplog: p
     assert f"1 of its files belong to no split and are left out, such as {tmp_path}/c.csv" in caplog.text
 
 
-def test_an_arrow_text_that_ends_beside_the_file(tmp_path: Path):
-    """Reading it would take whatever lies in memory there."""
-    import pyarrow
-
-    offsets = pyarrow.array([0, 10**6, 2], pyarrow.int32()).buffers()[1]
-    bad = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"ab")])
-    table = pyarrow.table({"text": bad})
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(DataError, match=r"a\.arrow, after row 0: cannot be read"):
-        _read(tmp_path / "a.arrow")
-
-
 # -- folders, names, patterns
 
 

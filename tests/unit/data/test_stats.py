@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.data import DataConfig, SourceConfig
+from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stats import describe_data, split_numbers
@@ -46,23 +46,6 @@ def test_counts_and_warnings(tmp_path: Path):
     text = "\n".join(record["warnings"])
     assert "data.val: 2 of 2 samples are in data.train too" in text
     assert "data.train: 1 of 4 samples are copies" in text
-
-
-def test_packs_val_split_and_sources(tmp_path: Path):
-    rows = [_chat(str(i), "x" * (i % 9 + 1)) for i in range(40)]
-    name = _write(tmp_path / "t.jsonl", rows)
-    train = _describe(tmp_path, train=name, packing=True)["splits"]["train"]
-    assert train["packs"]["fill"] == pytest.approx(train["tokens"] / (train["packs"]["count"] * 64))
-    assert train["packs"]["count"] < train["samples"] == 40
-    splits = _describe(tmp_path, train=name, val_split=5)["splits"]
-    assert (splits["train"]["samples"], splits["val"]["samples"], splits["train"]["rows_read"]) == (35, 5, 40)
-    assert (splits["val"]["seen"], splits["val"]["in_train"]) == ("taken out of data.train", 0)
-    assert [source["samples"] for source in splits["val"]["sources"]] == [5]
-    mix = [SourceConfig(source=name, weight=1.0), SourceConfig(source="generated:4", weight=3.0)]
-    train = _describe(tmp_path, train=mix)["splits"]["train"]
-    found = [(s["name"], s["samples"], s["weight"], s["format"]) for s in train["sources"]]
-    assert found == [(name, 40, 1.0, "messages"), ("generated:4", 4, 3.0, "messages")]
-    assert sum(source["tokens"] for source in train["sources"]) == train["tokens"]
 
 
 def test_of_a_stream_the_first_rows_are_looked_at(tmp_path: Path):

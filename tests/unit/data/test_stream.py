@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
+import select
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -13,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.readers import Part
 from lit_fsdp.data.stream import SampleStream, StreamLoader
+from lit_fsdp.data.workers import obey_parent_only
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import CHATML as TEMPLATE
@@ -159,3 +165,34 @@ def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
     assert [batch["input_ids"].tolist() for batch in islice(batches, 14)] == [b["input_ids"].tolist() for b in alone]
     assert len(multiprocessing.active_children()) == 1  # every other one would tokenize the same rows
     batches.close()  # type: ignore[attr-defined]
+
+
+class Stuck(torch.utils.data.IterableDataset[int]):
+    """Gives nothing and never returns."""
+
+    def __init__(self, writer: int) -> None:
+        self.writer = writer
+
+    def __iter__(self) -> Iterator[int]:
+        os.write(self.writer, str(os.getpid()).encode())
+        while True:
+            time.sleep(0.01)
+
+
+def test_a_stuck_loader_ends_when_its_parent_dies() -> None:
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        loader: DataLoader[int] = DataLoader(
+            Stuck(writer), batch_size=None, num_workers=1, worker_init_fn=obey_parent_only, generator=torch.Generator()
+        )
+        next(iter(loader))
+    worker = int(os.read(reader, 20))
+    os.close(writer)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    ended, _, _ = select.select([reader], [], [], 30)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+    assert ended  # the last writer is gone
+    os.close(reader)

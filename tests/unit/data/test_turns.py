@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import byte_level_tokenizer, metaspace_tokenizer
 from tests.unit.data.conversations import encode, say, shown, supervised
@@ -320,3 +323,32 @@ def test_calls_that_are_not_shown_whole_are_refused(small: Any):
                 DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"
             ):
                 encode(small, text, _calls())
+
+
+def _words(*words: str) -> Any:
+    """A tokenizer of whole words that begin with their blank."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "?"))}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
+    encoder = SpanEncoder(_words("▁ab", "▁c"))
+    ((ids, mask),) = encoder.encode(["c ab c"], [[(2, 4)]], ["x"])
+    assert (ids, mask.tolist()) == ([1, 0, 1], [False, True, False])
+    for span in ((2, 3), (3, 4), (3, 5)):
+        with pytest.raises(DataError, match=r"^x: token '▁ab' lies across the border"):
+            encoder.encode(["c ab c"], [[span]], ["x"])
+
+
+def test_random_spans_are_what_comparing_every_token_gives(small: Any):
+    draw, encoder = random.Random(1), SpanEncoder(small)
+    for _ in range(300):
+        text = "".join(draw.choices("ab \nñ日🙂", k=draw.randint(1, 30)))
+        borders = sorted(draw.sample(range(len(text) + 1), k=min(len(text) + 1, draw.choice((2, 4)))) if text else ())
+        spans = list(zip(borders[::2], borders[1::2], strict=False))
+        ((ids, mask),) = encoder.encode([text], [spans], ["x"])
+        learned = b"".join(text[a:b].encode() for a, b in spans)
+        assert small.decode([t for t, m in zip(ids, mask, strict=True) if m]).encode() == learned
+        assert small.decode(ids) == text

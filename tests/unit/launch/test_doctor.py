@@ -13,11 +13,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from lit_fsdp.__main__ import main
 from lit_fsdp.host import GIB
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
-from lit_fsdp.launch.doctor_ranks import judge_arrivals
 
 H100 = {"name": "NVIDIA H100", "gib": 80.0}
 GPUS: dict[str, Any] = {"build": "CUDA 12.8", "why_not": "", "device_files": 2, "gpus": [H100, H100], "driver": "570"}
@@ -91,33 +89,3 @@ def test_a_model_is_looked_for_where_the_run_will(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert grades(doctor.judge_hub("org/name")) == {"hub": "warn", "model": "warn"}
-
-
-def arrival(rank: int, node: str, **change: Any) -> dict[str, Any]:
-    return {"rank": rank, "node": node, "is_leader": True, "rows": [], "sees": True, **change}
-
-
-def test_nodes_are_compared() -> None:
-    here, other, worse = Row("torch", "2.13"), Row("torch", "2.12"), Row("cores", "1", "warn", "f")
-    one, two = (Wanted(run_folder=Path("/run"), cache=Path(), nodes=nodes) for nodes in (1, 2))
-    rows_of_b = [{"name": row.name, "found": row.found, "grade": row.grade, "fix": row.fix} for row in (other, worse)]
-    for arrived, started, wanted, expected in (
-        ([arrival(0, "a"), arrival(1, "b")], 2, two, {"ranks": "ok", "shared run folder": "ok"}),
-        ([arrival(0, "a")], 1, two, {"nodes": "warn"}),
-        ([arrival(0, "a")], 2, two, {"nodes": "fail", "ranks": "fail"}),
-        ([arrival(0, "a"), arrival(1, "a", is_leader=False)], 2, one, {"ranks": "ok"}),
-        ([arrival(0, "a"), arrival(1, "b", sees=False)], 2, two, {"ranks": "ok", "shared run folder": "fail"}),
-        (
-            [arrival(0, "a"), arrival(1, "b", rows=rows_of_b)],
-            2,
-            two,
-            {"ranks": "ok", "shared run folder": "ok", "torch on b": "fail", "cores on b": "warn"},
-        ),
-    ):
-        assert grades(judge_arrivals(arrived, started, wanted, [here])) == expected
-
-
-def test_its_words_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["--nodes", "x"], "invalid int value"), (["--config", "no.yaml"], "no.yaml")):
-        assert main(["doctor", *words]) == 2
-        assert said in capsys.readouterr().err

@@ -75,13 +75,6 @@ def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     assert "see squeue --me" in capsys.readouterr().err
 
 
-def test_a_second_job_in_the_same_run_folder(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
-    assert slurm_command("submit") == 0
-    (slurm.folder / "squeue").write_text("12\n4711\n")
-    assert slurm_command("submit") == 1
-    assert "whose job 4711 waits or runs" in capsys.readouterr().err
-
-
 def test_no_variable_of_the_shell_wins_over_the_script(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch):
     given = {"SBATCH_GRES": "gpu:1", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "5", "SLURM_MPI_TYPE": "pmix"}
     for name, value in given.items():

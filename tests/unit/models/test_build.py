@@ -6,7 +6,6 @@ import importlib.util
 import logging
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
@@ -14,18 +13,6 @@ from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, check_attention
 from lit_fsdp.module import CausalLMModule
-
-
-def test_everything_is_on_meta_and_trainable(tiny, tensors):
-    for family in ("llama", "gpt2", "mixtral"):
-        config = tiny(family)
-        before = config.to_dict()
-        model = build_on_meta(config, "eager")
-        assert all(t.is_meta for t in tensors(model).values())
-        assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
-        assert model.training
-        assert model.config.use_cache is False
-        assert config.to_dict() == before
 
 
 def test_attention_that_the_model_lacks(tiny, caplog):

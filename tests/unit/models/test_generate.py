@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lit_fsdp.models.generate import answer_batch, chat
+from lit_fsdp.models.generate import answer_batch
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 
@@ -46,15 +46,3 @@ def test_settings_of_the_model_itself_are_not_used(pair):
     own = model.generation_config = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=12)
     assert answer_batch(model, tokenizer, [_user("a")], 12) == plain
     assert model.generation_config is own
-
-
-def test_chat_with_a_folder(pair, tmp_path, monkeypatch):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
-    model, tokenizer = pair
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    system = {"role": "system", "content": "be brief"}
-    prompts = ("hello", " hello ", "hello\n")  # each as it is: blanks are tokens
-    expected = [answer_batch(model, tokenizer, [[system, *_user(prompt)]], 6)[0] for prompt in prompts]
-    assert len(set(expected)) == 3
-    assert [chat(str(tmp_path), prompt, "be brief", 6) for prompt in prompts] == expected

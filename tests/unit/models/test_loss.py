@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.chunked_loss import LossTerms, chunked_loss, plain_loss
 from lit_fsdp.models.loss import causal_lm_forward, next_targets, plan_loss
 from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.unit.models.families import FAMILIES
@@ -151,3 +154,128 @@ def test_what_is_not_known_is_said_and_done_plainly(tiny, caplog):
         assert said in caplog.text
     with pytest.raises(ConfigError, match=r"not installed[\s\S]*pip install lit-fsdp\[liger\]"):
         plan_loss(build_on_meta(tiny("llama"), "eager"), LossConfig(backend="liger"))
+
+
+TERMS = (
+    *({}, {"z_loss": 0.02}, {"label_smoothing": 0.2}, {"scale": 0.3}, {"cap": 1.5}),
+    {"z_loss": 0.02, "label_smoothing": 0.2, "scale": 1.7, "cap": 1.5},
+)
+
+
+def _written_out(hidden, weight, bias, targets, terms):
+    """The formula of ``LossTerms``, word by word: loss, likelihood, z-loss, entropy and right predictions."""
+    z = (hidden @ weight.T + bias) * terms.scale
+    if terms.cap is not None:
+        z = terms.cap * torch.tanh(z / terms.cap)
+    log_p = z - z.exp().sum(-1, keepdim=True).log()
+    nll, z_loss = -log_p[torch.arange(len(targets)), targets], terms.z_loss * z.exp().sum(-1).log() ** 2
+    loss = (1 - terms.label_smoothing) * nll - terms.label_smoothing * log_p.mean(-1) + z_loss
+    return loss, nll, z_loss, -(log_p.exp() * log_p).sum(-1), z.argmax(-1) == targets
+
+
+def _tensors():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((11, 6), (23, 6), (23,))]
+    return [t.requires_grad_() for t in tensors], torch.randint(0, 23, (11,), generator=generator)
+
+
+def _loss(hidden, weight, bias, targets, terms=None, num_rows=4):
+    trained = [t for t in (weight, bias) if t is not None and t.requires_grad]
+
+    def head(rows):
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    return chunked_loss(head, trained, hidden, targets, terms or LossTerms(), num_rows)
+
+
+def test_loss_and_gradients_are_those_of_the_formula():
+    for options, num_rows in itertools.product(TERMS, (1, 4, 11, 100)):
+        leaves, targets = _tensors()
+        terms = LossTerms(**options)
+        wanted = _written_out(*leaves, targets, terms)
+        gradients = torch.autograd.grad(wanted[0].sum(), leaves)
+        found, scores = _loss(*leaves, targets, terms, num_rows)
+        assert found.shape == (1, 1, 1)
+        assert found._base is None  # FSDP2 warns of views
+        assert torch.allclose(found.sum(), wanted[0].sum(), rtol=1e-12)
+        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(scores[:4], wanted[:4], strict=True))
+        assert torch.equal(scores.correct, wanted[4])
+        for mine, theirs in zip(torch.autograd.grad(3 * found.sum(), leaves), gradients, strict=True):
+            assert torch.allclose(mine, 3 * theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_the_head_are_summed_in_fp32(dtype):
+    """Many small chunks lose no more than one product of all rows."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(512, 16, generator=generator).to(dtype)
+    weight = torch.randn(40, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, 40, (512,), generator=generator)
+    exact = weight.detach().double().requires_grad_()
+    whole = torch.nn.functional.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum")
+    (wanted,) = torch.autograd.grad(whole, [exact])
+
+    def error(num_rows):
+        loss, _ = _loss(hidden, weight, None, targets, num_rows=num_rows)
+        (grad,) = torch.autograd.grad(loss.sum(), [weight])
+        return float((grad.double() - wanted).norm() / wanted.norm())
+
+    assert error(2) < 1.5 * error(512)
+    assert error(2) < {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+
+
+def test_a_tiny_probability_of_the_right_token_is_no_infinity():
+    for dtype, given in ((torch.float32, 300.0), (torch.bfloat16, 300.0)):
+        logits = torch.tensor([[given, 0, 0, 0, 0]], dtype=dtype, requires_grad=True)
+        target = torch.tensor([3])
+        for loss, scores in (
+            plain_loss(logits, target, LossTerms()),
+            _loss(logits, torch.eye(5).to(dtype), None, target),
+        ):
+            (grad,) = torch.autograd.grad(loss.sum(), [logits])
+            assert scores.nll.item() == pytest.approx(300.0)
+            assert grad.tolist() == [[1.0, 0.0, 0.0, -1.0, 0.0]]
+            assert scores.entropy.item() == pytest.approx(0.0, abs=1e-4)
+
+
+def test_all_logits_never_exist_and_gradients_are_given_away_once():
+    """Nothing of (N, V) is made: with 64 chunks the largest tensor is a chunk's, or the head's gradient."""
+    hidden, weight = torch.randn(512, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(t))
+            return out
+
+    with Watch():
+        loss, _ = _loss(hidden, weight, None, torch.randint(0, 1000, (512,)), num_rows=8)
+        loss.sum().backward(retain_graph=True)
+    assert max(sizes) == 8 * 1000 == weight.numel()
+    with pytest.raises(AssertionError, match="given away once"):
+        loss.sum().backward()
+
+
+def test_a_sum_too_large_for_fp16_fits_once_it_is_scaled():
+    """A loss scale that falls helps only if nothing has overflowed before it is known."""
+    weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
+    hidden = torch.full((20_000, 4), 8.0, dtype=torch.float16, requires_grad=True)
+    loss, _ = _loss(hidden, weight, None, torch.full((20_000,), 3), num_rows=100)
+    (loss.sum() / 1024).backward()
+    assert float(weight.grad[3, 0]) == pytest.approx(-20_000 * 8 * 7 / 8 / 1024, rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_third_of_a_loss_has_a_third_of_the_gradients(dtype):
+    """Three micro-batches to a step: rounded to bf16 first, the factor would make all gradients 0.2 % larger."""
+
+    def gradients(factor):
+        (hidden, weight, _), targets = _tensors()
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        (_loss(*leaves, None, targets)[0].sum() * factor).backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    for whole, third in zip(gradients(1.0), gradients(1 / 3), strict=True):
+        share = float((third * whole).sum() / whole.square().sum())
+        assert share == pytest.approx(1 / 3, rel=1e-3 if dtype != torch.float32 else 1e-6)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import OptimConfig
+from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.neftune import EmbeddingNoise
 from lit_fsdp.models.optimizers import optimizer_class, state_bytes
+from lit_fsdp.models.preference import evaluating
 
 
 def test_what_is_refused_in_one_sentence():
@@ -44,3 +48,62 @@ def test_bytes_are_those_of_the_live_state():
         found, of = state_bytes(optim, nn.Module(), 4)
         assert (of == path) is known
         assert found(param, param.numel()) == (kept if known else 2 * 32 * 4)
+
+
+ALPHA = 5.0
+
+
+@pytest.fixture
+def embedded(tiny):
+    """A function that embeds a batch with noise, and the plain embeddings of the same."""
+    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99))
+    noise = EmbeddingNoise(model, ALPHA)
+
+    def embed(batch, seed=0, rank=0):
+        torch.manual_seed(seed)
+        with noise.on(batch, rank):
+            noisy = model.get_input_embeddings()(batch["input_ids"])
+        return (noisy - model.get_input_embeddings()(batch["input_ids"])).detach()
+
+    return embed
+
+
+def samples(*lengths):
+    return [(torch.arange(1, n + 1).numpy(), torch.ones(n).bool().numpy()) for n in lengths]
+
+
+def test_a_samples_noise_has_the_norm_of_the_paper(embedded):
+    """Uniform in ± alpha / sqrt(L * D): its norm is at most alpha, and near alpha / sqrt(3) of so many numbers."""
+    noise_BTD = embedded(collate(samples(40, 7, 1), 0))
+    assert (noise_BTD[1, 7:] == 0).all()
+    for row, length in enumerate((40, 7, 1)):
+        norm = noise_BTD[row].norm()
+        assert norm <= ALPHA
+        assert norm == pytest.approx(ALPHA / 3**0.5, rel=0.15)
+        bound = ALPHA / (length * noise_BTD.shape[-1]) ** 0.5
+        assert 0.9 * bound < noise_BTD[row].abs().max() <= bound
+
+
+def test_in_a_pack_the_length_is_the_samples_own(embedded):
+    noise_TD = embedded(collate_packs([samples(40, 7)], 60, 0))[0]
+    for part, length in ((noise_TD[:40], 40), (noise_TD[40:47], 7)):
+        bound = ALPHA / (length * noise_TD.shape[-1]) ** 0.5
+        assert 0.9 * bound < part.abs().max() <= bound
+        assert part.norm() == pytest.approx(ALPHA / 3**0.5, rel=0.15)
+
+
+def test_it_follows_the_seed_and_differs_between_ranks(embedded):
+    batch = collate(samples(9, 5), 0)
+    assert torch.equal(embedded(batch, seed=3), embedded(batch, seed=3))
+    assert not torch.equal(embedded(batch, seed=3), embedded(batch, seed=4))
+    assert not torch.equal(embedded(batch, seed=3, rank=1), embedded(batch, seed=3))
+
+
+def test_the_reference_of_a_preference_gets_none(tiny):
+    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99)).train()
+    noise, batch, embed = EmbeddingNoise(model, ALPHA), collate(samples(9, 5), 0), model.get_input_embeddings()
+    plain_BTD = embed(batch["input_ids"])
+    with noise.on(batch, 0):
+        with evaluating(model):
+            assert torch.equal(embed(batch["input_ids"]), plain_BTD)
+        assert not torch.equal(embed(batch["input_ids"]), plain_BTD)

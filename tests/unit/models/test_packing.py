@@ -111,10 +111,3 @@ def test_families_that_leak_are_found():
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
     for family in LEAKING:
         assert _isolation(_model(family)).change > 0.01, family
-
-
-def test_a_two_dimensional_mask_makes_samples_see_each_other():
-    """Why a packed batch has none: transformers would not look for packs."""
-    model = _model("llama")
-    assert _isolation(model).change == 0.0
-    assert _isolation(model, attention_mask=torch.ones(2, 32, dtype=torch.int64)).change > 0.01

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_fsdp.config.model import LossConfig, PreferenceConfig, PreferenceModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.loss import plan_loss
-from lit_fsdp.models.preference import PAIR_COUNTS, pair_metrics, preference_forward
+from lit_fsdp.models.preference import PAIR_COUNTS, preference_forward
 
 CASES = [
     {"loss": "dpo", "beta": 0.3},
@@ -94,22 +92,6 @@ def test_losses_and_gradients_are_those_of_the_formulas(head: str):
         with torch.no_grad():  # as validation does
             again, _ = preference_forward(model, batch, config, plan_loss(model, loss_config), reference)
         torch.testing.assert_close(again.loss_sum, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_the_model_itself_as_reference_gives_log_2_and_no_reward():
-    model, batch, config = _model(), _batch(), PreferenceConfig(beta=0.7)
-    plan = plan_loss(model)
-    _, sums = preference_forward(model, batch, config, plan, torch.zeros(2, 3))
-    logps = torch.stack([sums[PAIR_COUNTS.index("logps/chosen")], sums[PAIR_COUNTS.index("logps/rejected")]])
-    only = {name: tensor[[0, 3]] for name, tensor in batch.items()}
-    _, sums = preference_forward(model, only, config, plan, torch.zeros(2, 1))
-    reference = sums[[PAIR_COUNTS.index("logps/chosen"), PAIR_COUNTS.index("logps/rejected")]].float()[:, None]
-    assert (reference[:, 0] > logps).all()  # one pair of two
-    loss, sums = preference_forward(model, only, config, plan, reference)
-    metrics = pair_metrics(sums, config)
-    assert loss.loss_sum.item() == metrics["loss"].item() == torch.tensor(math.log(2)).item()
-    assert metrics["rewards/margins"] == metrics["rewards/accuracies"] == 0
-    assert "nll_loss" not in metrics
 
 
 def test_options_that_mean_nothing_are_refused():

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.resolve import resolve_architecture, resolve_model
+from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import open_weights
 
 TEXT = {
@@ -51,11 +50,3 @@ def test_logits_of_text_are_those_of_the_whole_model(whole, fill, caplog):
     assert "language_model" not in caplog.text
     both = Gemma3ForConditionalGeneration.from_pretrained(whole, attn_implementation="eager").eval()
     assert torch.equal(filled.eval()(IDS, use_cache=False).logits, both(IDS, use_cache=False).logits)
-
-
-def test_the_config_alone_is_that_of_a_text_model_which_transformers_loads(whole, tmp_path):
-    for name, miniature in ((whole / "config.json", False), (whole, True)):
-        resolve_architecture(ModelConfig(name=str(name), miniature=miniature)).save_pretrained(tmp_path)
-        again = AutoConfig.from_pretrained(tmp_path)
-        assert (again.model_type, again.architectures) == ("gemma3_text", ["Gemma3ForCausalLM"])
-        assert (again.sliding_window, again.layer_types) == (4, TEXT["layer_types"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_fsdp.config.strategy import ActivationConfig
-from lit_fsdp.parallel.activation import prepare_blocks, recomputes, resolve_gradient_checkpointing
+from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 
 WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
 LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
@@ -149,34 +146,6 @@ def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
     assert functorch_config.activation_memory_budget == 1.0  # only while a block is compiled
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) for torch.compile on this machine")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute")
-def test_the_default_backend_agrees():
-    """Of blocks that are one kernel of C++ forward and two backward: each takes seconds to compile."""
-    x, found = torch.randn(ROWS, WIDTH), []
-    for compile in (False, True):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-        prepare_blocks(nn.ModuleList(net), ActivationConfig(mode="selective"), compile)
-        loss = net(x).sum()
-        loss.backward()
-        found.append((loss.item(), [param.grad for param in net.parameters()]))
-    torch._dynamo.reset()
-    (loss, grads), (compiled_loss, compiled_grads) = found
-    assert compiled_loss == pytest.approx(loss, rel=1e-5)
-    for wanted, grad in zip(grads, compiled_grads, strict=True):
-        assert (grad - wanted).norm() <= 1e-5 * wanted.norm()
-
-
-def test_evaluation_recomputes_nothing(plain):
-    for name in ("full", "selective", "offload"):
-        net = Net().eval()
-        prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
-        with FlopCounterMode(display=False) as counter:
-            net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
-        assert counter.get_total_flops() == plain[0][0], name
-
-
 def test_names_stay_and_the_last_mode_holds(plain):
     """As of a second Trainer on the same module: blocks are never recomputed twice, nor in the mode of before."""
     torch.manual_seed(0)
@@ -211,18 +180,10 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     assert (WIDTH, WIDTH) not in moved  # weights, transposed ones
 
 
-def test_a_transformers_model_with_its_own_switch_on():
-    """It becomes ours, with one warning that names both."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
-    for ours, wanted in (("none", "full"), ("selective", "selective")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for it
-            model.gradient_checkpointing_enable()
-        said = rf"two places, and a\.b decides: {wanted}\. .*gradient_checkpointing_enable\(\)"
-        with pytest.warns(UserWarning, match=said):
-            resolved = resolve_gradient_checkpointing(model, ActivationConfig(mode=ours), "a.b")
-        assert resolved.mode == wanted
-        assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+def test_evaluation_recomputes_nothing(plain):
+    for name in ("full", "selective", "offload"):
+        net = Net().eval()
+        prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
+        with FlopCounterMode(display=False) as counter:
+            net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
+        assert counter.get_total_flops() == plain[0][0], name

@@ -57,23 +57,6 @@ def test_reset_parameters_depends_on_seed_and_name_only():
     assert weight.abs().max() <= 0.5  # as nn.Linear(4, 4) draws it
 
 
-def test_a_reset_that_goes_on_to_children_leaves_live_ones_alone():
-    class Parent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child, self.scale = nn.Linear(2, 2), nn.Parameter(torch.empty(2, device="meta"))
-
-        def reset_parameters(self) -> None:
-            self.child.reset_parameters()
-            nn.init.ones_(self.scale)
-
-    net = Parent()
-    before = net.child.weight.clone()
-    Materializer(net, reset_parameters_reader(0), CPU).fill(net)
-    assert net.scale.tolist() == [1.0, 1.0]
-    assert torch.equal(net.child.weight, before)
-
-
 def test_a_module_without_reset_parameters_is_named():
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -1,11 +1,13 @@
-"""Which modules become FSDP units: plans are exact, made on meta, and do not change the model."""
+"""Which modules become FSDP units, of every model family: plans are exact, made on meta, and change no model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import nn
-from torchmetrics import MeanMetric
 from transformers import LlamaConfig
 
 from lit_fsdp.config.strategy import ActivationConfig, StrategyConfig, WrapConfig
@@ -13,6 +15,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.units import UnitPlan, audit, plan_for, plan_units, tied_names
+from tests.unit.models.families import tiny
 
 AUTO = WrapConfig()
 LAYER = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 12 + 2 * 8  # q and o, k and v, gate, up and down, two norms
@@ -39,17 +42,6 @@ class Block(nn.Module):
 
     def forward(self, x: object) -> object:
         return self.inner(x)
-
-
-class Mixture(nn.Module):
-    """Experts in a list or a dict beside a router."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(3, 2), experts
-
-    def forward(self, x: object) -> object:
-        return x
 
 
 def llama(tied: bool, vocab: int = 10) -> Holder:
@@ -150,15 +142,6 @@ def test_units_by_size_are_grouped_bottom_up():
     assert sizes(plan_units(reads, WrapConfig(min_num_params=20))) == {"0": 80, "1": 20, "": 0}
 
 
-def test_experts_are_units_one_by_one():
-    for experts in (nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.ModuleDict({"0": Block(), "1": Block()})):
-        model = Holder(layers=nn.ModuleList([Block(Mixture(experts)), Block()]))
-        plan = plan_units(model, WrapConfig(patterns=["layers.*", "layers.*.inner.experts.*"]))
-        inner = {"layers.0.inner.experts.0": 12, "layers.0.inner.experts.1": 12}
-        assert sizes(plan) == {**inner, "layers.0": 8, "layers.1": 12, "": 0}
-        assert [module in plan.blocks for module in plan.modules.values()] == [False, False, True, True]
-
-
 def test_tied_weights_stay_in_the_unit_around_all_their_users():
     outside = Holder(blocks=nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)))
     outside.again = nn.Linear(4, 4, bias=False)
@@ -194,14 +177,6 @@ def test_too_much_in_the_root_is_refused_with_the_share():
     assert refused(large, WrapConfig(min_num_params=10**8)).given.startswith("units by min_num_params 100000000 leave")
 
 
-def test_metrics_inside_do_not_disturb_the_order():
-    """A metric compares equal to anything, so that list.index and remove would find the wrong module."""
-    made = Holder(first=MeanMetric())
-    made.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), MeanMetric()) for _ in range(4))
-    made.last = MeanMetric()
-    assert list(sizes(plan_units(made, AUTO))) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
-
-
 def test_blocks_are_recomputed_whatever_the_units_are():
     for wrap in (WrapConfig(classes=["LlamaMLP"], max_root_share=1.0), WrapConfig(min_num_params=1)):
         model = llama(tied=False)
@@ -233,3 +208,67 @@ def test_the_audit_tells_frozen_parameters_apart():
     assert (root["name"], root["num_bytes"], root["tied"]) == ("(root)", 352, ["model.lm_head.weight"])
     assert root["share"] == found["root_share"] == 88 / (2 * LAYER + 88)
     assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
+
+
+OWN = ("model.embed_tokens", "lm_head")
+# model type: lists of blocks, their class, and embedding and head where they are no units because they share a weight
+FAMILIES: dict[str, tuple[list[str], str, tuple[str, ...], list[str]]] = {
+    "llama": (["model.layers"], "LlamaDecoderLayer", OWN, []),
+    "mistral": (["model.layers"], "MistralDecoderLayer", OWN, []),
+    "qwen3": (["model.layers"], "Qwen3DecoderLayer", OWN, []),
+    "gemma3_text": (["model.layers"], "Gemma3DecoderLayer", (), ["lm_head.weight"]),
+    "phi": (["model.layers"], "PhiDecoderLayer", OWN, []),
+    "mixtral": (["model.layers"], "MixtralDecoderLayer", OWN, []),
+    "qwen3_moe": (["model.layers"], "Qwen3MoeDecoderLayer", OWN, []),
+    "opt": (["model.decoder.layers"], "OPTDecoderLayer", (), ["lm_head.weight"]),
+    "gpt_neox": (["gpt_neox.layers"], "GPTNeoXLayer", ("gpt_neox.embed_in", "lm_head"), []),
+    "gpt2": (["transformer.h"], "GPT2Block", (), ["lm_head.weight"]),
+    "bloom": (["transformer.h"], "BloomBlock", (), ["lm_head.weight"]),
+    "bert": (
+        ["bert.encoder.layer"],
+        "BertLayer",
+        (),
+        ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"],
+    ),
+    "t5": (
+        ["encoder.block", "decoder.block"],
+        "T5Block",
+        (),
+        ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"],
+    ),
+}
+
+
+def build(model_type: str) -> Holder:
+    """A model of two blocks on meta."""
+    with torch.device("meta"):
+        if model_type == "t5":
+            config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, vocab_size=10)
+            model: Any = transformers.T5ForConditionalGeneration(config)
+        elif model_type == "bert":
+            model = transformers.BertForMaskedLM(tiny(model_type))
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(tiny(model_type))
+    model.tie_weights()
+    return Holder(model=model)
+
+
+def check_parameters(plan: UnitPlan, model: nn.Module) -> None:
+    """Every parameter is in exactly one unit."""
+    total = sum(p.numel() for p in model.parameters())
+    assert sum(unit.num_params for unit in plan.units) == plan.num_params == total
+    assert sum(unit.num_bytes for unit in plan.units) == 4 * total
+
+
+def test_auto():
+    for model_type, (lists, block_class, ends, tied) in FAMILIES.items():
+        model = build(model_type)
+        plan = plan_units(model, WrapConfig())
+        blocks = [f"model.{path}.{i}" for path in lists for i in range(2)]
+        assert sorted(unit.name for unit in plan.units) == sorted([*blocks, *(f"model.{end}" for end in ends), ""])
+        assert {name for name, module in plan.modules.items() if module in plan.blocks} == set(blocks), model_type
+        assert plan.source == f"the model's no-split classes ({block_class})"
+        assert list(plan.units[-1].tied) == [f"model.{name}" for name in tied], model_type
+        assert not any(unit.tied for unit in plan.units[:-1])
+        assert bool(plan.kept_together) == bool(tied)
+        check_parameters(plan, model)
