@@ -22,6 +22,7 @@ def main(address: str, words: list[str]) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     request = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "mask": list(mask), "files": files}
+    request["client"] = os.getpid()
     server.sendmsg([b"{"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     server.sendall(json.dumps(request)[1:].encode() + b"\n")
     answers = server.makefile()

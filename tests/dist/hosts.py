@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.forks import server
+
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("hosta", "hostb")
@@ -73,7 +75,7 @@ class Hosts:
         return process
 
     def torchrun(self, name: str, meeting: str, processes: int, *words: str) -> list[subprocess.Popen[bytes]]:
-        """``torchrun -m lit_fsdp ...`` on both hosts; ``meeting``: ``static``, ``c10d`` or ``c10d-by-name``."""
+        """``torchrun -m lit_fsdp ...`` on both hosts; ``meeting``: ``static`` or ``c10d``; ranks have their imports."""
         started = []
         for host, address in enumerate(ADDRESSES):
             line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)]
@@ -81,11 +83,9 @@ class Hosts:
                 line += ["--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
             else:
                 line += ["--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400"]
-            if meeting == "c10d":
-                line += ["--local-addr", address]
-            if meeting != "static":  # it would look for the address among those of the host's own name
-                line += ["--rdzv-conf", f"is_host={int(host == 0)}"]
-            started.append(self.start(host, name, *line, "-m", "lit_fsdp", *words))
+                # it would look for the address among those of the host's own name
+                line += ["--local-addr", address, "--rdzv-conf", f"is_host={int(host == 0)}"]
+            started.append(self.start(host, name, *line, "-m", "lit_fsdp", *words, PYTHON_EXEC=server().python))
         return started
 
     def ranks(self) -> list[int]:

@@ -116,6 +116,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
     import torch
 
     die_with_parent()
+    _join_host(request["client"])
     torch.set_num_threads(1)  # makes torch's thread pool anew, which two threads at once might do, and one fail
     _give_files(files, request["files"])
     words, cwd, code = request["words"], request["cwd"], 1
@@ -149,6 +150,14 @@ def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _join_host(client: int) -> None:
+    """Network, host name and mounts of the client, which may be on another of the hosts of :mod:`tests.dist.hosts`."""
+    for kind in ("net", "uts", "mnt"):
+        theirs = f"/proc/{client}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
+            assert ctypes.CDLL(None, use_errno=True).setns(os.open(theirs, os.O_RDONLY), 0) == 0, ctypes.get_errno()
 
 
 def _give_files(files: list[int], numbers: list[int]) -> None:

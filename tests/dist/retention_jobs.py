@@ -33,9 +33,6 @@ class WideNet(LightningModule):
         self.log("loss", loss.detach(), sync_dist=True)
         return loss
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("val_loss", -float(self.trainer.global_step), sync_dist=True)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
@@ -47,13 +44,12 @@ def fit_with_room(
     free: list[int] | None = None,
     broken: str | None = None,
     ckpt_path: str | None = None,
-    validate: bool = False,
     unseen: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
 
-    With ``validate`` after each step. Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
+    Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
     cache.
     """
     torch.manual_seed(3)
@@ -72,12 +68,11 @@ def fit_with_room(
         remove(folder)
 
     run_folder.remove = removal
-    more = {"val_check_interval": 1} if validate else {}
-    trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run, **more)
+    trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run)
     rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
     error = None
     try:
-        trainer.fit(WideNet(), rows, rows if validate else None, ckpt_path=ckpt_path)
+        trainer.fit(WideNet(), rows, ckpt_path=ckpt_path)
     except (CheckpointError, ConfigError) as caught:
         error = str(caught)
     run_folder.survey = survey
@@ -87,5 +82,4 @@ def fit_with_room(
         "taken": trainer.global_step,
         "estimate": callback._checkpoint_bytes,
         "there": [entry.step for entry in checkpoints(Path(run))],
-        "best": callback.best_model_path,
     }

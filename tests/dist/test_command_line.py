@@ -45,10 +45,9 @@ def cpu_seconds() -> float:
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished miniature run; its folder is ``run`` inside."""
     cwd = tmp_path_factory.mktemp("smoke")
-    before = cpu_seconds()
-    done = lit_fsdp("fit", *SMOKE, "--verbose", "--trainer.default_root_dir", "run", cwd=cwd)
+    words = ("--verbose", "--trainer.default_root_dir", "run")
+    done = lit_fsdp("fit", *SMOKE, *words, cwd=cwd, python=server().python)
     assert done.returncode == 0, done.stderr
-    assert cpu_seconds() - before < 240
     assert "miniature: trainer.accelerator: 'gpu' → 'cpu'" in done.stderr
     assert " → llama of 2 layers, hidden size 64, random init" in done.stderr
     assert "FSDP units by the model's no-split classes (LlamaDecoderLayer)" in done.stderr

@@ -38,9 +38,8 @@ def begin(tmp_path: Path, *words: str, python: str, **env: str) -> subprocess.Po
 
 
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
-    out, err = (process := begin(tmp_path, "--json", "--config", str(RECIPE), python=sys.executable)).communicate(
-        timeout=400
-    )
+    process = begin(tmp_path, "--json", "--config", str(RECIPE), python=server().python)
+    out, err = process.communicate(timeout=400)
     assert out, err
     report = json.loads(out)
     rows = {row["name"]: row for row in report["rows"]}

@@ -38,8 +38,7 @@ def test_rank_0_decides_what_is_best(tmp_path: Path, engine: str) -> None:
     [
         ("fsdp2", {"filename": "{step}", "save_last": True}, {"step=6.ckpt": 6, "last.ckpt": 6}),
         ("fsdp1", {"filename": "{step}", "save_last": "link"}, {"step=6.ckpt": 6, "last.ckpt": 6}),
-        ("ddp", {"filename": "{step}", "save_last": True}, {"step=6.ckpt": 6, "last.ckpt": 6}),
-        ("fsdp1", {"filename": "model"}, {"model.ckpt": 6}),
+        ("ddp", {"filename": "model"}, {"model.ckpt": 6}),
         ("fsdp2", {"filename": "best", "monitor": "step", "mode": "max"}, {"best.ckpt": 6}),
     ],
 )
@@ -60,7 +59,7 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(tmp_p
     job = {"strategy": {"engine": "fsdp2"}, "schedule": {"1": 2, "2": 3}}
     whole = on_ranks("train_with_schedule", 2, run=tmp_path / "whole", **job)[0]
     assert whole["steps"] == 5 + 3 + 2
-    for step in (5, 6, 8, 9):
+    for step in (5, 6, 9):
         saved = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
         again = on_ranks("train_with_schedule", 2, run=tmp_path / str(step), ckpt_path=saved, **job)[0]
         assert again["seen"] == [one for one in whole["seen"] if one[0] >= step], step
@@ -107,7 +106,7 @@ def test_strict_loading_off(tmp_path: Path, engine: str) -> None:
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
 def test_weights_are_loaded_into_a_plain_module(tmp_path: Path, engine: str) -> None:
     """In this process, without a Trainer; also on a module that the checkpoint is not quite of."""
-    for layout in ("sharded", "full") if engine != "ddp" else ("sharded",):
+    for layout in ("sharded", "full") if engine == "fsdp2" else ("sharded",):
         job = {"strategy": {"engine": engine, "state_dict": layout}, "run": tmp_path / layout}
         end = on_ranks("train_changed", 2, **job)[0]["end"]
         path = tmp_path / layout / "step=2.ckpt"

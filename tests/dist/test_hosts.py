@@ -18,7 +18,7 @@ from tests.dist.hosts import ROOT, Hosts, ended, two_hosts
 from tests.runs import losses, whole_steps
 
 pytestmark = pytest.mark.timeout(600)
-TIMEOUT = 20  # of a collective, in seconds
+TIMEOUT = 10  # of a collective, in seconds
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ LIGHTNING = {  # ranks, parameter groups, whether the parameters of its optimize
     "fsdp2": (2, 2, True),
     "fsdp1": (2, 1, True),  # its parameters are flat, so that none would count as a matrix
 }
-ACCELERATE = [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT")]
+ACCELERATE = [(1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT")]
 
 
 def accelerate_env(version: int, kind: str) -> dict[str, str]:

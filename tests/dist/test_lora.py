@@ -35,7 +35,6 @@ ALL = {**LORA, "target_modules": "all-linear"}
         ({"engine": "fsdp1", "sharding": "shard_grad_op"}, {**ALL, "use_dora": True}, 2),
         ({"engine": "fsdp2", "activation_checkpointing": "selective"}, {**LORA, "modules_to_save": ["norm"]}, 2),
         ({"engine": "fsdp1", "activation_checkpointing": "every_n"}, {**LORA, "modules_to_save": ["norm"]}, 2),
-        ({"engine": "ddp"}, ALL, 2),
         ({"engine": "single", "activation_checkpointing": "full"}, ALL, 1),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
@@ -55,13 +54,9 @@ def test_losses_are_those_of_plain_peft(
         assert result["changed"] == []
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)])
-def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(
-    tiny_model: Path, engine: str, ranks: int
-) -> None:
-    results = on_ranks(
-        "train_lora", ranks, folder=tiny_model, strategy={"engine": engine}, model={"lora": {**ALL, "dropout": 0.0}}
-    )
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
+def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(tiny_model: Path, engine: str) -> None:
+    results = on_ranks("train_lora", 2, folder=tiny_model, strategy={"engine": engine}, model={"lora": ALL})
     assert worst_difference(results[0]["losses"], peft_losses(str(tiny_model), ALL)) < 5e-3
     audit, dtypes = results[0]["audit"], results[0]["dtypes"]
     sizes = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100)]
@@ -85,7 +80,7 @@ def test_compiled_blocks(tiny_model: Path) -> None:
     assert worst_difference(results[0]["losses"], peft_losses(str(tiny_model), LORA)) < 1e-5
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_frozen_parameters_stay_and_the_others_learn(tiny_model: Path, engine: str) -> None:
     model = {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
     results = on_ranks(
@@ -107,10 +102,9 @@ def test_frozen_parameters_stay_and_the_others_learn(tiny_model: Path, engine: s
     ("strategy", "lora"),
     [
         ({"engine": "fsdp2"}, {**ALL, "use_dora": True}),
-        ({"engine": "fsdp1", "state_dict": "full"}, ALL),
-        ({"engine": "fsdp1"}, {**LORA, "modules_to_save": ["norm"]}),
+        ({"engine": "fsdp1", "state_dict": "full"}, {**LORA, "modules_to_save": ["norm"]}),
     ],
-    ids=["fsdp2-dora", "fsdp1-full", "fsdp1-whole-module"],
+    ids=["fsdp2-dora", "fsdp1-full-whole-module"],
 )
 def test_exported_adapters_are_the_live_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], lora: dict[str, Any]
@@ -147,6 +141,8 @@ def test_exported_adapters_are_the_live_model(
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
     assert chat(str(tmp_path / "adapter"), "2 + 2?", None, 9) == chat(str(tmp_path / "merged"), "2 + 2?", None, 9)
+    if strategy["engine"] != "fsdp2":
+        return
     base.rename(tmp_path / "moved")
     for line in ([*words, "again", "--merge"], ["generate", "--prompt", "2 + 2?", "--model", "adapter"]):
         (done,) = command(1, line, tmp_path)

@@ -40,39 +40,27 @@ def test_packed_and_padded_have_the_same_loss_and_gradients(
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_resumed_in_an_epoch_the_next_twenty_losses_are_bit_equal(
-    dropout_model: Path, tmp_path: Path, engine: str
-) -> None:
+def test_resumed_in_an_epoch_the_next_losses_are_bit_equal(dropout_model: Path, tmp_path: Path, engine: str) -> None:
     """With dropout, so that a proof that drew random numbers would show; the resumed run is made to prove again."""
-    job: dict[str, Any] = {"folder": dropout_model, "strategy": {"engine": engine}, "data": STEPS, "steps": 25}
+    job: dict[str, Any] = {"folder": dropout_model, "strategy": {"engine": engine}, "data": STEPS, "steps": 15}
     whole = on_ranks("packed_run", 2, run=tmp_path / "whole", every=5, **job)
     shutil.rmtree(tmp_path / "cache" / "isolation")
     cut = tmp_path / "whole" / "checkpoints" / "step-00000005"
     resumed = on_ranks("packed_run", 2, run=tmp_path / "resumed", ckpt_path=cut, **job)
     for before, after in zip(whole, resumed, strict=True):
-        assert len(after["losses"]) == 20
+        assert len(after["losses"]) == 10
         assert after["losses"] == before["losses"][5:]
         assert after["digest"] == before["digest"]
         assert [proof["step"] for proof in before["proofs"] + after["proofs"]] == [0, 5]
         assert all(proof["left_alone"] for proof in before["proofs"] + after["proofs"])
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "model", "data"),
-    [
-        (2, 1, {}, STEPS),
-        (1, 2, {"lora": {}}, {**STEPS, "packing": False}),
-        (2, 1, {"lora": {}}, {**STEPS, "streaming": True, "shuffle_window": 21}),
-    ],
-    ids=["packed", "adapters", "streamed-adapters"],
-)
-def test_resumed_on_other_ranks(
-    tiny_model: Path, tmp_path: Path, before: int, after: int, model: dict[str, Any], data: dict[str, Any]
-) -> None:
-    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "model": model, "data": data, "steps": 15}
-    whole = on_ranks("packed_run", before, run=tmp_path / "whole", every=5, **job)[0]
+def test_resumed_on_other_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "data": STEPS, "steps": 15}
+    job["model"] = {"lora": {}}
+    whole = on_ranks("packed_run", 2, run=tmp_path / "whole", every=5, **job)[0]
     cut = tmp_path / "whole" / "checkpoints" / "step-00000005"
-    other = on_ranks("packed_run", after, run=tmp_path / "other", ckpt_path=cut, **job)[0]
+    (other,) = on_ranks("packed_run", 1, run=tmp_path / "other", ckpt_path=cut, **job)
     assert other["losses"] == pytest.approx(whole["losses"][5:], rel=1e-5)
     assert len(set(other["losses"])) == 10
     assert other["epoch"] == whole["epoch"]
@@ -97,7 +85,6 @@ def test_isolation_holds_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
     ("how", "engine", "words"),
     [
         ("mask", "fsdp2", r"with other tokens in the other samples one changes by"),
-        ("mask", "fsdp1", r"with other tokens in the other samples one changes"),
         ("2d", "fsdp2", r"the batch has a 2-D attention_mask|a 2-D attention_mask"),
         ("positions", "fsdp2", r"its states depend on a sample's place in the pack"),
     ],

@@ -43,8 +43,8 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("engine", "model"),
-    [("fsdp2", QLORA), ("fsdp1", LORA), ("ddp", LORA), ("ddp", QLORA)],
-    ids=["fsdp2-nf4", "fsdp1", "ddp", "ddp-nf4"],
+    [("fsdp2", QLORA), ("fsdp1", LORA), ("ddp", LORA)],
+    ids=["fsdp2-nf4", "fsdp1", "ddp"],
 )
 def test_with_adapters_the_reference_is_what_lies_below_them(
     tiny_model: Path, tmp_path: Path, engine: str, model: dict[str, Any]
@@ -78,11 +78,8 @@ def test_losses_without_a_reference_do_not_depend_on_ranks(tiny_model: Path, tmp
         assert found[0]["steps"][-1]["loss"] < found[0]["steps"][0]["loss"]
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_a_resumed_run_is_bit_equal_and_takes_the_reference_of_before(
-    tiny_model: Path, tmp_path: Path, engine: str
-) -> None:
-    job: dict[str, Any] = {"folder": str(tiny_model), "strategy": {"engine": engine}, "steps": 4}
+def test_a_resumed_run_is_bit_equal_and_takes_the_reference_of_before(tiny_model: Path, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"folder": str(tiny_model), "strategy": {"engine": "fsdp2"}, "steps": 4}
     whole = on_ranks("train_pairs", 2, run=str(tmp_path / "whole"), **job)
     again = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
     resumed = on_ranks("train_pairs", 2, run=str(tmp_path / "rest"), ckpt_path=again, **job)

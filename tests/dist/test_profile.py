@@ -10,12 +10,10 @@ import pytest
 from tests.dist.forks import ROOT, command
 
 SMOKE = ["--config", ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml", "--config", ROOT / "configs/debug/smoke.yaml"]
-ENGINE = "--trainer.strategy.init_args.engine"
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_traces_and_tables_of_two_ranks(engine: str, tmp_path: Path) -> None:
-    done = command(2, ["profile", *SMOKE, ENGINE, engine, "--json"], tmp_path)
+def test_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:
+    done = command(2, ["profile", *SMOKE, "--json"], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     folder = tmp_path / "runs/smoke/profile"
     assert not (folder / "checkpoints").exists()

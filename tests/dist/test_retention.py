@@ -88,16 +88,6 @@ def test_what_one_rank_does_not_see_yet(tmp_path: Path) -> None:
     assert older["loaded"].endswith("step-00000002")
 
 
-def test_every_nth_and_the_newest(tmp_path: Path) -> None:
-    found = fit(tmp_path, ENGINES[0], 7, every_steps=1, keep_every=3, keep_last=1)
-    assert (found["error"], found["there"]) == (None, [3, 6, 7])
-
-
-def test_where_all_are_kept_every_best_one_stays(tmp_path: Path) -> None:
-    done = fit(tmp_path, ENGINES[0], 4, every_steps=3, keep_last=-1, validate=True)
-    assert (done["error"], done["there"]) == (None, [1, 2, 3, 4])
-
-
 def test_a_removal_that_fails_is_tried_again(tmp_path: Path) -> None:
     """The run goes on; what was killed in a removal is swept by the next job."""
     found = fit(tmp_path, ENGINES[0], 3, every_steps=1, keep_last=1, broken="step-00000001")

@@ -15,7 +15,7 @@ SLEEP = {"command": ["bash", "-c", "touch started; exec sleep 600"]}
 
 
 def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
-    recipe = str(cluster.recipe("wide", trainer={"devices": 2, "max_steps": 4}, checkpoint={"every_steps": 4}))
+    recipe = str(cluster.recipe("wide", trainer={"max_steps": 4}, checkpoint={"every_steps": 4}))
     folder = cluster.folder / "wide"
     shown = cluster.run("lit-fsdp", "slurm", "render", "--config", recipe, "--nodes", "2")
     assert (shown.returncode, shown.stdout[:11]) == (0, "#!/bin/bash")
@@ -26,9 +26,9 @@ def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
         assert line in done.stderr
     (state,) = cluster.wait_until(number, "COMPLETED")
     assert state["NodeList"] == "node[1-2]"
-    assert json.loads((folder / "audit.json").read_text())["shard_degree"] == 4
+    assert json.loads((folder / "audit.json").read_text())["shard_degree"] == 2
     ranks = {path.name: path.read_text() for path in (folder / "slurm" / f"{number}.0").iterdir()}
-    assert ranks == {**{f"exit.{rank}": "0\n" for rank in range(4)}, "saved": "\n"}
+    assert ranks == {**{f"exit.{rank}": "0\n" for rank in range(2)}, "saved": "\n"}
     log = (folder / "slurm" / f"{number}.log").read_text()
     assert ("warning" in log, "ended with exit code 0" in log) == (False, True)
     words = ("--ckpt", str(folder / "checkpoints" / "step-00000004"), "--out", str(folder / "export"), "--verify")

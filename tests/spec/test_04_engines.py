@@ -13,16 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.pages import Page
 from tests.spec.running import FACTORY, checkpoint, fit, logged, run
 
-
-def by(engine: str, *flags: str) -> tuple[str, ...]:
-    """Flags for an engine."""
-    return (f"{FACTORY}.engine", engine, *flags)
-
-
 WAYS = {  # ranks, flags
-    "fsdp1": (2, by("fsdp1")),
-    "replicas": (2, by("fsdp2", f"{FACTORY}.sharding", "no_shard")),
-    "one process": (1, by("single", "--trainer.devices", "1")),
+    "fsdp1": (2, (f"{FACTORY}.engine", "fsdp1")),
+    "one process": (1, (f"{FACTORY}.engine", "single", "--trainer.devices", "1")),
 }
 
 
@@ -35,15 +28,14 @@ def test_the_same_losses(way: str, reference: Path, tmp_path: Path) -> None:
         assert ours == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_a_plain_loop(engine: str, reference: Path, tmp_path: Path) -> None:
+def test_a_plain_loop(reference: Path, tmp_path: Path) -> None:
     """On rows of text in the order of the file, from a model folder, in one process and without a line of ours."""
     texts = [f"{number} " + "round and round " * (1 + number % 3) for number in range(12)]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     run("export", "--ckpt", checkpoint(reference, 2), "--out", "model")
     words = ("--model.miniature", "false", "--model.name", "model", "--trainer.max_steps", "3")
     data = ("--data.train", "texts.jsonl", "--data.shuffle", "false", "--trainer.limit_val_batches", "0")
-    fit(tmp_path / "run", *by(engine), *words, *data)
+    fit(tmp_path / "run", *words, *data)
 
     model: Any = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained("model")

@@ -12,7 +12,6 @@ from tests.spec.running import FACTORY, RECIPE, fit, run
 DTYPES = {  # mode: parameters at rest, what layers compute in, reductions, optimizer state
     "mixed": ("fp32", "bf16", "fp32", "fp32"),
     "low_precision": ("bf16", "bf16", "bf16", "bf16"),
-    "fp16_mixed": ("fp32", "fp16", "fp32", "fp32"),
 }
 NARROW = """
 import torch

@@ -6,8 +6,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.dist.forks import command, server
 from tests.spec.running import RECIPE, checkpoint, fit, logged, run
 
@@ -45,9 +43,8 @@ def test_a_flipped_bit(stopped: Path) -> None:
     assert largest.name in fit(stopped, "--ckpt_path", "last", code=1)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-def test_a_signal_saves(name: str, code: int, reference: Path, tmp_path: Path) -> None:
-    """To all ranks, as a scheduler or a terminal sends it."""
+def test_a_signal_saves(reference: Path, tmp_path: Path) -> None:
+    """To all ranks, as a scheduler sends it."""
     folder = tmp_path / "run"
     words = ("fit", *RECIPE, "--trainer.default_root_dir", folder, "--checkpoint.every_steps", "1000")
     endless = ("--trainer.max_steps", "2000", "--trainer.limit_val_batches", "0")
@@ -56,9 +53,9 @@ def test_a_signal_saves(name: str, code: int, reference: Path, tmp_path: Path) -
     while not (folder / "metrics.csv").is_file() or len(logged(folder)) < 2:
         assert time.monotonic() < deadline, job.output(0)
         time.sleep(0.1)
-    job.kill(number=getattr(signal, name))
+    job.kill(number=signal.SIGTERM)
     outcomes = job.wait(120)
-    assert (outcomes[0].code, outcomes[1].code in (0, code)) == (code, True), outcomes[0].output
+    assert (outcomes[0].code, outcomes[1].code in (0, 75)) == (75, True), outcomes[0].output
     steps = len(logged(folder))
     assert checkpoint(folder, steps).is_dir(), outcomes[0].output
     assert dict(list(logged(folder).items())[:6]) == dict(list(logged(reference).items())[:steps])

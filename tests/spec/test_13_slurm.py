@@ -31,13 +31,13 @@ def test_render(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
     """With the losses of a run that was never stopped, in a folder whose name runs nothing."""
-    whole = cluster.recipe("whole", trainer={"max_steps": 20})
-    odd = {"max_steps": 20, "default_root_dir": str(cluster.folder / ODD)}
+    whole = cluster.recipe("whole", trainer={"max_steps": 20, "devices": 2})
+    odd = {"max_steps": 20, "devices": 2, "default_root_dir": str(cluster.folder / ODD)}
     stopped = cluster.recipe("odd", trainer=odd, slurm=cluster.forked())
     second = cluster.submit(stopped)
     cluster.wait_for_step(ODD, 1)
     cluster.signal(second)
-    run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "2")
+    run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "4", ranks=4)
     state = cluster.wait_until(second, "COMPLETED")[0]
     assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
