@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, print_audit
+from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, print_audit
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -68,3 +69,13 @@ def test_data_are_shown_once_by_anybodys_trainer(tmp_path: Path, capsys: pytest.
         record.setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
         assert ("rows read" in capsys.readouterr().err) == is_new
     assert (tmp_path / "data.json").exists()
+
+
+@pytest.mark.parametrize("outputs", [None, torch.ones(2), [{"loss_sum": 1.0}]])
+def test_predictions_of_others_are_for_their_own_writer(tmp_path: Path, outputs: Any, caplog: pytest.LogCaptureFixture):
+    writer, somebodys = PredictionWriter(), SimpleNamespace(default_root_dir=str(tmp_path), is_global_zero=True)
+    for _ in range(2):
+        writer.on_predict_batch_end(somebodys, torch.nn.Linear(1, 1), outputs, None, 0)  # type: ignore[arg-type]
+    writer.on_predict_end(somebodys, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert caplog.text.count("Linear.predict_step gives no rows with numbers") == (outputs is not None)
+    assert not list(tmp_path.iterdir())
