@@ -379,10 +379,9 @@ class RecipeCLI(LightningCLI):
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
                 path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # not of a new run
-        if self._has_own_data():
-            self.data_record.shown = True
-            if trainer.is_global_zero:
-                self.data_record.show(self.datamodule, verb, folder)
+        self.data_record.shown = True  # now, or never: what others call describe() is not for us to call
+        if self._has_own_data() and trainer.is_global_zero:
+            self.data_record.show(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, Checkpoint):

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.parser import build
+from lit_fsdp.config.run import check_whole_batches
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
@@ -155,7 +156,8 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
-        trainer, self._stream, self._position = self.trainer, None, None
+        self._stream = self._position = None
+        trainer: Any = self.trainer
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
         if self.config.packing and not is_proved and is_first_process():
@@ -166,6 +168,8 @@ class CausalLMDataModule(LightningDataModule):
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         allowed = "one data.global_batch_size for the whole run: the order of samples is a function of the step"
         require(not scheduled, "trainer.callbacks", "GradientAccumulationScheduler", allowed, "drop it")
+        may_be_cut = self.config.streaming or trainer.fast_dev_run
+        check_whole_batches(trainer.overfit_batches, None if may_be_cut else trainer.limit_train_batches)
         given = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
         if not self.config.has("val"):

@@ -177,20 +177,23 @@ class CausalLMModule(LightningModule):
         """Scale the gradients of the global batch from sums to the mean over its supervised tokens, or pairs.
 
         Undoes what others divided by: the engine averages over ranks, Lightning divides by
-        ``accumulate_grad_batches`` (also in a short last window).
+        ``accumulate_grad_batches`` (also in a short last window). A subclass whose ``training_step`` returns a mean
+        loss of its own, without that of this class, keeps Lightning's mean of means.
         """
-        assert self._window is not None
-        votes = torch.tensor(self.stop_votes, dtype=torch.float64, device=self._window.device)
-        totals = torch.cat([self._window, votes])
+        window = self._window  # None: a subclass has a training step of its own, for which Lightning's mean holds
+        counts = torch.zeros(len(STEP_COUNTS), dtype=torch.float64, device=self.device) if window is None else window
+        votes = torch.tensor(self.stop_votes, dtype=torch.float64, device=counts.device)
+        totals = torch.cat([counts, votes])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(totals)
         self.step_totals, self._window = totals, None
-        undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
-        scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
-        if local := local_grads(optimizer):
-            torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
-        for name, value in self._step_metrics(totals).items():
-            self.log(name, value, prog_bar=name == "train_loss")
+        if window is not None:
+            undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
+            scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
+            if local := local_grads(optimizer):
+                torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
+            for name, value in self._step_metrics(totals).items():
+                self.log(name, value, prog_bar=name == "train_loss")
         self.log("lr", optimizer.param_groups[0]["lr"])
 
     def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -254,43 +257,52 @@ class CausalLMModule(LightningModule):
 
     # -- evaluation
 
-    def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the validation metrics."""
-        self._evaluate(self._val_metrics, batch)
+        self._evaluate(self._val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
+        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks.
+
+        Of several loaders also those of each, as ``val_loss/loader_0``.
+        """
         self._log_means(self._val_metrics, "val")
 
-    def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the test metrics."""
-        self._evaluate(self._test_metrics, batch)
+        self._evaluate(self._test_metrics, batch, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
         """Log loss, perplexity, token accuracy and entropy over all supervised test tokens of all ranks."""
         self._log_means(self._test_metrics, "test")
 
-    def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
-        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
+    def predict_step(
+        self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> list[dict[str, float]]:
+        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out.
+
+        ``row`` is its number in the batch's ``row``; batches of somebody else's need none.
+        """
         assert self.model is not None
         inputs = model_inputs(batch, self.attn_implementation)
         sums, tokens = sample_losses(self.model, inputs, self._loss_plan)
-        rows = zip(batch["row"].tolist(), sums.tolist(), tokens.tolist(), strict=True)
+        numbers = [{"row": row} for row in batch["row"].tolist()] if "row" in batch else [{}] * len(sums)
+        rows = zip(numbers, sums.tolist(), tokens.tolist(), strict=True)
         return [
             {
-                "row": row,
+                **number,
                 "loss_sum": loss,
                 "supervised_tokens": num,
                 "perplexity": math.exp(min(loss / max(1, num), 700)),
             }
-            for row, loss, num in rows
-            if row >= 0
+            for number, loss, num in rows
+            if number.get("row", 0) >= 0
         ]
 
-    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
+    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
-        metrics.update(torch.stack([value.double() for value in sums]))
+        metrics.update(torch.stack([value.double() for value in sums]), loader)
 
     def _log_means(self, metrics: Metric, stage: str) -> None:
         means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}

@@ -84,10 +84,12 @@ class PreferenceModule(CausalLMModule):
         means = pair_metrics(totals[len(STEP_COUNTS) :], self.config.preference)
         return {f"train_{name}": value for name, value in means.items()}
 
-    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
-        metrics.update(*self._forward(batch)[1])
+    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
+        metrics.update(*self._forward(batch)[1], loader)
 
-    def predict_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> list[dict[str, float]]:
+    def predict_step(
+        self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> list[dict[str, float]]:
         """Score each pair: summed log-probabilities of both completions in nats; fillers are left out."""
         chosen, rejected = self(batch).tolist()
         rows = zip(batch["row"].tolist(), chosen, rejected, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data_tables import print_data
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
 
+_log = logging.getLogger(__name__)
 PENDING_RECIPE = ".recipe.yaml"
 """The recipe of a run that resumes, until its checkpoint is loaded."""
 
@@ -133,21 +135,30 @@ class RunRecord(Callback):
 
 
 class PredictionWriter(Callback):
-    """Gathers what each rank scored and writes ``predictions.jsonl`` to the run folder, one line per row."""
+    """Gathers what each rank scored and writes ``predictions.jsonl`` to the run folder, one line per row.
+
+    What a ``predict_step`` gives otherwise than as rows with numbers is for a writer of its own, which is said.
+    """
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._is_foreign = False
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *loader: int
     ) -> None:
         """Keep this rank's rows."""
-        self._rows.extend(outputs)
+        if isinstance(outputs, list) and all(isinstance(row, dict) and "row" in row for row in outputs):
+            self._rows.extend(outputs)
+        elif outputs is not None and trainer.is_global_zero and not self._is_foreign:
+            self._is_foreign = True
+            text = "%s.predict_step gives no rows with numbers, so they are not in predictions.jsonl, but for a "
+            _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all rows, in their order, on rank 0."""
         parts, self._rows = gathered(trainer, self._rows), []
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and any(parts):
             rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
             path = Path(trainer.default_root_dir) / "predictions.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class Throughput(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
-        if stage == "fit":
+        if stage == "fit" and hasattr(pl_module, "step_totals"):  # what others call build() is not for us to call
             self._flops.read_shapes(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,7 +80,7 @@ class Throughput(Callback):
         now = time.perf_counter()
         self._seconds += now - self._mark
         self._mark = now
-        if counts is not None:
+        if counts is not None and counts["slots"]:  # none of a subclass with a training step of its own
             self._log(trainer, pl_module, counts)
         elif is_step and not self._is_warm:
             self._is_warm = True

@@ -244,9 +244,12 @@ def _batches_fit(run: RunConfig) -> None:
 
 
 def _counts_whole_batches(run: RunConfig) -> None:
-    if "data" in run.foreign:
-        return
-    share, limit = run.trainer["overfit_batches"], run.trainer["limit_train_batches"]
+    if "data" not in run.foreign:
+        check_whole_batches(run.trainer["overfit_batches"], run.trainer["limit_train_batches"])
+
+
+def check_whole_batches(share: float, limit: float | None) -> None:
+    """Refuse ``overfit_batches``, and a ``limit_train_batches`` other than all, of a Trainer under our data module."""
     allowed = "0: the order of samples is a function of the step, which this would change in silence"
     fix = "name a small file as data.train and set data.shuffle: false"
     require(not share, "trainer.overfit_batches", share, allowed, fix)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import free_port
@@ -526,8 +527,26 @@ class EngineStrategy(Checkpoints):
                 if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
                     dist.broadcast(buffer, src=0)
 
+    def _check_batches(self, of: str) -> None:
+        """Refuse loaders with more batches on some ranks, which would wait for the others for good; collective.
+
+        Lightning gives no row of ``predict`` to two ranks, so one may well have a batch more.
+        """
+        if not self.config.is_sharded:
+            return
+        found = Ranks().run("counting batches", lambda: getattr(self.lightning_module.trainer, of))
+        allowed = f"as many on every rank with engine {self.config.engine}, whose ranks compute each batch together"
+        fix = "take another batch size, use_distributed_sampler=False with a sampler of your own, or engine ddp"
+        require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed, fix)
+
+    def on_train_start(self) -> None:
+        """Train in as many steps on every rank."""
+        self._check_batches("num_training_batches")
+
     def on_validation_start(self) -> None:
-        """Evaluate the model that a checkpoint would hold."""
+        """Evaluate the model that a checkpoint would hold, in as many steps on every rank."""
+        others = {"test": "num_test_batches", "predict": "num_predict_batches"}
+        self._check_batches(others.get(str(self.lightning_module.trainer.state.fn.value), "num_val_batches"))
         self._sync_buffers()
 
     on_test_start = on_predict_start = on_validation_start

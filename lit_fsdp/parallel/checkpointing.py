@@ -300,6 +300,8 @@ class Checkpoints:
 
 
 def _restore_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    """Of an optimizer that was saved without state; what it has since, as after Lightning's finders, is forgotten."""
+    optimizer.state.clear()
     for group, before in zip(optimizer.param_groups, saved, strict=False):
         group.update({key: value for key, value in before.items() if key != "params"})
 

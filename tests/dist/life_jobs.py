@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import Adafactor
 
+from lit_fsdp.errors import ConfigError
 from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader
 from tests.dist.jobs import trainer_for, whole
 
@@ -289,6 +291,21 @@ class PartlyMeta(ForeignNetWithValidation):
         self.layers.to("meta")
 
 
+class Tuned(ForeignNetWithValidation):
+    """Lets Lightning look for a learning rate first, in steps that must leave nothing behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-2
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Too few steps to suggest another one."""
+        return [LearningRateFinder(num_training_steps=4, early_stop_threshold=None)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
 class Detached(ForeignNetWithValidation):
     """Makes its optimizer before anything is sharded."""
 
@@ -379,6 +396,17 @@ def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
             trainer.validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
         found.append(float(trainer.callback_metrics["val_loss"]))
     return found
+
+
+def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
+    """What a rank gives for its rows, in batches of three, as Lightning deals them out; or why not."""
+    rows_of_mine = DataLoader(TensorDataset(*(part[:rows] for part in foreign_rows(0))), batch_size=3)
+    torch.manual_seed(3)
+    try:
+        found: Any = _trainer(strategy, use_distributed_sampler=True).predict(Predicts(), rows_of_mine)
+    except ConfigError as error:
+        return str(error)
+    return torch.cat(found).flatten().tolist()
 
 
 def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None, **options: Any) -> str:

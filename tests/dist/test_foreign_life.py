@@ -26,6 +26,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "a shared layer, and one frozen at first": {"module": "Thawed"},
     "an optimizer without empty shards": {"module": "Uneven"},
     "saved before the first step": {"module": "SavesFirst"},
+    "a search for a learning rate": {"module": "Tuned"},
     "weights changed between steps": {"module": "Shrinks", "calls": ["fit", "fit"], "validates": True},
 }
 UNDER_DDP_TOO = (
@@ -112,6 +113,19 @@ def test_layers_and_matrices_in_the_root_take_rows_as_they_come() -> None:
         for engine in ENGINES:
             for found in on_ranks("live", 2, module=module, strategy={"engine": engine, "precision": precision}):
                 assert largest_difference(found["weights"], wanted) < 0.05, (module, engine, precision)
+
+
+def test_a_batch_more_on_one_rank_is_refused_instead_of_waited_for() -> None:
+    """Of seven rows Lightning gives rank 0 four and rank 1 three: two batches and one."""
+    for rows in (8, 7):
+        wanted = on_ranks("predicted", 2, strategy={"engine": "ddp", "precision": "fp32"}, rows=rows)
+        assert [len(one) for one in wanted] == [4, rows - 4]
+        for engine in ("fsdp2", "fsdp1"):
+            found = on_ranks("predicted", 2, strategy={"engine": engine, "precision": "fp32"}, rows=rows)
+            if rows == 7:
+                assert [one.splitlines()[0] for one in found] == ["trainer.num_predict_batches: got [2] and [1]"] * 2
+            else:
+                assert found == [pytest.approx(one, abs=1e-5) for one in wanted]
 
 
 def test_a_second_trainer_with_other_arguments_is_refused() -> None:

@@ -32,16 +32,22 @@ class Net(L.LightningModule):
         return loss
     def validation_step(self, batch, index):
         self.log("val_loss", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+    def predict_step(self, batch, index):
+        return self.net(batch[0])
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+    def build(self, again):
+        """Names that ours have too mean another thing here."""
 
 class Rows(L.LightningDataModule):
     def __init__(self, batch: int = 4):
         super().__init__()
         self.batch = batch
+    def describe(self):
+        return "ones"
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(48, 4)), self.batch)
-    val_dataloader = train_dataloader
+        return DataLoader(TensorDataset(torch.ones(48, 4)), batch_size=self.batch)
+    val_dataloader = predict_dataloader = train_dataloader
 
 class Tell(L.Callback):
     """Writes down what the live run is."""
@@ -131,6 +137,8 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["ckpt_path"] is None  # a recipe for new runs too
     rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
     assert {"4", "5"} <= {row["step"] for row in rows}
+    said = said_by("predict", "--config", "own.yaml", "--allow-imports", "mine", "--ckpt_path", "last")
+    assert said.count("Net.predict_step gives no rows with numbers") == 1
     page = Page(Path("run/report.html").read_text())
     assert (page.curves["train_loss"], page.curves["grad_norm"]) == (2, 2)
     assert dict(page.tables["At a glance"])["model"].startswith("mine.Net, ")

@@ -185,6 +185,36 @@ def test_validation_weighs_by_token_over_batches():
     assert fresh["val_loss"] == pytest.approx(again["test_loss"])
 
 
+def test_several_loaders_have_metrics_together_and_each_its_own():
+    net, batches = module(), [[rows(1, 6), rows(7, 3)], [rows(2)]]
+    loaders = [DataLoader(part, batch_size=None) for part in batches]
+    trainer = quiet()
+    trainer.validate(net, loaders, verbose=False)
+    with torch.no_grad():
+        wanted = [mean_loss(net, part).item() for part in (batches[0] + batches[1], *batches)]
+    names = ("val_loss", "val_loss/loader_0", "val_loss/loader_1")
+    assert [float(trainer.callback_metrics[name]) for name in names] == pytest.approx(wanted, rel=1e-6)
+    scored = quiet().predict(net, loaders)
+    assert [[len(batch) for batch in part] for part in scored] == [[2, 2], [1]]
+
+
+def test_a_training_step_of_ones_own_has_lightnings_mean():
+    """Of micro-batches and ranks, as in any LightningModule."""
+
+    class Own(CausalLMModule):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return mean_loss(self, [batch])
+
+    batches, recorder = [rows(1, 6), rows(7, 3)], Recorder()
+    recorder.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]  # it logs no loss
+    net = Own(name=TINY, optim={"schedule": "constant", "lr": 0.0})
+    quiet(callbacks=[recorder], accumulate_grad_batches=2, max_epochs=1).fit(net, DataLoader(batches, batch_size=None))
+    named = dict(net.named_parameters())
+    mean = sum(mean_loss(net, [batch]) for batch in batches) / 2
+    for name, grad in zip(named, torch.autograd.grad(mean, list(named.values())), strict=True):
+        assert (recorder.grads[0][name] - grad).norm() <= 1e-6 * grad.norm(), name
+
+
 def test_scores_per_row_leave_fillers_out():
     net, batch = module(), rows(1, 5, 3)
     batch["row"] = torch.tensor([4, -1, 6])
@@ -195,6 +225,10 @@ def test_scores_per_row_leave_fillers_out():
         loss = F.cross_entropy(logits[0, :-1], batch["labels"][0, 1:], reduction="sum").item()
     assert scored[0]["loss_sum"] == pytest.approx(loss, rel=1e-5)
     assert scored[0]["perplexity"] == pytest.approx(math.exp(loss / 7), rel=1e-5)
+    del batch["row"]  # of somebody else's data
+    (plain,) = quiet().predict(net, DataLoader([batch], batch_size=None))
+    assert [row["supervised_tokens"] for row in plain] == [7, 3, 3]
+    assert plain[0]["loss_sum"] == scored[0]["loss_sum"]
 
 
 def test_built_on_meta_once_and_the_same_weights_for_a_seed():

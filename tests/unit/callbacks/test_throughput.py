@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -132,6 +133,16 @@ def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     again = formula.recomputed_flops(COUNTS, words)
     assert again
     assert recomputing["hfu"] / rates["hfu"] == pytest.approx(1 + again / formula.train_flops(COUNTS))
+
+
+def test_build_of_somebody_elses_module_is_not_called() -> None:
+    """It may well mean another thing, such as making the layers."""
+
+    class Theirs(LightningModule):
+        def build(self) -> None:
+            raise AssertionError
+
+    Throughput().setup(SimpleNamespace(), Theirs(), "fit")  # type: ignore[arg-type]
 
 
 def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def _alone(**options: Any) -> Any:
     """A Trainer of one rank, as far as ``setup`` looks at it."""
     strategy = SimpleNamespace(reduce_boolean_decision=lambda decision: decision, broadcast=lambda found: found)
     given = {"world_size": 1, "accumulate_grad_batches": 1, "limit_val_batches": 1.0, "strategy": strategy, **options}
+    given |= {"fast_dev_run": False, "overfit_batches": 0.0, "limit_train_batches": 1.0}
     return SimpleNamespace(**given)
 
 
@@ -184,6 +185,9 @@ def test_accumulation_that_disagrees_is_refused(tokenizer: Any):
     trainer = _trainer(callbacks=[GradientAccumulationScheduler({1: 2})], max_steps=1)
     with pytest.raises(ConfigError, match=r"trainer\.callbacks: got GradientAccumulationScheduler"):
         trainer.fit(_Recorder(tokenizer), CausalLMDataModule(train="generated:10", global_batch_size=2))
+    for limit in ("overfit_batches", "limit_train_batches"):  # other rows than meant, or a part of a global batch
+        with pytest.raises(ConfigError, match=rf"trainer\.{limit}: got 3"):
+            _trainer(max_steps=1, **{limit: 3}).fit(_Recorder(tokenizer), data)
     uneven = CausalLMDataModule(train="generated:10", global_batch_size=5, micro_batch_size=2)
     with pytest.raises(ConfigError, match=r"data\.global_batch_size: got 5 with micro_batch_size 2 on 1 ranks"):
         _trainer(max_steps=1).fit(_Recorder(tokenizer), uneven)
