@@ -26,6 +26,9 @@ from tests.dist.reference import reference_losses
 LORA = {"r": 4, "alpha": 8}
 _RUN = ("--trainer.default_root_dir",)
 ALL = {**LORA, "target_modules": "all-linear"}
+# units with nothing to train inside of units with something, and the other way round
+APART = {"patterns": ["model.layers.*.mlp.*_proj.base_layer", "model.layers.*.self_attn.*_proj.lora_B.default"]}
+WRAP = {"classes": ["LlamaDecoderLayer"], **APART}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ ALL = {**LORA, "target_modules": "all-linear"}
         ({"engine": "fsdp2", "activation_checkpointing": "selective"}, {**LORA, "modules_to_save": ["norm"]}, 2),
         ({"engine": "fsdp1", "activation_checkpointing": "every_n"}, {**LORA, "modules_to_save": ["norm"]}, 2),
         ({"engine": "single", "activation_checkpointing": "full"}, ALL, 1),
+        ({"engine": "fsdp2", "wrap": WRAP}, ALL, 2),
+        ({"engine": "fsdp1", "wrap": WRAP}, ALL, 2),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )

@@ -10,8 +10,16 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForCausalLM, 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import on_ranks
-from tests.unit.models.test_text_part import TEXT, VISION
 
+TEXT = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "max_position_embeddings": 64},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
 IDS = torch.arange(24).reshape(2, 12)
 
 

@@ -20,11 +20,6 @@ from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
 
 
-def _labels():
-    labels = torch.tensor([[-100, -100, 4, 5, -100, 6], [1, 2, -100, -100, -100, -100]])
-    return labels, [(0, 1, 4), (0, 2, 5), (0, 4, 6), (1, 0, 2)]  # row, position of the logits, target
-
-
 class _Fixed(nn.Module):
     """A model without a head, which gives these logits."""
 
@@ -34,20 +29,6 @@ class _Fixed(nn.Module):
 
     def forward(self, input_ids):
         return self
-
-
-def test_sum_is_written_out():
-    torch.manual_seed(0)
-    logits = torch.randn(2, 6, 9)
-    labels, targets = _labels()
-    log_probs = logits.log_softmax(-1)
-    result = causal_lm_forward(_Fixed(logits), {"input_ids": labels, "labels": labels})
-    assert result.loss_sum.item() == pytest.approx(-sum(log_probs[b, t, v].item() for b, t, v in targets), rel=1e-6)
-    assert result.nll_sum.item() == pytest.approx(result.loss_sum.item(), rel=1e-6)
-    assert result.num_tokens.item() == 4
-    assert result.num_correct.item() == sum(logits[b, t].argmax().item() == v for b, t, v in targets)
-    entropies = -(log_probs.exp() * log_probs).sum(-1)
-    assert result.entropy_sum.item() == pytest.approx(sum(entropies[b, t].item() for b, t, _ in targets), rel=1e-6)
 
 
 def _nll(logits, labels):

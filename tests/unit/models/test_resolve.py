@@ -20,17 +20,6 @@ def _resolve(name, **options):
     return resolve_model(ModelConfig(name=name, **options), seed=7)
 
 
-def test_config_file_and_mapping_mean_random_init(tmp_path, tiny):
-    values = tiny("qwen3").to_dict()
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(values))
-    for name, label in ((str(file), "mine"), (values, "qwen3")):
-        source = _resolve(name)
-        assert source.weights_folder is None
-        assert source.hf_config.head_dim == 16
-        assert source.label == f"{label}, random init (seed 7)"
-
-
 def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
     folder, asked = saved("llama"), []
 
