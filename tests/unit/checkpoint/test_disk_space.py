@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, IterableDataset
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint import disk_space
 from lit_fsdp.checkpoint.disk_space import GIB, check_room, peak_count
@@ -79,31 +81,6 @@ def test_the_total_of_a_run_is_limited(check: Callable[..., str]):
         check(2, there=(1, 1.5), max_total_gib=3)
 
 
-class Net(LightningModule):
-    """As little as Lightning trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).sum()
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        return
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """Without a length."""
-
-    def __iter__(self) -> Any:
-        while True:
-            yield torch.ones(2)
-
-
 class Steps(Callback):
     """After which a validation came."""
 
@@ -122,7 +99,8 @@ def test_validations_come_after_the_steps_foretold(tmp_path: Path) -> None:
         (7, 12, 5, 2, None),  # over the epochs
         (None, 9, 6, 2, 1),
     ):
-        data = Stream() if rows is None else torch.ones(rows, 2)
+        batch = torch.ones(1, 32)
+        data = itertools.repeat(batch) if rows is None else DataLoader([batch] * rows, batch_size=None)
         seen = Steps()
         trainer = Trainer(
             accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=-1,
@@ -130,6 +108,6 @@ def test_validations_come_after_the_steps_foretold(tmp_path: Path) -> None:
             max_steps=steps, val_check_interval=interval, accumulate_grad_batches=accumulate,
             check_val_every_n_epoch=every_n,
         )  # fmt: skip
-        trainer.fit(Net(), DataLoader(data, batch_size=None), DataLoader(torch.ones(1, 2)))
+        trainer.fit(BoringModel(), data, DataLoader([batch], batch_size=None))
         case = (rows, steps, interval, accumulate, every_n)
         assert validation_steps(steps, interval, accumulate, rows, every_n) == set(seen.found) - {0}, case

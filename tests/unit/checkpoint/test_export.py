@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.checkpoint import export as export_module
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import flip
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -65,41 +62,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(10)[None]).logits
 
 
-def test_plain_transformers_loads_the_same_model(checkpoint, model, tmp_path):
-    for layout, dtype, max_shard_gib in (("sharded", None, 5.0), ("full", "fp32", 3e-6), ("sharded", "bf16", 5.0)):
-        out = tmp_path / f"{layout}-{dtype}"
-        report = export(checkpoint(layout), out, dtype=dtype, max_shard_gib=max_shard_gib)
-        config = json.loads((out / "config.json").read_text())
-        name = "bfloat16" if dtype == "bf16" else "float32"
-        assert (config["dtype"], config["architectures"], report.plan.dtype) == (name, ["LlamaForCausalLM"], name)
-        loaded = AutoModelForCausalLM.from_pretrained(out).eval()
-        expected = copy.deepcopy(model).to(getattr(torch, name))
-        assert loaded.dtype == expected.dtype
-        assert torch.equal(logits(loaded), logits(expected))
-        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-        weights = [file for file in report.files if file.endswith(".safetensors")]
-        stored = [key for file in weights for key in load_file(out / file)]
-        assert sorted(stored) == sorted(set(model.state_dict()) - {"lm_head.weight"})
-        assert (len(weights) > 2) == (max_shard_gib < 1) == (out / "model.safetensors.index.json").exists()
-
-
 def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
     tensors = {f"model/model.{name}": t for name, t in model.state_dict().items() if name != TIED["lm_head.weight"]}
     export(checkpoint(tensors=tensors), tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
-
-
-def test_an_existing_folder_is_not_touched(checkpoint, tmp_path):
-    folder = checkpoint()
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "thesis.tex").write_text("x")
-    for place in (out, folder / "hf"):
-        with pytest.raises(ConfigError, match="a new or empty folder outside of checkpoints"):
-            export(folder, place)
-    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
-    (out / "thesis.tex").unlink()
-    assert export(folder, out).folder == out
 
 
 def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path):

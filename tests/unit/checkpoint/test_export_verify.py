@@ -21,7 +21,7 @@ from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.base import base_of_folder, describe_base, open_base, weights_hash
 from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
 from lit_fsdp.models.resolve import resolve_model
@@ -182,14 +182,6 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
         torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
     narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=CHECK, open_base=_base_of)
     assert (narrow.plan.dtype, narrow.is_verified) == ("bfloat16", True)
-
-
-@pytest.mark.parametrize("lora", ["adapter", "merge"])
-def test_adapters_are_asked_for_where_there_are_none(saved, tmp_path, lora):
-    with pytest.raises(ConfigError) as error:
-        export(saved().folder, tmp_path / "out", lora=lora)
-    assert error.value.field == f"--{lora}"
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path):

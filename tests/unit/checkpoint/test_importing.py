@@ -62,20 +62,6 @@ ALL = list(SHAPES)
 NAMED = {"param_names": [f"net._orig_mod.{name}" for name in ALL]}
 
 
-def test_moments_are_taken_by_name(run: Run, tmp_path: Path) -> None:
-    """As a key of the state, or beside the numbers as torch keeps them."""
-    numbered = adam_state(**NAMED)
-    keyed = {"state": {f"net.{ALL[n]}": entry for n, entry in numbered["state"].items()}, "param_groups": []}
-    keyed["param_groups"] = [{"params": list(keyed["state"])}]
-    for state in (numbered, keyed):
-        report = run(lightning_file(tmp_path / "a.ckpt", optimizer_states=[state]))
-        assert (report.step, report.num_moments) == (4, 5)
-        found = load_file(tmp_path / "out" / "tensors.safetensors")
-        for index, name in enumerate(ALL):
-            assert torch.equal(found[f"optim/model.{name}/exp_avg"], torch.full(SHAPES[name], float(index)))
-            assert torch.equal(found[f"optim/model.{name}/exp_avg_sq"], torch.full(SHAPES[name], 10.0 + index))
-
-
 def test_an_optimizer_that_cannot_be_told_apart_is_left_out_and_says_why(run: Run, tmp_path: Path) -> None:
     sgd = {"state": {0: {"momentum_buffer": torch.zeros(6, 4)}}, "param_groups": [{"params": [0, 1, 2, 3, 4], **NAMED}]}
     turned = adam_state(param_names=NAMED["param_names"][::-1])

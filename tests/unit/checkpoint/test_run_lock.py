@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,51 +35,26 @@ os.read(ready, 1)
 print(child, flush=True)
 time.sleep(60)
 """
-Start = Callable[[Path], Any]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a job in a folder; gives its process once it holds the lock, or has been refused."""
-    jobs: list[tuple[subprocess.Popen[str], int]] = []
-
-    def begin(folder: Path) -> subprocess.Popen[str]:
-        words = [sys.executable, "-W", "ignore", "-c", HOLDER, str(folder)]
-        job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        jobs.append((job, int(job.stdout.readline() or 0)))  # type: ignore[union-attr]
-        return job
-
-    yield begin
-    for job, child in jobs:
-        job.kill()
-        job.communicate()
-        if child:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, start: Start):
+def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path):
     """Also when a forked worker of it lives on."""
-    first = start(tmp_path)
-    with pytest.raises(CheckpointError) as error:
-        RunLock(tmp_path)
+    words = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+        child = int(first.stdout.readline())  # type: ignore[union-attr]
+        try:
+            with pytest.raises(CheckpointError) as error:
+                RunLock(tmp_path)
+        finally:
+            first.kill()
     lines = str(error.value).splitlines()
     who = f"process {first.pid} on host {socket.gethostname()}, started 20"
     assert lines[0].startswith(f"{tmp_path}: another job is at work in this run folder: {who}")
     assert f"remove {tmp_path / 'run.lock'}" in lines[2]
-    first.kill()
-    first.wait()
     lock = RunLock(tmp_path)
     lock.release()
     assert lock.path.read_text() == ""
-
-
-def test_one_process_may_hold_it_twice_and_the_last_release_counts(tmp_path: Path, start: Start):
-    folder = tmp_path / "new" / "run"
-    first, second = RunLock(folder), RunLock(folder)
-    first.release()
-    assert start(folder).wait() == 1
-    second.release()
-    assert second.path.read_text() == ""
+    os.kill(child, signal.SIGKILL)
 
 
 def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
