@@ -156,18 +156,6 @@ def test_a_schedule_needs_an_end():
         assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
 
 
-def test_decay_is_for_matrices_only():
-    net, _ = fit([rows(1)], net=module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
-    (optimizer,) = net.trainer.optimizers
-    names = {id(param): name for name, param in net.named_parameters()}
-    decayed, plain = optimizer.param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
-    assert len(plain["params"]) == 3
-    assert len(decayed["params"]) == 8  # one embedding, four projections, three of the MLP
-    assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, False)
-
-
 def test_validation_weighs_by_token_over_batches():
     net, batches = module(), [rows(1, 6), rows(7, 3), rows(8, 8)]
     (found,) = quiet().validate(net, DataLoader(batches, batch_size=None), verbose=False)
@@ -229,14 +217,3 @@ def test_scores_per_row_leave_fillers_out():
     (plain,) = quiet().predict(net, DataLoader([batch], batch_size=None))
     assert [row["supervised_tokens"] for row in plain] == [7, 3, 3]
     assert plain[0]["loss_sum"] == scored[0]["loss_sum"]
-
-
-def test_built_on_meta_once_and_the_same_weights_for_a_seed():
-    net = module()
-    assert net.model is None
-    built = net.build().model
-    assert all(param.is_meta for param in net.parameters())
-    assert net.build().model is built
-    weights = [dict(fit([rows(1)])[0].state_dict()) for _ in range(2)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert not any(tensor.is_meta for tensor in weights[0].values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, PredictionWriter, RunRecord, print_audit
+from lit_fsdp.callbacks.records import DataRecord, RunRecord, print_audit
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 
@@ -80,13 +80,3 @@ def test_a_snapshot_of_a_gpu_without_memory(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path, "no folder").write_text(""))
     record.on_exception(trainer, module, error)  # type: ignore[arg-type]
     assert error.__notes__[1].startswith("what was allocated could not be written down: ")
-
-
-@pytest.mark.parametrize("outputs", [None, torch.ones(2), [{"loss_sum": 1.0}]])
-def test_predictions_of_others_are_for_their_own_writer(tmp_path: Path, outputs: Any, caplog: pytest.LogCaptureFixture):
-    writer, somebodys = PredictionWriter(), SimpleNamespace(default_root_dir=str(tmp_path), is_global_zero=True)
-    for _ in range(2):
-        writer.on_predict_batch_end(somebodys, torch.nn.Linear(1, 1), outputs, None, 0)  # type: ignore[arg-type]
-    writer.on_predict_end(somebodys, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    assert caplog.text.count("Linear.predict_step gives no rows with numbers") == (outputs is not None)
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,13 +55,6 @@ class Run:
         return [entry.step for entry in checkpoints(Path(self.default_root_dir))]
 
 
-def test_every_so_many_steps_and_the_last_one(tmp_path: Path):
-    run = Run(tmp_path, max_steps=7, every_steps=3, keep_last=-1).steps(7)
-    run.callback.on_train_end(run, None)
-    assert run.saved == run.there == [3, 6, 7]
-    assert run.callback.last_model_path == str(tmp_path / "checkpoints" / "step-00000007")
-
-
 def test_an_end_is_saved_once(tmp_path: Path):
     """That of the last epoch, and one that nobody foresaw."""
     run = Run(tmp_path / "epoch", keep_last=-1).steps(2)
@@ -109,10 +101,3 @@ def test_hyperparameters_are_saved_without_secrets(tmp_path: Path):
     checkpoint = {"hyper_parameters": {"lr": 0.1, "api_key": "canary", "layers": (1, 2)}}
     run.callback.on_save_checkpoint(run, None, checkpoint)
     assert checkpoint["hyper_parameters"] == {"lr": 0.1, "api_key": "***", "layers": (1, 2)}
-
-
-def test_the_lock_is_held_for_the_length_of_a_fit(tmp_path: Path):
-    run = Run(tmp_path)
-    assert f"process {os.getpid()} on host" in (tmp_path / "run.lock").read_text()
-    run.callback.teardown(run, None, "fit")
-    assert (tmp_path / "run.lock").read_text() == ""

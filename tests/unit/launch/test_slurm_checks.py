@@ -154,10 +154,3 @@ def test_a_wrong_value_is_named():
         with pytest.raises(ConfigError) as caught:
             SlurmConfig(**{field: value})
         assert caught.value.field.split("[")[0].split(".")[0] == field
-
-
-def test_what_is_taken():
-    options = ["--cluster-constraint=fast", "-x n3", "-w nHn4", "--comment=-M other", "--exclusive", "-vv"]
-    given = {"SLURM_MPI_TYPE": "pmix", "SLURM_HINT": "nomultithread"}  # options of srun stay the user's
-    config = SlurmConfig(extra=options, env=given, mem=0, master_addr="{node}-ib0")
-    assert (config.extra, config.env, config.mem) == (options, given, "0")

@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.precision import DtypeContract, cast_buffers, cast_parameters, dtype_name
+from lit_fsdp.parallel.precision import DtypeContract
 
 
 @pytest.fixture
@@ -50,47 +50,6 @@ def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
     contract.finish_first_step()
     assert not contract.watching
     block.float()(torch.zeros(1, 2))
-
-
-def test_casting_keeps_ties_and_integers():
-    net = nn.Module()
-    net.a, net.b, net.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
-    net.b.weight = net.a.weight
-    net.a.bias.requires_grad_(False)
-    config = StrategyConfig(precision="low_precision")
-    assert cast_parameters(net, config) is None
-    assert net.a.weight is net.b.weight
-    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    assert {b.dtype for b in net.buffers()} == {torch.float32, torch.int64}
-    assert not net.a.bias.requires_grad
-    same = net.a.weight
-    cast_parameters(net, config)
-    assert net.a.weight is same
-    cast_buffers(net, torch.bfloat16)
-    assert {b.dtype for b in net.buffers()} == {torch.bfloat16, torch.int64}
-
-
-def test_a_frozen_base_beside_adapters_rests_in_the_compute_dtype():
-    for engine, mode, frozen in (
-        ("fsdp2", "mixed", "bf16"),
-        ("ddp", "fp8", "bf16"),
-        ("single", "low_precision", "bf16"),
-        ("fsdp2", "fp32", "fp32"),
-        ("fsdp2", "fp16_mixed", "fp32"),
-        ("fsdp1", "mixed", "fp32"),  # one tensor of a whole unit
-        ("fsdp1", "low_precision", "bf16"),
-    ):
-        net, config = (
-            nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)),
-            StrategyConfig(engine=engine, precision=mode),
-        )
-        net[0].requires_grad_(False)
-        trained = config.precision_config.row.param
-        assert cast_parameters(net, config) is None
-        assert {dtype_name(p.dtype) for p in net.parameters()} == {trained}
-        net.peft_config = {}
-        assert cast_parameters(net, config) == frozen
-        assert [dtype_name(p.dtype) for p in net.parameters()] == [frozen, trained, trained]
 
 
 def test_a_frozen_weight_of_another_dtype_is_named(contract: DtypeContract):

@@ -14,7 +14,8 @@ from lit_fsdp.config.strategy import ActivationConfig, StrategyConfig, WrapConfi
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
-from lit_fsdp.parallel.units import UnitPlan, audit, plan_for, plan_units, tied_names
+from lit_fsdp.parallel.materialize import Materializer, reset_parameters_reader
+from lit_fsdp.parallel.units import UnitPlan, plan_for, plan_units, tied_names
 from tests.unit.models.families import tiny
 
 AUTO = WrapConfig()
@@ -196,20 +197,6 @@ def test_units_inside_blocks_cannot_be_compiled():
     assert caught.value.field == "strategy.compile"
 
 
-def test_the_audit_tells_frozen_parameters_apart():
-    model = llama(tied=True)
-    model.model.requires_grad_(False)
-    model.model.model.layers[1].mlp.requires_grad_(True)
-    found = audit(plan_units(model, AUTO), shard_degree=4, recompute={LAYERS[1]: "full"})
-    assert (found["num_params"], found["num_trainable"], found["num_units"]) == (2 * LAYER + 88, MLP, 3)
-    assert found["kept_together_by_tied_weights"] == ENDS
-    assert [(row["recompute"], row["num_trainable"]) for row in found["units"]] == [("no", 0), ("full", MLP), ("no", 0)]
-    root = found["units"][-1]
-    assert (root["name"], root["num_bytes"], root["tied"]) == ("(root)", 352, ["model.lm_head.weight"])
-    assert root["share"] == found["root_share"] == 88 / (2 * LAYER + 88)
-    assert sum(row["share"] for row in found["units"]) == pytest.approx(1)
-
-
 OWN = ("model.embed_tokens", "lm_head")
 # model type: lists of blocks, their class, and embedding and head where they are no units because they share a weight
 FAMILIES: dict[str, tuple[list[str], str, tuple[str, ...], list[str]]] = {
@@ -272,3 +259,14 @@ def test_auto():
         assert not any(unit.tied for unit in plan.units[:-1])
         assert bool(plan.kept_together) == bool(tied)
         check_parameters(plan, model)
+
+
+def test_a_module_without_reset_parameters_is_named():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2, device="meta"))
+
+    net = nn.Sequential(Own())
+    with pytest.raises(RuntimeError, match=r"^0 \(Own\) has parameters on the meta device and no reset_parameters"):
+        Materializer(net, reset_parameters_reader(0), torch.device("cpu")).fill(net[0])
