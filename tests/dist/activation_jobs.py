@@ -58,16 +58,3 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
         "gathers": gathers.number,
         "graphs": {"unique_graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])},
     }
-
-
-def fit_twice(folder: str, engine: str) -> list[list[str]]:
-    """What the blocks do under one Trainer and, in the same module, under the next one, which keeps everything."""
-    strategies = [
-        {"engine": engine, "precision": "fp32", "activation_checkpointing": mode} for mode in ("full", "none")
-    ]
-    module, found = module_for(folder), []
-    for strategy in strategies:
-        trainer, _ = fit(module, strategy, steps=1)
-        live: Any = trainer.strategy
-        found.append([recomputes(block) for block in live.plan.blocks])
-    return found

@@ -42,11 +42,11 @@ class Manual(ForeignNet):
                 self.layers[i] = wrap(layer)
 
 
-def train_wrapped_by_hand(strategy: dict[str, Any], how: str, run: str | None = None) -> dict[str, Any]:
+def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     """Losses and units of a module that wraps itself, all of it from one seed."""
     torch.manual_seed(3)
     module, losses = Manual(how), StepLosses()
-    trainer = trainer_for(strategy, [losses], max_steps=4, default_root_dir=run)
+    trainer = trainer_for(strategy, [losses], max_steps=4)
     trainer.fit(module, loader(range(4)))
     live: Any = trainer.strategy
     return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}

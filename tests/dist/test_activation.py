@@ -77,8 +77,3 @@ def test_the_models_own_switch_becomes_ours(tiny_model: Path, kept: dict[str, An
     assert found["losses"] == kept[engine]["losses"]
     assert found["recomputes"] == ["full"] * 3
     assert found["gathers"] == kept[engine]["gathers"]
-
-
-def test_a_second_trainers_mode_holds_where_nothing_is_sharded(tiny_model: Path) -> None:
-    (found,) = on_ranks("fit_twice", 1, folder=tiny_model, engine="single")
-    assert found == [["full"] * 3, ["no"] * 3]

@@ -131,16 +131,6 @@ def test_auto_resumes_on_another_cpu(tiny_model: Path, tmp_path: Path, engine: s
     assert set(again["dtypes"]["realized"]["parameters after resume"]) == {"fp32"}
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
-def test_fp16_scales_its_loss(tiny_model: Path, engine: str) -> None:
-    found = look(tiny_model, engine=engine, precision="fp16_mixed")
-    assert found["guard"]["loss_scale"] == 2.0**16
-    assert found["guard"]["num_overflow_steps"] == 0
-    computed = "linear layers under autocast" if engine == "ddp" else "activations"
-    assert set(found["dtypes"]["realized"][computed]) == {"fp16"}
-    assert set(found["dtypes"]["realized"]["parameters after the first step"]) == {"fp32"}
-
-
 @pytest.mark.parametrize(
     ("engine", "sharding", "value"),
     [

@@ -188,26 +188,3 @@ def test_refused_before_any_process_starts(tmp_path: Path) -> None:
     assert "rank 1" not in done.stderr
     assert "broken.jsonl:2" in done.stderr
     assert not (tmp_path / "other").exists()
-
-
-def test_help_of_a_verb_that_trains(tmp_path: Path) -> None:
-    lines = lit_fsdp("fit", "--help", cwd=tmp_path, python=server().python, COLUMNS="80").stdout.splitlines()
-    assert lines[0] == "usage: lit-fsdp fit --config RECIPE.yaml [--key value ...] [options]"
-    assert lines[-2:] == ["example:", "  lit-fsdp fit -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"]
-    whole = [line for line in lines if not line.startswith("  --")]  # a flag and its words stay on one line
-    assert max(map(len, whole)) <= 80
-    assert "last, best (by checkpoint.monitor)" in " ".join(line.strip() for line in lines)
-
-
-def test_help_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    seconds = []
-    for _ in range(3):
-        before = cpu_seconds()
-        done = lit_fsdp("--help", cwd=tmp_path)
-        seconds.append(cpu_seconds() - before)
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert min(seconds) <= 0.5
-    for verb in ("fit", "validate", "test", "predict", "export", "generate"):
-        assert f"\n  {verb} " in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,8 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints, moved_aside
 from lit_fsdp.checkpoint.verify import verify
 from tests.dist.forks import Outcome, command
+from tests.runs import losses
+from tests.unit.checkpoint.conftest import flip
 
 RECIPE = """
 seed_everything: 5
@@ -54,36 +55,6 @@ def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     return copy
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 8
-    path.write_bytes(data)
-
-
-def harm(checkpoint: Path, how: str) -> str:
-    """Damage a checkpoint; returns the file."""
-    path = checkpoint / ("manifest.json" if how == "manifest" else "tensors/rank-00001.safetensors")
-    if how == "flip":
-        flip(path)
-    elif how == "cut":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif how == "manifest":
-        path.write_text(path.read_text().replace('"global_step": 3', '"global_step": 4'))
-    else:
-        path.unlink()
-    return str(path.relative_to(checkpoint))
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        timed = ("seconds", "per_second", "gib")
-        return [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in csv.DictReader(file)]
-
-
-def losses(run: Path) -> list[str]:
-    return [row["train_loss"] for row in rows(run)]
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -94,7 +65,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, engine: str) -> None:
     run, by_path = three_steps(engine, tmp_path / "run"), three_steps(engine, tmp_path / "by_path")
     newest = run / "checkpoints" / NEWEST
-    file = harm(newest, "flip")
+    file = "tensors/rank-00001.safetensors"
+    flip(newest / file)
     before = content(run / "checkpoints")
     refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
     for rank in refused:
@@ -128,22 +100,6 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     shards = [{name: f["xxh3"] for name, f in files.items() if name.startswith("tensors/")} for files in hashes]
     assert shards[0] == shards[1]
     assert len(shards[0]) == 2
-
-
-def test_visible_damage(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
-    for how in ("cut", "remove", "manifest"):
-        run = three_steps("fsdp2", tmp_path / how)
-        newest = run / "checkpoints" / NEWEST
-        file = harm(newest, how)
-        for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4"):
-            assert rank.code == 1
-            assert f"{newest} is damaged: " in rank.err
-            assert file in rank.err
-    done = runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true")
-    assert [rank.code for rank in done] == [0, 0], done
-    assert f"going on from {run}/checkpoints/step-00000002 as last (resume.fallback)" in done[0].err
-    assert [path.name.partition("-2")[0] for path in moved_aside(run / "checkpoints")] == [f"damaged-{NEWEST}"]
-    assert [entry.step for entry in checkpoints(run)] == [1, 2, 3, 4]
 
 
 def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_state
 from tests.dist.forks import command, on_ranks
-from tests.dist.reference import LEARNING_RATE, reference_losses
+from tests.dist.reference import LEARNING_RATE
 
 SAVED_AT, STEPS = 3, 6
 LIGHTNING = {  # ranks, parameter groups, whether the parameters of its optimizer have names
@@ -175,36 +173,3 @@ def test_a_recipe_goes_on_from_an_import(tiny_model: Path, tmp_path: Path, capsy
         with open(run / "metrics.csv") as file:
             rates = [float(row["lr"]) for row in csv.DictReader(file) if row.get("lr")]
         assert rates == pytest.approx([0.001 * (1 - n / 12) for n in range(step, 12)])
-
-
-def test_exit_codes(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["ckpt", "import", str(tmp_path), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
-    assert main(words) == 1
-    assert "no model of Accelerate or the Trainer in it" in capsys.readouterr().err
-    for wrong in (["--stp", "3"], ["--step", "-3"]):
-        assert main([*words, *wrong]) == 2
-    assert main(["ckpt", "import", str(tmp_path)]) == 2
-    assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.parametrize("form", ["sharded", "bf16", "exported"])
-def test_a_hugging_face_folder_needs_no_import(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: str
-) -> None:
-    """It is ``model.name``; its first loss is that of plain transformers on the same folder."""
-    folder = tmp_path / "model"
-    if form == "exported":
-        job = {"folder": tiny_model, "run": tmp_path, "strategy": {"engine": "fsdp2"}}
-        on_ranks("train", 2, steps=3, every=3, **job)
-        export(tmp_path / "checkpoints" / "step-00000003", folder)
-    else:
-        dtype = torch.bfloat16 if form == "bf16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
-        model.save_pretrained(folder, max_shard_size="100KB" if form == "sharded" else "5GB")
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    assert (folder / "model.safetensors.index.json").is_file() == (form == "sharded")
-    ours = on_ranks("train", 2, folder=folder, strategy={"engine": "fsdp2", "precision": "fp32"}, steps=2)[0]
-    assert ours["losses"] == pytest.approx(reference_losses(str(folder), steps=2), rel=1e-5)
-    words = ["ckpt", "import", str(folder), "-o", str(tmp_path / "ours"), "--model", str(tiny_model)]
-    assert main(words) == 1
-    assert "give it as model.name to train from it" in capsys.readouterr().err

@@ -16,8 +16,7 @@ from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
 from tests.dist.forks import on_ranks
 from tests.dist.loading_jobs import fingerprint
-from tests.dist.reference import TINY, UNTIED, reference_losses
-from tests.unit.models.families import saved
+from tests.dist.reference import TINY, UNTIED
 
 SEED = 11
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -47,18 +46,6 @@ def test_files_are_loaded_bit_for_bit(tiny_model: Path, engine: str, ranks: int)
     wanted = fingerprints(whole)
     assert any(name.endswith("inv_freq") for name in wanted)
     check(on_ranks("load_and_fingerprint", ranks, model=tiny_model, engine=engine), wanted)
-
-
-@pytest.mark.parametrize(
-    "engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine"))]
-)
-def test_initializers_that_write_to_children_leave_loaded_weights_alone(tmp_path: Path, engine: str) -> None:
-    """RecurrentGemma's attention initializes its projections, and computing one of its buffers calls it."""
-    wanted = fingerprints(saved("recurrent_gemma", tmp_path))
-    check(on_ranks("load_and_fingerprint", 2, model=tmp_path, engine=engine), wanted)
-    strategy = {"engine": engine, "precision": "fp32"}
-    found = on_ranks("train", 2, folder=tmp_path, strategy=strategy, steps=3)[0]["losses"]
-    assert found == pytest.approx(reference_losses(str(tmp_path), 3), rel=1e-5)
 
 
 @pytest.mark.parametrize(

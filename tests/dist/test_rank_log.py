@@ -29,12 +29,3 @@ def test_the_parts_of_all_ranks_are_the_model_and_each_tells_where_it_is(
         assert first["num_here"] + second["num_here"] == whole
     places = [(rank["rank"], rank["shard"], rank["copy"]) for rank in ranks]
     assert places == ([(0, 0, 0), (1, 0, 1)] if engine == "ddp" else [(0, 0, 0), (1, 1, 0)])
-
-
-def test_a_module_that_wraps_itself(tmp_path: Path) -> None:
-    strategy = {"engine": "fsdp1", "wrap": "manual", "verbose": True}
-    on_ranks("train_wrapped_by_hand", 2, strategy=strategy, how="wrap", run=tmp_path)
-    ranks = [json.loads((tmp_path / "debug" / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for first, second in zip(ranks[0]["states"], ranks[1]["states"], strict=True):
-        if "layers." in first["name"]:
-            assert first["num_here"] + second["num_here"] == first["num_whole"]

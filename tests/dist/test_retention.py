@@ -66,15 +66,6 @@ def test_no_room_before_the_first_step(tmp_path: Path, strategy: dict) -> None:
     assert (done["error"], done["there"]) == (None, [3, 4])
 
 
-def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
-    """Room at the start, none at the third save: an error on both ranks, and the second one stands."""
-    found = fit(tmp_path, ENGINES[0], 5, free=[PLENTY, PLENTY, PLENTY, 1000], every_steps=1, keep_last=1)
-    assert "not enough disk space" in found["error"]
-    assert "at most 1 at a time" in found["error"]
-    assert (found["taken"], found["there"]) == (3, [2])
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
-
-
 def test_what_one_rank_does_not_see_yet(tmp_path: Path) -> None:
     """On a network file system rank 1 may look at an older state of the folder: what rank 0 sees counts for both."""
     first = fit(tmp_path, ENGINES[0], 2, every_steps=1, keep_last=2)

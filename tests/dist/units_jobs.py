@@ -21,17 +21,6 @@ def train_with_units(folder: str, strategy: dict[str, Any], steps: int = 5) -> d
     return {**found, **units}
 
 
-class Expert(nn.Module):
-    """One of several."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class OneExpertBlock(nn.Module):
     """Three experts, of which every rank calls another one; the last one is nobody's."""
 

@@ -87,16 +87,6 @@ def test_a_training_on_a_full_disk_goes_on_when_there_is_room(
     run.finish()
 
 
-def test_a_run_that_cannot_fit_is_refused_before_its_first_step(
-    tiny_model: Path, small_disk: Callable[[str, int], Path]
-) -> None:
-    run = TrackedRun(tiny_model, small_disk("disk", 3 << 20), checkpoint={"every_steps": 1, "keep_last": -1})
-    outcomes = run.start(1000).wait(120)
-    assert all(o.code not in (0, None) for o in outcomes)
-    assert "free" in outcomes[0].output
-    assert run.steps() == []
-
-
 def test_a_read_only_folder(small_disk: Callable[[str, int], Path], tmp_path: Path) -> None:
     """Modes mean nothing to root, so the file system itself is read-only."""
     disk = small_disk("disk", 8 << 20)
