@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lit_fsdp.commands import run as run_command
+from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.launch import slurm_checks
 from lit_fsdp.models.build import num_parameters
 from tests.configs.arithmetic import (
@@ -32,22 +33,32 @@ def test_the_table_of_recipes_has_its_numbers():
     assert text == with_table(text), "write it anew: python -m tests.configs.arithmetic"
 
 
-def test_a_recipe_is_short_and_begins_with_what_it_is():
+def test_a_recipe_is_short_passes_every_rule_and_is_named_for_what_it_does():
     for recipe in RECIPES:
-        lines = recipe.read_text(encoding="utf-8").splitlines()
+        run, lines = checked(recipe), recipe.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 40, recipe.name
         title = re.fullmatch(
             r"# ([\w.-]+)(?:, its text part)? \(([\d.]+)([MB]) parameters\), ([\w-]+) fine-tune, .+\.", lines[0]
         )
         assert title, recipe.name
-        name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(checked(recipe).model.name)
-        params = num_parameters(meta_model(name))
+        name = QUICKSTART_MODEL if recipe.stem == "quickstart" else str(run.model.name)
         assert title[1] == name.rpartition("/")[2]
-        lora = checked(recipe).model.lora
-        kind = "full" if lora is None else "QLoRA" if lora.quantize else "LoRA"
-        assert title[4] in (kind, "preference"), recipe.name
-        assert recipe.stem == "quickstart" or f"_{title[4].lower()}_".replace("preference", "dpo") in recipe.stem
-        assert float(title[2]) == round(params / {"M": 1e6, "B": 1e9}[title[3]], 1)
+        assert float(title[2]) == round(num_parameters(meta_model(name)) / {"M": 1e6, "B": 1e9}[title[3]], 1)
+        lora = run.model.lora
+        pairs = run.model if isinstance(run.model, PreferenceModelConfig) else None
+        kind = "preference" if pairs else "full" if lora is None else "QLoRA" if lora.quantize else "LoRA"
+        assert title[4] == kind, recipe.name
+        assert run.world_size is not None
+        assert run.strategy.sharding == ("hybrid_shard" if "-hybrid_" in recipe.stem else "full_shard")
+        assert run.trainer["default_root_dir"] == f"runs/{recipe.stem}"
+        if recipe.stem == "quickstart":
+            continue
+        model, method, engine, hardware = recipe.stem.split("_")
+        assert model.replace("-", "") in re.sub(r"[^a-z0-9.]", "", name.lower())
+        method_of = pairs.preference.loss if pairs else kind.lower()
+        assert (method, engine.removesuffix("-hybrid")) == (method_of, run.strategy.engine)
+        assert hardware.startswith(f"{run.world_size}x")
+        assert ("cpu" in hardware) == (run.trainer["accelerator"] == "cpu")
 
 
 def test_it_fits_into_the_machine_that_it_names():

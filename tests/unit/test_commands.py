@@ -74,11 +74,6 @@ def test_every_rank_refuses_a_used_run_folder(recipe, checkpoint, monkeypatch):
         find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False)
 
 
-def test_a_limit_below_the_step_of_a_resume(recipe, checkpoint):
-    checkpoint(9)
-    assert "at least 9" in refused("fit", *recipe, "--ckpt_path", "last").allowed
-
-
 def test_flags_are_never_abbreviated():
     for words, field, fix in (
         (["export", "--checkpoint", "x"], "lit-fsdp export --checkpoint", "write --ckpt"),

@@ -23,21 +23,6 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-def test_one_row_per_step_and_columns_as_they_come(tmp_path: Path):
-    logger = RunCSVLogger(tmp_path / "run")
-    logger.log_metrics({"train_loss": 2.5}, 0)
-    logger.log_metrics({"train_loss": 2.25}, 1)
-    logger.log_metrics({"val_loss": 3.0}, 1)
-    logger.log_metrics({"train_loss": 2.0, "lr": 0.5}, 2)
-    assert (tmp_path / "run" / "metrics.csv").read_text().splitlines() == [
-        "step,train_loss,val_loss,lr",
-        "0,2.5,,",
-        "1,2.25,3.0,",
-        "2,2.0,,0.5",
-    ]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
-
-
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
     first = RunCSVLogger(tmp_path)
     for step in range(5):

@@ -12,26 +12,6 @@ from lit_fsdp.errors import ConfigError
 # -- strategy
 
 
-def test_mesh_shape():
-    """(copies, ranks of a copy) by sharding, degrees, nodes and ranks."""
-    hybrid = {"sharding": "hybrid_shard"}
-    for options, nodes, ranks, shape in (
-        ({}, 1, 1, (1, 1)),
-        ({}, 2, 16, (1, 16)),
-        ({"sharding": "shard_grad_op"}, 1, 8, (1, 8)),
-        ({"sharding": "no_shard"}, 1, 8, (8, 1)),
-        ({"sharding": "no_shard", "replicate_degree": -1}, 1, 8, (8, 1)),
-        (hybrid, 2, 16, (2, 8)),
-        ({**hybrid, "replicate_degree": 4}, 2, 16, (4, 4)),
-        ({**hybrid, "shard_degree": 4}, 1, 8, (2, 4)),
-        ({**hybrid, "shard_degree": -1, "replicate_degree": 2}, 4, 8, (2, 4)),
-        ({"sharding": "hybrid_shard_zero2", "shard_degree": 2, "replicate_degree": -1}, 1, 8, (4, 2)),
-        ({"engine": "ddp"}, 1, 8, (8, 1)),
-        ({"engine": "single"}, 1, 1, (1, 1)),
-    ):
-        assert mesh_shape(StrategyConfig(**options), nodes, ranks) == shape, options
-
-
 def test_degrees_that_do_not_fit():
     hybrid = {"sharding": "hybrid_shard"}
     for options, ranks, field, given, fix in (

@@ -73,21 +73,11 @@ def samples(*lengths):
 
 
 def test_a_samples_noise_has_the_norm_of_the_paper(embedded):
-    """Uniform in ± alpha / sqrt(L * D): its norm is at most alpha, and near alpha / sqrt(3) of so many numbers."""
-    noise_BTD = embedded(collate(samples(40, 7, 1), 0))
-    assert (noise_BTD[1, 7:] == 0).all()
-    for row, length in enumerate((40, 7, 1)):
-        norm = noise_BTD[row].norm()
-        assert norm <= ALPHA
-        assert norm == pytest.approx(ALPHA / 3**0.5, rel=0.15)
-        bound = ALPHA / (length * noise_BTD.shape[-1]) ** 0.5
-        assert 0.9 * bound < noise_BTD[row].abs().max() <= bound
-
-
-def test_in_a_pack_the_length_is_the_samples_own(embedded):
-    noise_TD = embedded(collate_packs([samples(40, 7)], 60, 0))[0]
-    for part, length in ((noise_TD[:40], 40), (noise_TD[40:47], 7)):
-        bound = ALPHA / (length * noise_TD.shape[-1]) ** 0.5
+    """Uniform in ± alpha / sqrt(L * D): its norm is near alpha / sqrt(3) of so many numbers; in a pack too."""
+    padded, packed = embedded(collate(samples(40, 7), 0)), embedded(collate_packs([samples(40, 7)], 60, 0))[0]
+    assert (padded[1, 7:] == 0).all()
+    for part, length in ((padded[0], 40), (padded[1], 7), (packed[:40], 40), (packed[40:47], 7)):
+        bound = ALPHA / (length * padded.shape[-1]) ** 0.5
         assert 0.9 * bound < part.abs().max() <= bound
         assert part.norm() == pytest.approx(ALPHA / 3**0.5, rel=0.15)
 
