@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lit_fsdp.host import free_port
+from tests.benchmarks.record import ROOT, together
 
-ROOT = Path(__file__).resolve().parents[2]
 ALLOWANCE = 300_000_000
 MB = 1_000_000
 _LIMIT_SECONDS = 300
@@ -55,39 +53,17 @@ def write_random_llama(folder: Path, shape: dict[str, Any]) -> Path:
     return folder
 
 
-def measure(engine: str, model: Path, ranks: int) -> dict[str, Any]:
-    """The records of all ranks of one fresh run of an engine, or the end of its error.
-
-    Returns:
-        ``ranks_measured``: per rank ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and counts of parameters; or
-        ``error``.
-    """
+def measure(engine: str, model: Path, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank of one fresh run ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and counts of parameters."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
-        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, __file__, engine, str(model), str(out)]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        if any(process.returncode for process in processes):
-            return {"error": next(s for p, s in zip(processes, said, strict=True) if p.returncode).strip()[-2000:]}
-        return {"ranks_measured": [json.loads(out.with_suffix(f".{r}.json").read_text()) for r in range(ranks)]}
+        places = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        together([command] * ranks, places, _LIMIT_SECONDS)
+        return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def above_imports(record: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,27 @@ def compared(
     sides = " ÷ ".join(f"{statistics.median(side):.4g} {unit}".strip() for side in (first, second))
     summary = f"{statistics.median(ratios):.3f} ({sides})" if unit else f"{statistics.median(ratios):.2f}"
     return {"what": what, "first": first, "second": second, "ratios": ratios, "summary": summary, "aim": aim}
+
+
+def together(commands: list[list[str]], environments: list[dict[str, str]], limit_seconds: float) -> None:
+    """Run processes at once, each in its environment.
+
+    Raises:
+        RuntimeError: What they said, if one of them fails.
+    """
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    processes = [
+        subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        said = [process.communicate(timeout=limit_seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has started
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{commands[0][1]} failed:\n" + "\n".join(text[-4000:] for text in said))
 
 
 def describe(command: str, device: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:

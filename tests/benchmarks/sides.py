@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from record import ROOT
+from record import ROOT, together
 from workload import Workload
 
 from lit_fsdp.host import free_port
@@ -68,18 +66,10 @@ def _record(commands: list[list[str]], places: list[dict[str, Any]], folder: Pat
         "PYTHONWARNINGS": "ignore",
     }
     launched = time.time()
-    processes = []
-    for (script, *words), place in zip(commands, places, strict=True):
-        command = [sys.executable, str(_HERE / script), *(str(out) if word == "OUT" else word for word in words)]
-        full = {**env, **{name: str(value) for name, value in place.items()}}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=full, cwd=ROOT, start_new_session=True, **pipes))
-    try:
-        said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has started
-    if any(process.returncode for process in processes) or not out.is_file():
-        raise RuntimeError(f"{commands[0][0]} failed:\n" + "\n".join(text[-4000:] for text in said))
+    lines = [[sys.executable, str(_HERE / script), *words] for script, *words in commands]
+    together(
+        [[str(out) if word == "OUT" else word for word in line] for line in lines],
+        [{**env, **{name: str(value) for name, value in place.items()}} for place in places],
+        _LIMIT_SECONDS,
+    )
     return {"launched": launched, **json.loads(out.read_text())}
