@@ -34,6 +34,7 @@ def _alone() -> Iterator[None]:
     import torch
 
     before = dict(os.environ)
+    os.environ.update(RANK="0", WORLD_SIZE="1")  # as the jobs of tests/dist are started
     yield
     for name in set(os.environ) - set(before):
         del os.environ[name]

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
+from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.throughput import Throughput
-from tests.dist.reference import LEARNING_RATE, TINY, global_batch, loop, save_tiny, step_loss
+from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
+from tests.dist.reference import TINY, global_batch, loop, save_tiny, step_loss
 from tests.gpu.conftest import DRY_RUN
 
 DEVICE, ACCELERATOR = ("cpu", "cpu") if DRY_RUN else ("cuda", "gpu")
@@ -25,35 +26,28 @@ def save_model(folder: Path, **changes: Any) -> Path:
 
 
 class Batches(LightningDataModule):
-    """One global batch per step, from the Trainer's step on."""
+    """One global batch of this shape per step."""
 
-    def __init__(self, rows: int = 12, length: int = 14) -> None:
+    def __init__(self, rows: int, length: int) -> None:
         super().__init__()
         self.shape = (rows, length)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Twenty steps."""
-        assert self.trainer is not None
-        batches = [global_batch(step, *self.shape) for step in range(self.trainer.global_step, 20)]
+        batches = [global_batch(step, *self.shape) for step in range(20)]
         return DataLoader(batches, batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
 
 
-class Watch(Callback):
-    """Losses of the steps, and the largest allocation of the device after the first one; 0 bytes on a CPU."""
+class Peak(Callback):
+    """The largest allocation of the device after the first step, which makes the optimizer state; 0 on a CPU."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.peak_bytes = 0
+    num_bytes = 0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """The first step makes the optimizer state."""
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if torch.cuda.is_available():
-            if len(self.losses) == 1:
+            if trainer.global_step == 1:
                 torch.cuda.reset_peak_memory_stats()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.num_bytes = torch.cuda.max_memory_allocated()
 
 
 def train(
@@ -63,38 +57,22 @@ def train(
     data: LightningDataModule | None = None,
     model: dict[str, Any] | None = None,
     saving: Checkpoint | None = None,
-    ckpt_path: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Losses, realized dtypes, logged metrics, backend and peak memory of a run in a process group of its own."""
     torch.manual_seed(7)
-    watch = Watch()
-    trainer = Trainer(
-        accelerator=ACCELERATOR,
-        devices=1,
-        strategy=fsdp_strategy(**strategy),
-        callbacks=[watch, Throughput(), *([saving] if saving else [])],
-        logger=False,
-        enable_checkpointing=saving is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        log_every_n_steps=1,
-        max_epochs=-1,
-        max_steps=max_steps,
-        **options,
-    )
-    optim = {"lr": LEARNING_RATE, "schedule": "constant", "weight_decay": 0.1}
+    losses, peak = Losses(), Peak()
+    options |= {"accelerator": ACCELERATOR, "log_every_n_steps": 1, "max_steps": max_steps}
+    trainer = trainer_for(strategy, [losses, peak, Throughput(), *([saving] if saving else [])], **options)
     try:
-        module = CausalLMModule(name=str(folder), optim=optim, **(model or {}))
-        trainer.fit(module, datamodule=data or Batches(), ckpt_path=ckpt_path)
+        trainer.fit(module_for(str(folder), model), datamodule=data or TinyData())
         live: Any = trainer.strategy
         return {
-            "losses": watch.losses,
+            "losses": losses.values,
             "realized": {what: set(found) for what, found in live.contract.report()["realized"].items()},
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "backend": torch.distributed.get_backend(),
-            "peak_bytes": watch.peak_bytes,
+            "peak_bytes": peak.num_bytes,
         }
     finally:
         if torch.distributed.is_initialized():

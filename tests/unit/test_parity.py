@@ -59,6 +59,12 @@ def test_the_choice_that_makes_the_difference_is_named_wherever_it_stands():
         assert found[-1].name == name  # no run is made beyond it
 
 
+def test_what_only_the_plain_loop_does_otherwise_is_all_else():
+    found = turns(ONE, OTHER, trace(3.0), made_up({}))
+    assert [turn.found.first for turn in found] == [None] * 4 + [1]
+    assert found[-1].name == "all else"
+
+
 def test_tolerances_follow_the_dtypes():
     for one, other, dtype in (
         (("fp32", "fp32"), ("fp32", "bf16"), "fp32"),  # a reduction that one of them rounds is to be found

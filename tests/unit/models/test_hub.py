@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -82,43 +83,22 @@ def test_a_cached_copy_without_its_weights(hub_cache):
         run(["model", "prepare", "--name", "some/model"])
 
 
-class FakeApi:
-    """Keeps what is uploaded; a repository that is there already is public."""
-
-    def __init__(self):
-        self.repos, self.uploads = {}, []
-
-    def __call__(self):
-        return self
-
-    def create_repo(self, name, private=None, exist_ok=False):
-        full = name if "/" in name else f"me/{name}"
-        assert exist_ok or full not in self.repos
-        self.repos.setdefault(full, bool(private))
-        return huggingface_hub.RepoUrl(f"https://huggingface.co/{full}")
-
-    def repo_info(self, name):
-        return types.SimpleNamespace(private=self.repos[name])
-
-    def upload_folder(self, *, repo_id, folder_path, commit_message):
-        self.uploads.append((repo_id, {path.name for path in folder_path.iterdir()}))
-
-
 def test_push_to_the_hub(monkeypatch, tmp_path):
-    api = FakeApi()
-    monkeypatch.setattr(hub, "HfApi", api)
-    (tmp_path / "README.md").write_text("the card")
+    api = mock.Mock()
+    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    api.create_repo.return_value = huggingface_hub.RepoUrl("https://huggingface.co/me/model")
     assert hub.push(tmp_path, "model", True) == "https://huggingface.co/me/model"
-    assert (api.repos, api.uploads) == ({"me/model": True}, [("me/model", {"README.md"})])
-    hub.push(tmp_path, "me/open", False)
-    assert api.repos["me/open"] is False
-    with pytest.raises(ConfigError, match="me/open with --private, and it is public"):
-        hub.push(tmp_path, "me/open", True)
-    assert len(api.uploads) == 2
+    assert api.create_repo.call_args.kwargs["private"] is True
+    uploaded = api.upload_folder.call_args.kwargs
+    assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
+    api.repo_info.return_value.private = False
+    with pytest.raises(ConfigError, match="model with --private, and it is public"):
+        hub.push(tmp_path, "model", True)
+    assert api.upload_folder.call_count == 1
 
     monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: SECRET)
     for error in (_http(errors.HfHubHTTPError, 403), hub._NETWORK_ERROR("proxy"), errors.HFValidationError("a/b/c")):
-        monkeypatch.setattr(api, "create_repo", lambda *args, error=error, **kwargs: (_ for _ in ()).throw(error))
+        api.create_repo.side_effect = error
         with pytest.raises(ConfigError) as raised:
             hub.push(tmp_path, "me/model", False)
         assert f"run hf upload me/model {tmp_path}" in raised.value.fix

@@ -15,7 +15,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer, pad_id
+from lit_fsdp.models.tokenizers import end_of_turn_id, load_tokenizer, miniature_tokenizer, pad_id
 from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
 
 
@@ -92,6 +92,14 @@ def _generation(tiny, tokenizer, **values):
 def test_generation_stops_where_the_template_ends_a_turn(tiny):
     for given, kept in ((314, [314, 316]), ([314, 316], [314, 316]), (None, 316), (316, 316)):
         assert _generation(tiny, miniature_tokenizer(), eos_token_id=given)["eos_token_id"] == kept
+
+
+def test_end_of_turn():
+    tokenizer = miniature_tokenizer()
+    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for template in ("{% for m in messages %}{{ m['content'] }} {% endfor %}", "{{ raise_exception('no') }}", None):
+        tokenizer.chat_template = template
+        assert end_of_turn_id(tokenizer) is None
 
 
 TOKENS = ["<|tool|>", "<|im_end|>", "<|think|>"]

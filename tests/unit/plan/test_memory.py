@@ -139,3 +139,10 @@ def test_accumulation_that_the_recipe_names_follows():
     first = next(savings(run, names_accumulation=True))
     assert first.flags == "--data.micro_batch_size 1 --trainer.accumulate_grad_batches 8"
     loaded(*SHORT, *words, *first.flags.split())  # the two agree
+
+
+def test_experts_in_fp32():
+    words = ("--trainer.strategy.init_args.precision=fp32", "--data.max_seq_length=64", "--data.micro_batch_size=1")
+    full = ("--trainer.strategy.init_args.activation_checkpointing=full", "--data.global_batch_size=16")
+    memory = rank_memory(loaded(*words, *full, recipe="mixtral-8x7b_full_fsdp2_16x80gb.yaml"))
+    assert (memory.step.moment, memory.step.kept) == ("blocks", 64 * 4096 * 4)  # the fp32 input of the last one to go
