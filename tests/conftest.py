@@ -31,7 +31,7 @@ _MARKS = {"gpu": pytest.mark.gpu, **dict.fromkeys(("dist", "faults", "slurm", "s
 # With `-n 2` two processes share the tests: whole folders that have one disk or one cluster for all their tests, and
 # of the others file after file. What takes longest is begun first.
 _TOGETHER = ("tests/faults/", "tests/slurm/")
-_ORDER = (*_TOGETHER, "tests/spec/", "tests/dist/")
+_ORDER = (*_TOGETHER, "tests/spec/", "tests/dist/", "tests/configs/")
 
 
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
