@@ -7,7 +7,6 @@ consumed; of a mix with weights, too: how far each source has been read follows 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,10 +118,8 @@ def check_shares(num_items: int, weights: Sequence[float]) -> None:
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """``total`` in whole parts in proportion to ``weights``, by largest remainder, the first of equal ones first."""
-    power = -math.frexp(max(weights, default=1.0))[1]
-    scaled = [math.ldexp(weight, power) for weight in weights]  # below 1, and not a digit is lost
-    whole = sum(scaled)
-    exact = [total * weight / whole for weight in scaled]
+    whole = sum(weights)
+    exact = [total * weight / whole for weight in weights]
     parts = [int(part) for part in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
     for i in by_remainder[: total - sum(parts)]:

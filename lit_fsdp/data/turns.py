@@ -259,7 +259,9 @@ class AssistantTurns:
         """Special tokens that begin a turn of the assistant's, and so cannot end one."""
         header, text = self._opening(rendered.conversation, index)[1], rendered.text
         tokens = [header[a:b] for a, b in self._tokens_in(header, 0, len(header))[:1]]
-        tokens += [text[a:b] for a, b in self._tokens_in(text, max(before, start - _HEADER_SIZE), start)[-1:]]
+        # one behind an earlier message may be its end, which ends this one too
+        if not tokens:
+            tokens = [text[a:b] for a, b in self._tokens_in(text, max(before, start - _HEADER_SIZE), start)[-1:]]
         return {*tokens, self._bos} - {self._eos}
 
     def _end_of_call(self, rendered: _Rendered, last: _Tag, barred: set[str]) -> tuple[int, bool] | None:

@@ -178,10 +178,12 @@ def test_what_else_stands_in_a_turn(tokens: Any):
     call = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_call>'
     content = _content_marked(HEADER, "<|im_end|>\n", ASKED)
     inside = '<tool_call>call:look{"city": "Oslo"}<|result|>'
+    ended = INSIDE.replace("if not m.tool_calls", "if m.content")
     said = "<|im_start|>assistant says:2<|im_end|>"
     table: list[tuple[str, Any, list[str]]] = [
         (INSIDE, _calls(), [inside, "It is.<|im_end|>"]),
         (INSIDE, _calls("Let me."), [inside, "Let me.It is.<|im_end|>"]),
+        (ended, _calls("Let me."), [inside, "Let me.<|im_end|>", "It is.<|im_end|>"]),
         (INSIDE, say(*FOUR), ["2<|im_end|>", "4<|im_end|>"]),
         (CHANNELS, say(*FOUR), [" says:2<|im_end|>", " says:4</s>"]),
         (CHANNELS, [*say("u:1"), {**say("a:2")[0], "thinking": "why"}, *say("u:3")], [f" why:why<|im_end|>{said}"]),
