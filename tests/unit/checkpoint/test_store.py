@@ -113,6 +113,7 @@ def test_what_cannot_be_saved_leaves_nothing(save, tmp_path):
         ({"files": {"../evil": b""}}, "not a file name inside a checkpoint"),
         ({"files": {"manifest.json": b""}}, "a name of the checkpoint's own"),
         ({"files": {"tensors/x": b""}}, "a name of the checkpoint's own"),
+        ({"files": {"state.json": b""}}, "a name of the checkpoint's own"),
         ({"files": {"hf/tokenizer.json": "gone.json"}}, r"gone\.json: No such file"),
         ({"layout": "full", "tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "safetensors has no dtype"),
     ):
