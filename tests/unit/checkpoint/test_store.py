@@ -164,3 +164,5 @@ def test_one_sha256_as_coreutils_compute_it(save: Save):
     assert done.stdout.split()[0] == before
     flip(folder / "state.json")
     assert sha256_of(read_manifest(folder)) != before
+    with pytest.raises(CheckpointError, match=r"state\.json: xxh3 differs"):  # whatever else was compared or not
+        store.load_state(folder)

@@ -81,7 +81,10 @@ def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):
     plain = build_on_meta(tiny("llama"))
     linears = {name: m.weight.numel() for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
     model = build_on_meta(tiny("llama"))
-    apply_lora(model, LoraConfig(quantize="nf4", target_modules=["q_proj"], modules_to_save=["down_proj"]))
+    apply_lora(
+        model, LoraConfig(quantize="nf4", target_modules=["q_proj"], modules_to_save=["down_proj"], dropout=0.25)
+    )
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
     cast_parameters(model, StrategyConfig())
     found = {name.replace(".base_layer", ""): layer for name, layer in quantized_layers(model).items()}
     assert set(found) == {name for name in linears if name != "lm_head" and "down_proj" not in name}
