@@ -66,6 +66,7 @@ CASES = (
     ("--trainer.max_steps=0", "trainer.max_steps", "set trainer.max_steps: 1000"),
     ("--trainer.max_steps=5", "model.optim.warmup_steps", "set warmup_steps: 0"),
     ("--trainer.limit_train_batches=5", "trainer.limit_train_batches", "set trainer.max_steps"),
+    ("--trainer.limit_train_batches=1", "trainer.limit_train_batches", "set trainer.max_steps"),
     ("--trainer.overfit_batches=1", "trainer.overfit_batches", "name a small file as data.train"),
     ("--data.global_batch_size=1", "data.global_batch_size", "set global_batch_size: 8, or another micro_batch_size"),
     ("--data.streaming=true --trainer.max_steps=-1", "trainer.max_steps", "set trainer.max_steps: 1000"),
@@ -121,6 +122,8 @@ def good(tmp_path: Path) -> Path:
 
 def test_a_bad_recipe_is_refused_with_the_field_and_what_to_write(good: Path):
     assert load_recipe(["--config", str(good)], "fit").run.world_size == 4
+    for flags in ("--trainer.max_steps=10", "--trainer.max_steps=-1 --trainer.max_time=00:01:00:00"):
+        load_recipe(["--config", str(good), *flags.split()], "fit")
     for flags, field, fix in CASES:
         words = re.split(r" (?=--)", flags.replace("--:", f"--{ARGS}"))
         with pytest.raises(ConfigError) as caught:

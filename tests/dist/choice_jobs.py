@@ -136,6 +136,8 @@ class CountReductions(Callback):
 def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
     """What the live engine is set to, beside what every run finds."""
     counts, module = CountReductions(), module_for(folder)
+    read, parts = module.read_tensor, list[bool]()
+    module.read_tensor = lambda *words: (parts.append(words[3] is not None), read(*words))[1]
     trainer, found = fit(module, strategy, [counts], steps=steps, **options)
     live: Any = trainer.strategy
     units = list(live._root.modules())
@@ -152,11 +154,13 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "backward_prefetch": sorted({str(m.backward_prefetch) for m in fsdp1}),
         "forward_prefetch": sorted({m.forward_prefetch for m in fsdp1}),
         "limit_all_gathers": sorted({m.limit_all_gathers for m in fsdp1}),
-        "forward_depths": [len(s._states_to_forward_prefetch) for s in states],
-        "backward_depths": [len(s._states_to_backward_prefetch) for s in states],
+        "forward": [list(map(states.index, s._states_to_forward_prefetch)) for s in states],
+        "backward": [list(map(states.index, s._states_to_backward_prefetch)) for s in states],
+        "offload": sorted({type(g.offload_policy).__name__ for s in states for g in s._fsdp_param_groups}),
         "reshards": sorted({str(g.post_forward_mesh_info is not None) for s in states for g in s._fsdp_param_groups}),
         "guard": live.guard.state_dict(),
-        "backend": dist.get_backend(),
+        "backend": str(dist.get_backend_config()),
+        "reads_parts": any(parts),
         "timeouts": [
             live.mesh.get_group(dim)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for dim in range(live.mesh.ndim)

@@ -40,6 +40,8 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
     weight = "model/model.model.norm.weight"
     assert len({step[weight] for step in expected.values()}) == 3  # training had changed it by the next save
     assert whole_steps(tmp_path / "async") == [3, 6, 9]
+    is_one_file = next((tmp_path / "async").rglob("step-00000009/tensors.safetensors"), None) is not None
+    assert is_one_file == (strategy.get("state_dict") == "full")
     for seen in (went_on, *others):
         assert seen["last_model_path"] == "step-00000009"
     if "val_check_interval" in options:

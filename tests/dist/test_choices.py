@@ -34,13 +34,16 @@ def test_fsdp1_is_set_as_the_recipe_says(tiny_model: Path) -> None:
 
 def test_fsdp2_is_set_as_the_recipe_says(tiny_model: Path) -> None:
     found = look(tiny_model)  # the root first, then three blocks; the embedding is tied
-    assert (found["forward_depths"], found["backward_depths"]) == ([0, 0, 0, 0], [0, 0, 0, 0])
+    assert (found["forward"], found["backward"]) == ([[], [], [], []], [[], [], [], []])
+    assert (found["offload"], found["reads_parts"]) == (["OffloadPolicy"], True)
     assert found["is_over_all_ranks"]  # device_mesh["data_parallel"], for which no group of its own is made
-    found = look(tiny_model, forward_prefetch=2, backward_prefetch=2)
-    assert (found["forward_depths"], found["backward_depths"]) == ([0, 2, 1, 0], [0, 0, 1, 2])
+    options = {"cpu_offload": True, "process_group_backend": "cpu:gloo"}
+    found = look(tiny_model, forward_prefetch=2, backward_prefetch=2, **options)
+    assert (found["forward"], found["backward"]) == ([[], [2, 3], [3], []], [[], [], [1], [2, 1]])
+    assert (found["offload"], found["backend"]) == (["CPUOffloadPolicy"], "cpu:gloo")
     found = look(tiny_model, forward_prefetch=True, backward_prefetch="none")
-    assert (found["forward_depths"], found["backward_depths"]) == ([0, 1, 1, 0], [0, 1, 1, 1])
-    assert found["backend"] == "gloo"
+    assert (found["forward"], found["backward"]) == ([[], [2], [3], []], [[], [1], [2], [3]])
+    assert found["backend"].startswith("cpu:gloo,")
     for sharding, reshards in (("hybrid_shard", ["False", "True"]), ("hybrid_shard_zero2", ["False"])):
         found = look(tiny_model, 4, sharding=sharding, shard_degree=2, timeout_seconds=77)
         assert found["reshards"] == reshards  # the root never reshards
@@ -87,7 +90,7 @@ def test_reductions_are_held_back_until_the_last_micro_batch(
     assert set(last["dtypes"]["realized"]["reductions"]) == {"fp32"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
 def test_parts_of_a_precision_mode(tiny_model: Path, engine: str) -> None:
     changed = {"mode": "mixed", "buffer_dtype": "bf16", "reduce_dtype": "bf16"}
     found = look(tiny_model, engine=engine, precision=changed)
@@ -208,3 +211,4 @@ def test_the_other_way_to_load_gives_the_same_run(tiny_model: Path, engine: str)
     options = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
     found = look(tiny_model, engine=engine, precision="fp32", **options)
     assert found["losses"] == pytest.approx(reference_losses(str(tiny_model), 3), rel=1e-6)
+    assert not found["reads_parts"]

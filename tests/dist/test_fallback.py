@@ -67,13 +67,14 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     newest = run / "checkpoints" / NEWEST
     file = "tensors/rank-00001.safetensors"
     flip(newest / file)
-    before = content(run / "checkpoints")
+    before, recipe = content(run / "checkpoints"), (run / "recipe.yaml").read_text()
     refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
     for rank in refused:
         assert rank.code == 1
         assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in rank.err
         assert "--resume.fallback true" in rank.err
     assert content(run / "checkpoints") == before
+    assert (run / "recipe.yaml").read_text() == recipe  # not that of the run that was refused
 
     flags = ["--ckpt_path", "last", "--trainer.max_steps", "5", "--resume.fallback", "true"]
     done = runs(run, engine, *flags)

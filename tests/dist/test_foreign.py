@@ -38,6 +38,9 @@ def test_losses_equal_a_plain_loop(engine: str, accumulate: int, clip: float | N
     assert (
         results[0]["losses"] == results[1]["losses"] == pytest.approx(plain_losses(seeded(), range(6), clip), rel=1e-5)
     )
+    trusted = {**strategy, "sync_module_states": False, "cpu_ram_efficient_loading": False}
+    found = on_ranks("train_foreign", 2, strategy=trusted, steps=1)[0]  # shards of two models
+    assert found["losses"] != pytest.approx(results[0]["losses"][:1], rel=1e-3)
     assert results[0]["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
     assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"])
 

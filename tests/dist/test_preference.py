@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.forks import command, on_ranks
 from tests.dist.preference_jobs import BETA, plain_dpo
 
@@ -66,6 +67,17 @@ def test_with_adapters_the_reference_is_what_lies_below_them(
             assert below == pytest.approx(found[0][f"logps/{side}"], abs=1e-4)
 
 
+def test_the_reference_hears_no_noise(tiny_model: Path, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 1, "strategy": {"engine": "single"}}
+    plain, noisy = (
+        on_ranks("train_pairs", 1, run=str(tmp_path / str(alpha)), model={**LORA, "neftune_alpha": alpha}, **job)[0]
+        for alpha in (None, 5.0)
+    )
+    (before,), (step,) = plain["steps"], noisy["steps"]
+    assert step["rewards/chosen"] != 0
+    assert step["logps/chosen"] - step["rewards/chosen"] / BETA == pytest.approx(before["logps/chosen"], abs=1e-4)
+
+
 def test_losses_without_a_reference_do_not_depend_on_ranks(tiny_model: Path, tmp_path: Path) -> None:
     for loss in ("ipo", "orpo", "simpo"):
         job: dict[str, Any] = {"folder": str(tiny_model), "steps": 3, "model": {"preference": {"loss": loss}}}
@@ -104,9 +116,21 @@ def test_a_recipe_trains_validates_and_predicts(tiny_model: Path, tmp_path: Path
     words += ["--data.max_seq_length", "200", "--data.global_batch_size", "4", "--model.preference.beta", "0.5"]
     words += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.default_root_dir", "run"]
     words += ["--trainer.strategy.init_args.precision", "fp32", "--data.cache_dir", "cache"]
-    fit = [*words, "--trainer.max_steps", "3", "--trainer.val_check_interval", "6", "--model.optim.lr", "1e-3"]
+    fit = [
+        *words,
+        "--seed_everything",
+        "5",
+        "--trainer.max_steps",
+        "3",
+        "--trainer.val_check_interval",
+        "6",
+        "--model.optim.lr",
+        "1e-3",
+    ]
     done = command(2, ["fit", *fit], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
+    position = read_manifest(tmp_path / "run/checkpoints/step-00000003").extra["data"]
+    assert (position["seed"], position["epoch"], position["global_batches_done_in_epoch"]) == (5, 1, 0)
     for rank in command(2, ["validate", *words, "--ckpt_path", "last"], tmp_path):
         assert rank.code == 0, rank.err
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,6 +126,13 @@ def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
         assert __main__.main(["recipes", "ls"]) == 1
         monkeypatch.undo()
     assert capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:  # as behind `| head`, which has enough
+        monkeypatch.setattr("sys.stdout", closed)
+        assert __main__.main(["recipes", "ls"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_requeued_job_without_a_checkpoint_starts_afresh(recipe: list[str], monkeypatch: pytest.MonkeyPatch):

@@ -47,6 +47,7 @@ def test_running_text():
         ("git clone https://me:pa55@host/x", "git clone https://***@host/x"),
         ("s3://bucket/key@v1 and user@host:22", "s3://bucket/key@v1 and user@host:22"),
         ("GET /x?id=3&api_key=abc&n=1", "GET /x?id=3&api_key=***&n=1"),
+        ("https://store/blob?sv=2&sig=a%2Fb", "https://store/blob?sv=2&sig=***"),
         ("Authorization: Bearer abcdefghij", "Authorization: Bearer ***"),
         ("a basic test", "a basic test"),
         ("nothing here: eos_token", "nothing here: eos_token"),
@@ -62,6 +63,8 @@ def test_a_secret_is_found_in_every_spelling(monkeypatch):
     assert redaction.redact("line: AAAABBBBCCCCDDDD") == "line: ***"
     monkeypatch.setenv("SHORT_TOKEN", "train")
     assert redaction.redact("data.train") == "data.train"
+    monkeypatch.setenv("SHORT_TOKEN", "secret")
+    assert redaction.redact("a secret of six") == "a *** of six"
 
 
 def test_values_by_their_keys():

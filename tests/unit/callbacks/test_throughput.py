@@ -108,12 +108,14 @@ class Module(nn.Module):
         return self
 
 
-def meter(module: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FlopMeter, str]:
+def meter(
+    module: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch, precision: str = "bf16-mixed"
+) -> tuple[FlopMeter, str]:
     monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
     made = FlopMeter()
     made.read_shapes(module)
     strategy = SimpleNamespace(root_device=torch.device(device))
-    return made, made.read_device(SimpleNamespace(strategy=strategy, world_size=2, precision="bf16-mixed"), module)  # type: ignore[arg-type]
+    return made, made.read_device(SimpleNamespace(strategy=strategy, world_size=2, precision=precision), module)  # type: ignore[arg-type]
 
 
 def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +126,11 @@ def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     rates = found.rates(COUNTS, 0.5)
     assert rates["model_tflops_per_rank"] == pytest.approx(formula.train_flops(COUNTS) / 0.5 / 2 / 1e12)
     assert rates["mfu"] == rates["hfu"] == pytest.approx(rates["model_tflops_per_rank"] / 989.4)
+
+    for setting, peak in (("highest", 66.9), ("high", 494.7)):  # of fp32, and of tf32 where torch may take it
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
+        found, _ = meter(module, "cuda", "NVIDIA H200", monkeypatch, "32-true")
+        assert found.rates(COUNTS, 0.5)["mfu"] == pytest.approx(rates["model_tflops_per_rank"] / peak)
 
     prepare_blocks(module.model.model.layers, ActivationConfig(mode="full"))
     found, _ = meter(module, "cuda", "NVIDIA H200", monkeypatch)

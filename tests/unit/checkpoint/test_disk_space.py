@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint import disk_space
-from lit_fsdp.checkpoint.disk_space import GIB, check_room, peak_count
+from lit_fsdp.checkpoint.disk_space import GIB, check_room, checkpoint_bytes, peak_count
 from lit_fsdp.checkpoint.run_folder import Found
 from lit_fsdp.config.run import CheckpointConfig, validation_steps
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -35,6 +35,19 @@ def test_how_many_there_are_at_a_time():
     ):
         at: Any = options.pop("at", ())
         assert peak_count(CheckpointConfig(**options), steps, validates, at) == expected, (steps, options, at)
+
+
+def test_the_size_follows_from_shapes_and_the_optimizer():
+    layer = torch.nn.Linear(30, 10)
+    for states, cls, options in (
+        (0, torch.optim.SGD, {}),
+        (1, torch.optim.SGD, {"momentum": 0.9}),
+        (2, torch.optim.AdamW, {}),
+        (3, torch.optim.AdamW, {"amsgrad": True}),
+    ):
+        optimizer: Any = cls(layer.parameters(), lr=0.1, **options)
+        found = checkpoint_bytes(layer.state_dict(), layer.named_parameters(), [optimizer])
+        assert found == round(1.02 * 4 * 310 * (1 + states)), options
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def test_what_cannot_be_saved_leaves_nothing(save, tmp_path):
         ({"files": {"../evil": b""}}, "not a file name inside a checkpoint"),
         ({"files": {"manifest.json": b""}}, "a name of the checkpoint's own"),
         ({"files": {"tensors/x": b""}}, "a name of the checkpoint's own"),
+        ({"files": {"state.json": b""}}, "a name of the checkpoint's own"),
         ({"files": {"hf/tokenizer.json": "gone.json"}}, r"gone\.json: No such file"),
         ({"layout": "full", "tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "safetensors has no dtype"),
     ):
@@ -144,3 +145,5 @@ def test_one_sha256_as_coreutils_compute_it(save: Save):
     assert done.stdout.split()[0] == before
     flip(folder / "state.json")
     assert sha256_of(read_manifest(folder)) != before
+    with pytest.raises(CheckpointError, match=r"state\.json: xxh3 differs"):  # whatever else was compared or not
+        store.load_state(folder)

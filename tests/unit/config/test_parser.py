@@ -187,6 +187,8 @@ def test_a_miniature_replaces_what_a_cpu_lacks(load: Any) -> None:
     ):
         args = vars(load(*(f"--{ARGS}.{key}={value}" for key, value in given.items()), small=SMALL).run.strategy)
         assert {key: args[key] for key in changed} == changed
+    batches = ("--data.global_batch_size=8", "--trainer.accumulate_grad_batches=3")
+    assert load(*batches, small=SMALL).run.trainer["accumulate_grad_batches"] is None
 
 
 def test_a_miniature_says_so_in_one_line(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,8 +28,11 @@ ACCELERATE: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
      {"fsdp_config.fsdp_min_num_params": "dropped because auto_wrap_policy NO_WRAP"}),
     (_fsdp({"mixed_precision": False}), {"precision": "fp32"}, {"mixed_precision": "kept as precision.mode: fp32"}),
     (_fsdp({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}), {"compile": True}, {}),
+    (_fsdp({"dynamo_config": {"dynamo_backend": "NO"}}), {"compile": False}, {}),
     (_fsdp({"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1}},
            fsdp_version=2), {"sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 4}, {}),
+    (_fsdp({"parallelism_config": {"dp_replicate_size": 2}}, fsdp_version=2, fsdp_reshard_after_forward=False),
+     {"sharding": "hybrid_shard_zero2", "replicate_degree": 2}, {}),
     ({"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "0,3"}, {"engine": "ddp", "sharding": "no_shard"},
      {"gpu_ids": "kept as trainer.devices: [0, 3]"}),
     (_fsdp({"use_cpu": True}, fsdp_offload_params=True), {"engine": "ddp", "precision": "mixed", "cpu_offload": False},
@@ -52,6 +55,7 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
 ]  # fmt: skip
 DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ({**ZERO, "zero_optimization": {"stage": 0}}, {"engine": "ddp", "precision": "fp32"}, {}),
+    ({**ZERO, "zero_optimization": {"stage": 1}}, {"engine": "fsdp2", "sharding": "shard_grad_op"}, {}),
     ({**ZERO, "zero_optimization": {"stage": 2}}, {"engine": "fsdp2", "sharding": "shard_grad_op"}, {}),
     ({**ZERO, "bf16": {"enabled": True}, "zero_optimization": {
         "stage": 3, "overlap_comm": True, "offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 1e9}},

@@ -54,6 +54,8 @@ def test_depends_on_data_seed_and_epoch_alone():
     mixes = [_mix(), _mix(seed=2), _mix(fingerprint="other"), _mix(weights=(1.0, 3.0)), _mix(shuffle=False)]
     assert len({tuple(mix.permutation(3)) for mix in mixes}) == len(mixes)
     assert _mix(global_batch_size=8).permutation(3).tolist() == _mix().permutation(3).tolist()
+    mixed = _mix(groups=(10, 10)).permutation(0)
+    assert mixed[mixed < 10].tolist() != (mixed[mixed >= 10] - 10).tolist()  # each source has an order of its own
     assert GlobalOrder(50, 8, "data", 1, shuffle=False).permutation(7).tolist() == list(range(50))
 
 

@@ -240,6 +240,10 @@ def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(datasets, "load_dataset_builder", None)  # whoever has the commit does not ask again
     assert find_sources(entries[:1])[0].parts[0].revision == "a" * 40
     assert pinned("imdb", ["c" * 40])[0].revision == "c" * 40
+    cache = type("Cache", (), {"hash": "d" * 40})  # what datasets makes of its cache where the hub does not answer
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words, **more: cache())
+    with pytest.raises(DataError, match=f"its cache has commit {'d' * 40}, which need not be revision old"):
+        find_sources([SourceConfig(source="imdb", revision="old")])
     with pytest.raises(ConfigError, match="revision old of generated:3"):
         find_sources([SourceConfig(source="generated:3", revision="old")])
 
@@ -272,6 +276,9 @@ def test_columns_and_formats(tmp_path: Path):
     assert find_sources(str(path), DataConfig(format="text"))[0].row_format == "text"
     entry = SourceConfig(source=str(path), format="sharegpt")
     assert find_sources([entry], DataConfig(format="text"))[0].row_format == "sharegpt"
+    entry = SourceConfig(source=str(path), columns={"prompt": "a"})
+    (chunk,) = find_sources([entry], DataConfig(columns={"prompt": "q"}))[0].chunks()
+    assert chunk.rows()[0][1] == {"prompt": "y", "q": "x"}
     with pytest.raises(ConfigError, match=r"allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
     with pytest.raises(ConfigError, match="'q' twice"):
@@ -286,6 +293,8 @@ def test_a_digest_is_of_content_and_kind(tmp_path: Path):
     names = {"a.jsonl": content, "copy.jsonl": content, "a.ndjson": content, "more.jsonl": content + "\n"}
     digests = [find_sources(str(_write(tmp_path / name, text)))[0].digest(tmp_path) for name, text in names.items()]
     assert [digests.index(digest) for digest in digests] == [0, 0, 2, 3]
+    ends = (_write(tmp_path / "long.jsonl", "a" * 2**18 + end) for end in "bc")
+    assert len({find_sources(str(path))[0].edges_digest() for path in ends}) == 2
     _saved(tmp_path / "saved")
     saved = [find_sources(str(tmp_path / "saved"))[0].digest(tmp_path)]
     arrow = next((tmp_path / "saved").glob("*.arrow"))

@@ -110,6 +110,8 @@ def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path
     counts = Counter(epoch)
     assert counts[1] == 10
     assert 30 <= counts[0] <= 33
+    start = json.loads(json.dumps(windows[1].start))
+    assert next(_stream(small, train=entries, shuffle_window=7).windows(start)).rows == windows[1].rows
     again = next(window for window in windows if window.epoch == 1)
     assert (again.number, again.rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
 

@@ -11,9 +11,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import DataError
-from tests.unit.data.conftest import byte_level_tokenizer, metaspace_tokenizer
+from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
 from tests.unit.data.conversations import encode, say, shown, supervised
 from tests.unit.data.families import unmarked
 
@@ -210,6 +211,11 @@ def test_kwargs_of_the_template(small: Any):
         assert text.endswith(wanted)
         plain = shown(small, encode(small, template, messages, chat_template_kwargs={"mood": "a"}))
         assert plain.startswith("a:<|im_start|>user")
+    encoder = encoder_of(small, DataConfig(), template)
+    rows = [{"messages": say("u:1", "a:2"), **own} for own in (row, {}, row)]  # alike but for these
+    found = encoder.encode(rows, "messages", ["rows.jsonl:7"] * 3)
+    alone = [encode(small, template, one["messages"], row=one) for one in rows]
+    assert [shown(small, one.samples[0]) for one in found] == [shown(small, one) for one in alone]
     with pytest.raises(DataError, match=r"^rows\.jsonl:7: chat_template_kwargs are names with values, not str"):
         encode(small, template, say("u:1", "a:2"), row={"chat_template_kwargs": "x"})
 

@@ -39,6 +39,7 @@ _SIZES = {name: most for most, names in _MOST.items() for name in names.split()}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 _LAST_TOKEN = 127
 _OWN: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 8.0},
     "gemma3n_text": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "mamba2": {"num_heads": 8},

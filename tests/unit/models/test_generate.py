@@ -46,3 +46,6 @@ def test_settings_of_the_model_itself_are_not_used(pair):
     own = model.generation_config = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=12)
     assert answer_batch(model, tokenizer, [_user("a")], 12) == plain
     assert model.generation_config is own
+    model.train()
+    answer_batch(model, tokenizer, [_user("a")], 1)
+    assert model.training

@@ -11,7 +11,7 @@ from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.neftune import EmbeddingNoise
-from lit_fsdp.models.optimizers import optimizer_class, state_bytes
+from lit_fsdp.models.optimizers import MuonWithAdamW, optimizer_class, state_bytes
 from lit_fsdp.models.preference import evaluating
 
 
@@ -48,6 +48,17 @@ def test_bytes_are_those_of_the_live_state():
         found, of = state_bytes(optim, nn.Module(), 4)
         assert (of == path) is known
         assert found(param, param.numel()) == (kept if known else 2 * 32 * 4)
+
+
+def test_what_muon_leaves_takes_adamws_steps():
+    ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    mixed = MuonWithAdamW([{"params": [ours], "use_muon": False}], adamw_lr=0.1, betas=(0.5, 0.6))
+    plain = torch.optim.AdamW([theirs], lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)
+    for scale in (1.0, -3.0):
+        for param, optimizer in ((ours, mixed), (theirs, plain)):
+            param.grad = scale * torch.arange(3.0)
+            optimizer.step()
+    assert torch.equal(ours, theirs)
 
 
 ALPHA = 5.0

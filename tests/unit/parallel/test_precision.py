@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ContractError
-from lit_fsdp.parallel.precision import DtypeContract
+from lit_fsdp.parallel.precision import DtypeContract, apply_float8, cast_inputs
 
 
 @pytest.fixture
@@ -50,6 +50,21 @@ def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
     contract.finish_first_step()
     assert not contract.watching
     block.float()(torch.zeros(1, 2))
+
+
+def test_inputs_by_name_are_cast_too():
+    layer = nn.Linear(2, 2).bfloat16()
+    cast_inputs(layer, torch.bfloat16)
+    assert layer(input=torch.ones(1, 2)).dtype == layer(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_layers_that_fp8_skips_stay():
+    for skip, found in ((None, {"proj"}), (["proj"], {"lm_head"})):
+        model = nn.ModuleDict(
+            {name: nn.Linear(size, 32) for name, size in (("proj", 32), ("lm_head", 32), ("odd", 33))}
+        )
+        apply_float8(model, skip, "precision")
+        assert {name for name, layer in model.items() if type(layer) is not nn.Linear} == found
 
 
 def test_a_frozen_weight_of_another_dtype_is_named(contract: DtypeContract):

@@ -15,10 +15,13 @@ from lit_fsdp.audit import audit_recipe
 from lit_fsdp.commands.planning import run_plan
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.hardware import gpus
+from lit_fsdp.plan import search
 from lit_fsdp.plan.communication import Layout, Weights, step_traffic
-from lit_fsdp.plan.memory import rank_memory, zero_table
+from lit_fsdp.plan.memory import RankMemory, StepTime, rank_memory, step_time, zero_table
 from lit_fsdp.plan.savings import is_out_of_memory, savings
 from lit_fsdp.plan.search import choices
+from lit_fsdp.plan.simulate import StepMemory
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "llama3.1-8b_full_fsdp2_8x80gb.yaml"
@@ -42,8 +45,35 @@ def test_states_are_the_audits_and_block_inputs_follow_from_shapes():
     assert memory.optimizer == state["optimizer_bytes"] == 2 * memory.parameters
     tokens = run.data.micro_batch_size * run.data.max_seq_length
     assert memory.step.kept == 32 * tokens * 4096 * 2  # bf16 inputs of 32 blocks that are recomputed
+    alone = rank_memory(loaded(f"--data.global_batch_size={8 * run.data.micro_batch_size}"))  # nothing accumulates
+    assert (alone.step.moment, alone.step.gradients) == ("forward", memory.gradients)  # of the step before
+    assert memory.room(80) == pytest.approx(0.97 * 80 * GIB - 1.5 * GIB - memory.peak)
+    offloaded = rank_memory(loaded("--trainer.strategy.init_args.cpu_offload=true"))
+    assert offloaded.peak == memory.peak - memory.parameters - memory.gradients - memory.optimizer
     # the loss needs the head in bf16, and what it was gathered in is still there; and the last norm, of the root
     assert memory.step.gathered == 2 * 128256 * 4096 * 2 + 4096 * 2
+
+
+def test_the_largest_batch_and_the_order_of_choices(monkeypatch: pytest.MonkeyPatch):
+    """Each row takes 1 GiB, of which the first alone seems to need 5; shards on the host come last, if fast."""
+
+    def memory(run: Any) -> RankMemory:
+        at_work = (4 + run.data.micro_batch_size) * GIB
+        step = StepMemory(kept=5 * GIB, at_work=at_work, gathered=0, reduced=0, moment="head", gradients=0)
+        return RankMemory(0, 0, 0, step, 0, run.strategy.offloads)
+
+    monkeypatch.setattr(search, "rank_memory", memory)
+    run = loaded("--data.global_batch_size=512")
+    assert search.largest_rows(run, 80) == 64
+    found = search.search(run, 80, lambda run: StepTime(1, 0, 0, 1 + run.strategy.offloads), lambda text: None)
+    assert [one.memory.offloads for one in found] == [False] * (len(found) - 3) + [True] * 3
+
+
+def test_recomputing_takes_time():
+    gpu = next(gpu for gpu in gpus() if gpu.name == "h100-80gb")
+    mode = "--trainer.strategy.init_args.activation_checkpointing"
+    full, none = (step_time(loaded(f"{mode}={word}"), gpu).compute for word in ("full", "none"))
+    assert 1.2 < full / none < 4 / 3  # not of the head
 
 
 def test_a_base_in_four_bits():

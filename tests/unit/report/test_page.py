@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
     "model": {"name": EVIL, "optim": {"lr": 1e-4, "warmup_steps": 10}},
     "data": {"train": ["a.jsonl", EVIL]},
 }
-ROWS = ["step,train_loss,lr,val_loss,mine", "0,4.0,0.1,,", "1,3.0,0.2,3.5,nan", "2,inf,0.3,,7", "3,2.0,0.4,2.5,8"]
+ROWS = ["step,train_loss,lr,val_loss,mine", "0,4.0,0.1,,", "1,3.0,0.2,2.5,nan", "2,inf,0.3,,7", "3,2.0,0.4,3.5,8"]
 
 
 def run_folder(folder: Path, recipe: dict[str, Any] = RECIPE, rows: list[str] = ROWS, **files: Any) -> Path:
@@ -65,7 +65,7 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(memory.values()) == ["3 GiB", "4 GiB", "2 GiB", "75.0%"]
     glance = dict(page.tables["At a glance"])
     assert glance["optimizer steps"] == "4 of 6"
-    assert glance["validation loss, lowest"] == "2.5 after step 4"
+    assert glance["validation loss, lowest"] == "2.5 after step 2"
     assert glance["engine"] == "fsdp2, hybrid_shard, 8 ranks, 4 copies"
     assert page.tables["Versions"] == [["torch", "2.99"]]
     prompts = [row[1] for row in page.tables["Samples, first and last time asked"]]
