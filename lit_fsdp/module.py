@@ -159,9 +159,13 @@ class CausalLMModule(LightningModule):
         if self.trainer.ckpt_path and self._configured is not None:
             scheduler, configured = self._configured
             scheduler.base_lrs = [options["initial_lr"] for options in configured]
-            groups = zip(scheduler.optimizer.param_groups, configured, scheduler.lr_lambdas, strict=True)
-            for group, options, factor in groups:
+            live = scheduler.optimizer.param_groups
+            before = live[0]["lr"]
+            for group, options, factor in zip(live, configured, scheduler.lr_lambdas, strict=True):
                 group.update({**options, "lr": options["initial_lr"] * factor(scheduler.last_epoch)})
+            if self.global_rank == 0 and not math.isclose(before, live[0]["lr"]):
+                text = "the learning rate goes on at %.4g, where the checkpoint had %.4g: model.optim and the end of"
+                _log.warning(text + " training are others", live[0]["lr"], before)
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""

@@ -56,7 +56,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
             words["every_n"] = "no" if index % (config.n or _EVERY_N_DEFAULT) else "full"
         what = words.get(config.mode, "no")
         if what in ("full", "selective"):
-            forward = _recompute(block, forward, keep)
+            forward = _recompute(block, forward, _without_products_of_experts(keep, block))
         if compile:
             backend = BACKEND if config.memory_budget is None else _within_budget(BACKEND, config.memory_budget)
             forward = torch.compile(forward, backend=backend)
@@ -93,6 +93,13 @@ def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
         if set(words) != {"no"}:
             found[name] = ", ".join(f"{count} blocks {word}" for word, count in words.items())
     return found
+
+
+def _without_products_of_experts(keep: tuple[Op, ...], block: nn.Module) -> tuple[Op, ...]:
+    """Of experts with biases (GPT-OSS) transformers adds these in place, and what is kept must not change."""
+    if not any(getattr(module, "has_bias", False) is True for module in block.modules()):
+        return keep
+    return tuple(op for op in keep if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default))
 
 
 def _recompute(block: nn.Module, forward: Callable[..., Any], keep: tuple[Op, ...]) -> Callable[..., Any]:

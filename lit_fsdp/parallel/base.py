@@ -73,8 +73,8 @@ _FREE_CHOICES = (
     *("nonfinite_gradients", "max_skipped_steps"),
 )
 """Arguments in which the strategies of two Trainers that share a module may differ."""
-_AVERAGE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
-"""Callbacks of Lightning that keep a whole model on every rank, but a rank has only shards to average."""
+_WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
+"""Callbacks of Lightning that average or sort whole weights, but a rank has only shards."""
 
 
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
@@ -231,10 +231,10 @@ class EngineStrategy(Checkpoints):
             return
         trainer, engine = trainer or self.lightning_module.trainer, self.config.engine
         for callback in trainer.callbacks:
-            name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _AVERAGE_WEIGHTS), "")
-            given = f"{name} with engine {engine}: it averages whole models, but a rank has only shards"
-            allowed = "callbacks that do not copy the model; weight averages with engine ddp or single"
-            fix = f"drop {name}, or average exported checkpoints afterwards"
+            name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
+            given = f"{name} with engine {engine}: it needs whole weights, but a rank has only shards"
+            allowed = "callbacks that do without whole weights; this one with engine ddp or single"
+            fix = f"drop {name}, or work on exported checkpoints afterwards"
             require(not name, "trainer.callbacks", given, allowed, fix)
         manual = trainer.state.fn == "fit" and not self.lightning_module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(self.lightning_module).__name__}), whose root counts on one "

@@ -107,6 +107,8 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
         "  trainer.strategy.init_args.replicate_degree: None → 2",
         "  trainer.strategy.init_args.sharding: 'full_shard' → 'hybrid_shard'",
     ]
+    assert "the learning rate goes on at 0.0004109, where the checkpoint had 2e-06" in done[0].err
+    assert "goes on" not in done[1].err
     with (smoke / "run/metrics.csv").open(newline="") as file:
         after = list(csv.DictReader(file))
     assert after[:4] == before

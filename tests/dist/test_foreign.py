@@ -97,8 +97,12 @@ def test_lightnings_checkpoints_are_kept_and_resumed_but_are_no_transformers_mod
     assert not (tmp_path / "out").exists()
 
 
-def test_averages_of_shards_are_refused() -> None:
-    cases = (("fsdp2", "StochasticWeightAveraging", {"swa_lrs": 1e-2}), ("fsdp1", "WeightAveraging", {}))
+def test_averages_of_shards_are_refused_and_pruning_too() -> None:
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("fsdp2", "StochasticWeightAveraging", {"swa_lrs": 1e-2}),
+        ("fsdp1", "WeightAveraging", {}),
+        ("fsdp2", "ModelPruning", {"pruning_fn": "l1_unstructured"}),
+    )
     for engine, name, arguments in cases:
         first, second = (one["error"] for one in trained(engine, callbacks={name: arguments}, max_epochs=2))
         assert first == second

@@ -12,6 +12,7 @@ from tests.spec.running import FACTORY, fit, logged
 def test_bit_for_bit(reference: Path, stopped: Path) -> None:
     said = fit(stopped, "--ckpt_path", "last")
     assert "resumed from step 2" in said
+    assert "learning rate goes on" not in said
     assert logged(stopped) == logged(reference)
     assert logged(stopped, "val_loss") == logged(reference, "val_loss")
 
