@@ -126,3 +126,12 @@ def test_the_command_refuses_a_held_folder_before_it_writes(tmp_path: Path, held
     assert f"another job is at work in this run folder: process {held.pid} on host" in done.err
     assert "Traceback" not in done.err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
+    """Room at the start, none at the third save: an error on both ranks, and the second one stands."""
+    found = fit(tmp_path, ENGINES[0], 5, free=[PLENTY, PLENTY, PLENTY, 1000], every_steps=1, keep_last=1)
+    assert "not enough disk space" in found["error"]
+    assert "at most 1 at a time" in found["error"]
+    assert (found["taken"], found["there"]) == (3, [2])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -217,3 +217,15 @@ def test_scores_per_row_leave_fillers_out():
     (plain,) = quiet().predict(net, DataLoader([batch], batch_size=None))
     assert [row["supervised_tokens"] for row in plain] == [7, 3, 3]
     assert plain[0]["loss_sum"] == scored[0]["loss_sum"]
+
+
+def test_decay_is_for_matrices_only():
+    net, _ = fit([rows(1)], net=module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
+    (optimizer,) = net.trainer.optimizers
+    names = {id(param): name for name, param in net.named_parameters()}
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
+    assert len(plain["params"]) == 3
+    assert len(decayed["params"]) == 8  # one embedding, four projections, three of the MLP
+    assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, False)

@@ -35,7 +35,8 @@ def test_it_says_what_the_recipe_says_in_lines_that_bash_can_read():
         ({"min_nodes": 1}, {}, ["--nodes=1-2", "--mincpus=8", "for nodes in 2 1; do"]),
         ({"gpus_per_node": 0}, {"accelerator": "cpu", "devices": 4}, ["4 processes on CPUs", "process(es) per node"]),
         ({"requeue": False}, {}, ["#SBATCH --no-requeue\n", "-gt 0 ]; then"]),
-        ({"max_requeues": 3, "signal_lead_seconds": 30, "time": "2:00"}, {}, ["--requeue\n", "USR1@30", "=2:00\n"]),
+        ({"max_requeues": 3, "qos": "high", "time": "2:00"}, {}, ["--requeue\n", "--qos=high\n", "=2:00\n"]),
+        ({"signal_lead_seconds": 30}, {}, ["USR1@30"]),
         ({"container": "reg/i:1", "env": {"A": "1"}}, {}, ["--container-image=reg/i:1", "--container-env=A"]),
         (
             {"container": "/i/a b.sif", "container_runtime": "apptainer", "env": {"A": "1"}},

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from lit_fsdp.callbacks.throughput import FlopMeter
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
+from lit_fsdp.metrics.hardware import peak_flops
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 from tests.unit.models.families import tiny
@@ -118,3 +119,22 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     assert line.startswith("MFU –: FLOPs are not counted: 'head_dim' is a per-layer attribute")
     assert "\n" not in line
     assert meter.rates({}, 1.0) == {}
+
+
+def test_bf16() -> None:
+    for name, tflops in (
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+    ):
+        assert peak_flops(name, "bf16") == tflops * 1e12, name
+    for name in (
+        "Tesla V100-SXM2-16GB",  # no bf16
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 with Max-Q Design",
+        "NVIDIA H200 MIG 1g.18gb",
+        "CPU",
+        "",
+    ):
+        assert peak_flops(name, "bf16") is None, name
