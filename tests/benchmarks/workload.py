@@ -19,7 +19,7 @@ SEED = 0
 OPTIM = {"lr": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "schedule": "constant"}
 CLIP_NORM = 1.0
 # What the peers write by hand; with few blocks most parameters are in the embedding, which is fine here.
-_STRATEGY = {"engine": "fsdp2", "precision": "auto", "wrap": {"max_root_share": 1.0}}
+_STRATEGY = {"precision": "auto", "wrap": {"max_root_share": 1.0}}
 _WORDS = "red green blue white black yellow box ball cup book lamp hat one two three four five six".split()
 
 
@@ -64,6 +64,7 @@ class Workload:
     """Optimizer steps."""
     packing: bool = False
     """Rows of a third of the length on average, several in a sequence."""
+    engine: str = "fsdp2"
 
     def make(self, ranks: int) -> None:
         """Write everything for runs on this number of ranks."""
@@ -102,7 +103,7 @@ class Workload:
     def _recipe(self, ranks: int) -> dict[str, Any]:
         trainer = {"devices": ranks, "max_steps": self.steps, "log_every_n_steps": 5}
         return {
-            **training(str(self.folder / "model"), _STRATEGY, **trainer),
+            **training(str(self.folder / "model"), {"engine": self.engine, **_STRATEGY}, **trainer),
             "data": {
                 "train": str(self.folder / "rows.jsonl"),
                 "max_seq_length": self.length,
