@@ -1,6 +1,6 @@
 """``make bench``: lit_fsdp beside what one would write by hand, interleaved, as medians of ratios.
 
-    python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] [--steps 7] [--layers 30] [--engine fsdp2]
+    python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] [--engine fsdp2] …
 
 The measures (aims are no tests; a shared machine decides nothing):
 
@@ -45,10 +45,8 @@ def main() -> None:
     if options.steps <= WARMUP_STEPS or options.repeats < 1:
         parser.error(f"--steps must be more than {WARMUP_STEPS}, --repeats at least 1")
     with bench("run") as (record, folder):
-        shape, size = (
-            {"num_hidden_layers": options.layers},
-            {"global_batch_size": 4, "steps": options.steps, "engine": options.engine},
-        )
+        shape = {"num_hidden_layers": options.layers}
+        size = {"global_batch_size": 4, "steps": options.steps, "engine": options.engine}
         for name, what, ranks in (
             ("one", "one process ÷ plain PyTorch loop", 1),
             ("two", "two processes ÷ `fully_shard` loop", 2),
