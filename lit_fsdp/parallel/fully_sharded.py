@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,25 @@ class _Root(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+class _OneRank:
+    """What stands for a reduce-scatter in a group of one rank, where torch copies the gradients of a unit once more.
+
+    It asks for a buffer to reduce from and for one to reduce into, and gets the same one.
+    """
+
+    _buffer: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if (buffer := self._buffer) is None:
+            self._buffer = torch.empty(size, dtype=dtype, device=device)
+            return self._buffer
+        self._buffer = None
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what is to be reduced is where the result is to be."""
 
 
 def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
@@ -77,6 +96,10 @@ def apply_fully_shard(
         root.set_reduce_scatter_unused_params(True)
     if not config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
         last.set_reshard_after_forward(False, recurse=False)
+    for unit in root.modules() if options["mesh"].size() == 1 else ():
+        if isinstance(unit, FSDPModule):
+            comm: Any = _OneRank()
+            unit.set_custom_reduce_scatter(comm)
     units = set(plan.modules.values())
     _set_prefetch([child for child in module.modules() if child in units], config)
     return root

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.parallel import precision
@@ -166,6 +167,26 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
             for dim in range(live.mesh.ndim)
         ],
     }
+
+
+class Copies(TorchDispatchMode):
+    """Notes how many elements are copied at once from one place to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
+            self.sizes.add(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def alone(folder: str, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A run of one rank, and how many elements were copied at once."""
+    with Copies() as copies:
+        return fit(module_for(folder), strategy, **options)[1] | {"copied": sorted(copies.sizes)}
 
 
 def settled(

@@ -50,6 +50,15 @@ def test_fsdp2_is_set_as_the_recipe_says(tiny_model: Path) -> None:
         assert set(found["timeouts"]) == {77.0}
 
 
+def test_one_rank_does_not_copy_what_there_is_nobody_to_reduce_with(tiny_model: Path) -> None:
+    strategy = {"engine": "fsdp2", "precision": "fp32"}
+    found = on_ranks("alone", 1, folder=tiny_model, strategy=strategy, accumulate_grad_batches=2)[0]
+    assert found["losses"] == pytest.approx(reference_losses(str(tiny_model)), rel=1e-5)
+    units = {unit["num_params"] for unit in found["audit"]["units"]}
+    assert len(units) > 1
+    assert not units.intersection(found["copied"])
+
+
 def test_ddp_looks_for_unused_parameters_unless_told_otherwise(tiny_model: Path) -> None:
     job = {"engine": "ddp", "precision": "fp32", "timeout_seconds": 77}
     looks, trusts = look(tiny_model, **job), look(tiny_model, **job, find_unused_parameters=False)
