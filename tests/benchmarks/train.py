@@ -99,8 +99,8 @@ def ratios(runs: Runs, padded_fill: float) -> list[dict[str, Any]]:
         best = [max(same_round, key=speed) for same_round in zip(*trl, strict=True)]
         fast = [[speed(run) for run in side] for side in (ours, best)]
         small = [[run["peak_bytes"] for run in side] for side in (ours, best)]
-        found.append(compared("speed, ours packed ÷ TRL's best", *fast, aim=">= 1.8"))
-        found.append(compared("peak memory, ours packed ÷ TRL's fastest", *small, aim="<= 0.65"))
+        found.append(compared("speed, ours packed ÷ TRL's best", *fast, aim=">= 1.5"))
+        found.append(compared("peak memory, ours packed ÷ TRL's fastest", *small, aim="<= 0.8"))
     if ours and "trainer-padded" in runs:
         fast = [[speed(run) for run in side] for side in (ours, runs["trainer-padded"])]
         found.append(compared("speed, ours packed ÷ padded Trainer", *fast, aim=f">= {0.9 / padded_fill:.2f}"))
