@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
@@ -53,7 +54,6 @@ class Checkpoint(ModelCheckpoint):
         super().__init__(save_top_k=-1, save_on_train_epoch_end=False, enable_version_counter=False)
         self._saved_step = -1
         self._seen_step = 0
-        self._best_value: float | None = None
         self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
         self._pending: Path | None = None
@@ -94,7 +94,7 @@ class Checkpoint(ModelCheckpoint):
         found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
         self._seen_step = self._saved_step = trainer.global_step
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
-        self._best_value = top[0].metrics[self.config.monitor] if top else None
+        self.best_model_score = torch.tensor(top[0].metrics[self.config.monitor], dtype=torch.float64) if top else None
         if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._check_room(trainer, pl_module, found)
 
@@ -124,7 +124,7 @@ class Checkpoint(ModelCheckpoint):
             "looking for the best", lambda: (own, self._is_better(own.get(self.config.monitor)))
         )
         if self.config.keep_best and is_better:
-            self._best_value = metrics[self.config.monitor]
+            self.best_model_score = torch.tensor(metrics[self.config.monitor], dtype=torch.float64)
             self.save(trainer)
         folder = self._folder(trainer.global_step)
         if self._saved_step != trainer.global_step or self.config.monitor not in metrics:
@@ -221,8 +221,8 @@ class Checkpoint(ModelCheckpoint):
         """Whether a monitored value beats all before."""
         if value is None or value != value:
             return False
-        before = self._best_value
-        return before is None or (value < before if self.config.mode == "min" else value > before)
+        before = self.best_model_score
+        return before is None or bool(value < before if self.config.mode == "min" else value > before)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """For Lightning's own ``ckpt_path="last"``; when they load, the ranks take what rank 0 has found."""

@@ -51,6 +51,7 @@ def train_with_own_metrics(
     return {
         "there": sorted(path.name for path in place.iterdir() if path.name.startswith("step")),
         "best": Path(saving.best_model_path).name,
+        "score": None if saving.best_model_score is None else saving.best_model_score.item(),
     }
 
 

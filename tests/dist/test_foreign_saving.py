@@ -25,7 +25,8 @@ def test_rank_0_decides_what_is_best(tmp_path: Path, engine: str) -> None:
         job = {"strategy": {"engine": engine}, "run": tmp_path / str(index), "told": [first, second]}
         found = on_ranks("train_with_own_metrics", 2, **job)
         assert found[0] == found[1]
-        assert found[0] == {"there": [name for name in (best, "step-00000004") if name], "best": best}
+        there = [name for name in (best, "step-00000004") if name]
+        assert found[0] == {"there": there, "best": best, "score": 1.0 if best else None}
     job = {"strategy": {"engine": engine}, "run": tmp_path / "lightning", "told": [better, worse]}
     saving = {"filename": "{step}-{val_loss:.0f}", "save_on_train_epoch_end": False}
     found = on_ranks("train_with_own_metrics", 2, lightnings=saving, **job)
