@@ -16,7 +16,7 @@ import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -76,7 +76,8 @@ class RecipeCLI(LightningCLI):
 
     Without classes, ``model`` and ``data`` of a recipe may name any LightningModule and LightningDataModule by
     ``class_path``, and are our own without one. ``RecipeCLI(MyModule, MyDataModule)`` in a script gives the same verbs
-    to classes of one's own. Subclasses may override ``add_arguments_to_parser`` and link arguments.
+    to classes of one's own. Subclasses may add arguments and callbacks in ``add_arguments_to_parser``, link them, and
+    define ``before_fit``, ``fit``, ``after_fit`` and so on.
 
     Raises:
         ConfigError: A key or value that cannot work. When ``args`` is not given, the process ends instead: with 2 after
@@ -253,7 +254,10 @@ class RecipeCLI(LightningCLI):
         samples = self._get(self.config_init, "samples")
         self.samples = None if samples.prompts is None else Samples(**vars(samples))
         callbacks += [] if self.samples is None else [self.samples]
-        if given.get("enable_progress_bar") is not False:
+        theirs = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
+        others = [given.get("callbacks") or [], self.trainer_defaults.get("callbacks") or [], theirs]
+        has_bar = any(isinstance(c, ProgressBar) for one in others for c in (one if isinstance(one, list) else [one]))
+        if given.get("enable_progress_bar") is not False and not has_bar:
             callbacks.append(RunProgress())
         if given.get("enable_checkpointing") is not False:
             callbacks.append(self._checkpoint_callback(given))
@@ -269,7 +273,7 @@ class RecipeCLI(LightningCLI):
             kwargs["use_distributed_sampler"] = False  # the data module orders samples itself
         kwargs["accumulate_grad_batches"] = given.get("accumulate_grad_batches") or 1
         try:
-            return self._instantiate_trainer({**given, **kwargs}, callbacks)
+            return self._instantiate_trainer({**given, **kwargs}, [*theirs, *callbacks])
         except ConfigError:
             raise
         except _REFUSALS as error:
@@ -397,9 +401,12 @@ class RecipeCLI(LightningCLI):
 
     def _run(self, verb: str) -> None:
         options = {"return_predictions": False} if verb == "predict" else {}
-        function, folder = getattr(self.trainer, verb), Path(self.trainer.default_root_dir)
+        run, folder = getattr(self, verb, getattr(self.trainer, verb)), Path(self.trainer.default_root_dir)
+        before, after = (getattr(self, f"{when}_{verb}", lambda: None) for when in ("before", "after"))
         try:
-            function(self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
+            before()
+            run(model=self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
+            after()
             if dist.is_initialized():  # its threads, met by an interpreter that is shutting down, may abort the process
                 dist.destroy_process_group()
             is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature

@@ -85,6 +85,8 @@ model: {name: CONFIG, miniature: true, optim: {lr: 1e-3}}
 data: {train: "generated:64", max_seq_length: 64, micro_batch_size: 2}
 """
 SCRIPT = """
+import pathlib
+from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
 from lit_fsdp import RecipeCLI
 import mine
 
@@ -92,9 +94,20 @@ class CLI(RecipeCLI):
     def add_arguments_to_parser(self, parser):
         parser.add_argument("--size", type=int, default=5)
         parser.link_arguments("size", "model.hidden")
+        parser.add_lightning_class_args(EarlyStopping, "early")
+        parser.set_defaults({"early.monitor": "train_loss"})
+    def before_fit(self):
+        self.word = "before"
+    def fit(self, model, **words):
+        self.word += " fit"
+        self.trainer.fit(model, **words)
+    def after_fit(self):
+        loss = self.trainer.validate(self.model, self.datamodule, verbose=False)[0]["val_loss"]
+        if self.trainer.is_global_zero:
+            pathlib.Path("after").write_text(f"{self.word} {self.trainer.early_stopping_callback.patience} {loss > 0}")
 
 if __name__ == "__main__":
-    CLI(mine.Net, mine.Rows)
+    CLI(mine.Net, mine.Rows, trainer_defaults={"callbacks": [TQDMProgressBar()]})
 """
 CONFIG = ROOT / "configs" / "model" / "SmolLM2-135M-Instruct.json"
 
@@ -147,7 +160,8 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
 def test_a_script_of_ones_own(here: Path) -> None:
     words = ("--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--size", "7")
     optimizer = ("--optimizer=torch.optim.RMSprop", "--optimizer.lr=0.2")
-    said_by("train.py", "fit", *words, *optimizer, "--trainer.callbacks=mine.Tell", job="script")
+    said_by("train.py", "fit", *words, *optimizer, "--trainer.callbacks=mine.Tell", "--early.patience=9", job="script")
+    assert Path("after").read_text() == "before fit 9 True"
     assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
     assert (told()["optimizer"], dict(told()["options"])["lr"]) == ("RMSprop", 0.2)  # type: ignore[call-overload]
     assert yaml.safe_load(Path("runs/run/recipe.yaml").read_text())["size"] == 7
