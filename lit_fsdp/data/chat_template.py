@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from lit_fsdp.data.formats import Conversation
+from lit_fsdp.data.formats import Conversation, Message
 from lit_fsdp.data.masks import Span, added_tokens
 from lit_fsdp.errors import ConfigError, DataError, require
 
@@ -75,15 +76,19 @@ class ChatTemplate:
         source = self._tool_use if conversation.tools else self.source
         marked = bool(_MARK.search(source))
         _compile(source)
+        options: dict[str, Any] = {
+            "tools": conversation.tools,
+            "chat_template": source,
+            "return_assistant_tokens_mask": marked,
+            "add_generation_prompt": generation_prompt,
+            **self._variables,
+            **conversation.template_kwargs,
+        }
         try:
-            (text,), marks = render(
-                [conversation.messages],
-                conversation.tools,
-                chat_template=source,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=generation_prompt,
-                **{**self._variables, **conversation.template_kwargs},
-            )
+            try:
+                (text,), marks = render([conversation.messages], **options)
+            except TypeError:  # DeepSeek V3 adds the arguments of calls to other text, so they have to be text
+                (text,), marks = render([[_with_text(message) for message in conversation.messages]], **options)
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
                 f"{location}: the chat template refuses it ({' '.join(str(error).split())})\n"
@@ -99,6 +104,16 @@ class ChatTemplate:
             return self.render(replace(conversation, messages=messages), "", generation_prompt=generation_prompt)[0]
         except DataError:
             return None
+
+
+def _with_text(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _compile(source: str) -> None:

@@ -158,11 +158,13 @@ def tokens() -> Any:
 def test_turns_of_templates_of_every_temper(small: Any):
     look = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}'
     empty = "<think>\n\n</think>\n\n"
+    added = CHATML.replace("c.function | tojson", "c.function.name + c.function.arguments")  # as DeepSeek V3 does
     table: list[tuple[str, Any, list[str]]] = [
         (CHATML, say("a:Yo", "u:Hi"), ["Yo<|im_end|>"]),
         (CHATML, say("u:x", "a:x", "a:x"), ["x<|im_end|>", "x<|im_end|>"]),
         (CHATML, say("u:\ue000", "a:\ue001 z"), ["\ue001 z<|im_end|>"]),
         (CHATML, _calls(), [look + "<|im_end|>", "It is.<|im_end|>"]),
+        (added, _calls(), ['<tool_call>look{"city": "Oslo"}<|im_end|>', "It is.<|im_end|>"]),
         (CHATML, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
         (THINKING, say("u:1", f"a:{THOUGHT}2", "u:3", f"a:{THOUGHT}4"), ["2<|im_end|>", THOUGHT + "4<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "u:3"), ["2<|im_end|>"]),
