@@ -265,7 +265,7 @@ class RecipeCLI(LightningCLI):
         if logger is not False:
             own = RunCSVLogger(given["default_root_dir"], self.verb or "fit")
             others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
-            kwargs["logger"] = [own, *others]
+            kwargs["logger"] = [*others, own]  # self.logger of a module is the one its author has named
         if isinstance(self.model, CausalLMModule):
             for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
                 kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units says more

@@ -56,6 +56,7 @@ class Tell(L.Callback):
     def on_train_end(self, trainer, module):
         found = {
             "word": self.word, "step": trainer.global_step, "strategy": type(trainer.strategy).__name__,
+            "logger": type(module.logger).__name__,
             "batches": len(trainer.train_dataloader), "accumulate": trainer.accumulate_grad_batches,
             "optimizer": type(trainer.optimizers[0]).__name__, "options": trainer.optimizers[0].defaults,
             "max_time": str(trainer.max_epochs), "extra": getattr(module, "extra", None),
@@ -160,7 +161,9 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
 def test_a_script_of_ones_own(here: Path) -> None:
     words = ("--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--size", "7")
     optimizer = ("--optimizer=torch.optim.RMSprop", "--optimizer.lr=0.2")
-    said_by("train.py", "fit", *words, *optimizer, "--trainer.callbacks=mine.Tell", "--early.patience=9", job="script")
+    more = ("--trainer.callbacks=mine.Tell", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs")
+    said_by("train.py", "fit", *words, *optimizer, *more, "--early.patience=9", job="script")
+    assert told()["logger"] == "CSVLogger"  # ours writes metrics.csv beside it
     assert Path("after").read_text() == "before fit 9 True"
     assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
     assert (told()["optimizer"], dict(told()["options"])["lr"]) == ("RMSprop", 0.2)  # type: ignore[call-overload]
