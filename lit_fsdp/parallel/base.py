@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
@@ -271,6 +272,12 @@ class EngineStrategy(Checkpoints):
             timer.cancel()
 
     # -- the model
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
+        if isinstance(dataloader, DataLoader) and dataloader.generator is None:
+            dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""

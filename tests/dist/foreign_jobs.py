@@ -165,6 +165,7 @@ def train_with_options(
     folder: str | None = None,
     validates: bool = False,
     ckpt_path: str | None = None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
     """Four batches per epoch under Lightning's own callbacks and options; what a plain loop can be compared with."""
@@ -175,6 +176,7 @@ def train_with_options(
         options |= {"logger": CSVLogger(folder, name="", version=""), "log_every_n_steps": 1}
     trainer = trainer_for(strategy, [losses, *named], **options)
     module = ForeignNetWithValidation() if validates else ForeignNet()
+    module.layers.append(torch.nn.Dropout(dropout))
     try:
         trainer.fit(module, loader(range(4)), loader(range(100, 105)) if validates else None, ckpt_path=ckpt_path)
     except ConfigError as error:
