@@ -396,11 +396,7 @@ def check_optimizer(path: str, engine: str, field: str) -> None:
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
     """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
 
-    Args:
-        config: ``engine``, ``sharding`` and the two degrees decide; -1 is what the other leaves.
-        num_nodes: The default number of copies for hybrid sharding.
-        world_size: All ranks of the run.
-        path: Where the strategy's arguments stand in the recipe, for the error.
+    Hybrid sharding has by default a copy per node. ``path`` is that of the strategy's arguments, for errors.
     """
     at = f"{path}." if path else ""
     alone = config.engine != "single" or world_size == 1

@@ -73,8 +73,7 @@ class LoraWeights:
 def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> dict[str, Any]:
     """Freeze ``model`` and put adapters into it, in place.
 
-    Returns:
-        The content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
+    Gives the content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
     """
     peft = _peft()
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

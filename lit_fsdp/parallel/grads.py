@@ -46,10 +46,7 @@ class LossScale:
 class StepGuard:
     """Decides, alike on all ranks, whether an optimizer step is taken.
 
-    Args:
-        policy: ``error`` or ``skip`` for gradients that hold inf or nan.
-        max_in_a_row: So many skipped steps in a row end the run.
-        loss_scale: Of fp16; while it can still fall, an overflow is skipped under either policy.
+    While a loss scale (of fp16) can still fall, an overflow is skipped under either policy.
     """
 
     def __init__(self, policy: NonFinite, max_in_a_row: int, loss_scale: LossScale | None = None) -> None:

@@ -142,18 +142,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 def without_autocast(module: nn.Module, device_type: str) -> None:
     """Let ``module.forward`` choose its dtypes by its weights alone, whatever autocast is on around it."""
-    entered: list[Any] = []
-
-    def enter(_module: nn.Module, _args: Any) -> None:
-        entered.append(torch.autocast(device_type, enabled=False))
-        entered[-1].__enter__()
-
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.forward = torch.autocast(device_type, enabled=False)(module.forward)
 
 
 def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:
