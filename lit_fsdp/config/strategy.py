@@ -121,10 +121,6 @@ class PrecisionConfig:
         given, words = f"{self.reduce_dtype} with mode {mode}", " | ".join(sorted(allowed))
         require(self.reduce_dtype in (None, *allowed), "reduce_dtype", given, words, "drop reduce_dtype")
 
-    def on(self, has_bf16: bool) -> PrecisionConfig:
-        """What ``auto`` is on devices with or without bf16 instructions."""
-        return dataclasses.replace(self, mode="mixed" if has_bf16 else "fp32")
-
     @property
     def row(self) -> DtypeRow:
         """The dtypes this choice promises."""
@@ -267,7 +263,10 @@ class StrategyConfig:
     def on(self, has_bf16: bool) -> StrategyConfig:
         """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""
         given = self.precision_config
-        return self if given.mode != "auto" else dataclasses.replace(self, precision=given.on(has_bf16))
+        if given.mode != "auto":
+            return self
+        settled = dataclasses.replace(given, mode="mixed" if has_bf16 else "fp32")
+        return dataclasses.replace(self, precision=settled)
 
     @property
     def activation_config(self) -> ActivationConfig:

@@ -155,7 +155,6 @@ def _check_names(model: PreTrainedModel, field: str, names: list[str]) -> None:
 
 
 def _layer_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all modules that own a weight of two dimensions."""
     owners = [n for n, m in model.named_modules() if any(p is not None and p.ndim == 2 for p in m._parameters.values())]
     return sorted({name.rpartition(".")[2] for name in owners})
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import NonFinite
 from lit_fsdp.errors import ConfigError, NonFiniteGradientError
 
@@ -205,10 +206,7 @@ class GuardedSteps(Precision):
 
     def _ranks_without_finite_loss(self) -> list[int]:
         is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
-        if not dist.is_initialized():
-            return [] if is_finite else [0]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, is_finite)
+        everyone = Ranks().run("looking for the loss that is not finite", lambda: is_finite)
         return [rank for rank, fine in enumerate(everyone) if not fine]
 
 
