@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import NonFinite
-from lit_fsdp.errors import ConfigError, NonFiniteGradientError
+from lit_fsdp.errors import NonFiniteGradientError
 
 _log = logging.getLogger(__name__)
 
@@ -138,13 +138,7 @@ class GuardedSteps(Precision):
         return tensor if self.guard.loss_scale is None else tensor * self.guard.loss_scale.value
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank.
-
-        Raises:
-            ConfigError: An optimizer that calls the closure itself (L-BFGS).
-        """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
+        """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank."""
         result = closure()
         params, used = self.strategy.used_params(optimizer)
         if self.guard.loss_scale is not None and (local := local_grads(optimizer)):
