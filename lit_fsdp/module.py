@@ -265,10 +265,7 @@ class CausalLMModule(LightningModule):
         self._evaluate(self._val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks.
-
-        Of several loaders also those of each, as ``val_loss/loader_0``.
-        """
+        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
         self._log_means(self._val_metrics, "val")
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:

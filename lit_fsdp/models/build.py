@@ -123,12 +123,10 @@ def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.M
     inside = {module: name for name, module in model.named_modules()}
     for name, module in vocabulary.items():
         where = inside[module]
-        field, given = (
-            "model.lora.target_modules",
-            f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole",
-        )
+        given = f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole"
         # an adapter's two factors give no single row a value of its own
-        require(not where.endswith(".base_layer"), field, given, "layers other than embedding and head", "leave it out")
+        fits, allowed = not where.endswith(".base_layer"), "layers other than embedding and head"
+        require(fits, "model.lora.target_modules", given, allowed, "leave it out")
         if where == name:
             module.requires_grad_(True)
 
