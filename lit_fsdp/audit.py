@@ -123,13 +123,8 @@ def state_per_rank(
     """What the ranks that share one copy of the model keep between steps; every copy repeats it.
 
     Counts what is there at rest, with the engine's padding; not what is gathered for a moment, nor activations.
-
-    Args:
-        model: On meta or not, cast and before it is sharded; the one that ``plan`` was made for.
-        plan: Its FSDP units.
-        config: Engine and precision.
-        ranks: That share one copy; 1 where nothing is split.
-        kept: Bytes that the optimizer keeps of a parameter and so many of its elements; ``None`` for AdamW.
+    ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
+    of its elements, by default AdamW's.
 
     Returns:
         ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;

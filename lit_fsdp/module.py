@@ -201,7 +201,6 @@ class CausalLMModule(LightningModule):
         self.log("lr", optimizer.param_groups[0]["lr"])
 
     def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is logged of a step, from its sums over all ranks."""
         extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
         has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
         tells_scores = self._loss_plan is None or self._loss_plan.backend != "liger"
@@ -266,10 +265,7 @@ class CausalLMModule(LightningModule):
         self._evaluate(self._val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks.
-
-        Of several loaders also those of each, as ``val_loss/loader_0``.
-        """
+        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
         self._log_means(self._val_metrics, "val")
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -292,16 +288,10 @@ class CausalLMModule(LightningModule):
         sums, tokens = sample_losses(self.model, inputs, self._loss_plan)
         numbers = [{"row": row} for row in batch["row"].tolist()] if "row" in batch else [{}] * len(sums)
         rows = zip(numbers, sums.tolist(), tokens.tolist(), strict=True)
-        return [
-            {
-                **number,
-                "loss_sum": loss,
-                "supervised_tokens": num,
-                "perplexity": math.exp(min(loss / max(1, num), 700)),
-            }
-            for number, loss, num in rows
-            if number.get("row", 0) >= 0
-        ]
+        scores = [{**number, "loss_sum": loss, "supervised_tokens": num} for number, loss, num in rows]
+        for score in scores:
+            score["perplexity"] = math.exp(min(score["loss_sum"] / max(1, score["supervised_tokens"]), 700))
+        return [score for score in scores if score.get("row", 0) >= 0]
 
     def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
         loss, _ = self._forward(batch)

@@ -48,16 +48,12 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
     return _ENGINES[config.engine](config)
 
 
-def _signature() -> inspect.Signature:
-    """That of the dataclass, by position too: what ``help()`` and a recipe's parser are told."""
-    types, either = typing.get_type_hints(StrategyConfig), inspect.Parameter.POSITIONAL_OR_KEYWORD
-    params = inspect.signature(StrategyConfig).parameters.values()
-    return inspect.Signature(
-        [p.replace(kind=either, annotation=types[p.name]) for p in params], return_annotation=Strategy
-    )
-
-
-_SIGNATURE = _signature()
+_TYPES, _EITHER = typing.get_type_hints(StrategyConfig), inspect.Parameter.POSITIONAL_OR_KEYWORD
+_FIELDS = inspect.signature(StrategyConfig).parameters.values()
+# That of the dataclass, by position too: what ``help()`` and a recipe's parser are told.
+_SIGNATURE = inspect.Signature(
+    [field.replace(kind=_EITHER, annotation=_TYPES[field.name]) for field in _FIELDS], return_annotation=Strategy
+)
 fsdp_strategy.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
 

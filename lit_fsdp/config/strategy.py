@@ -121,10 +121,6 @@ class PrecisionConfig:
         given, words = f"{self.reduce_dtype} with mode {mode}", " | ".join(sorted(allowed))
         require(self.reduce_dtype in (None, *allowed), "reduce_dtype", given, words, "drop reduce_dtype")
 
-    def on(self, has_bf16: bool) -> PrecisionConfig:
-        """What ``auto`` is on devices with or without bf16 instructions."""
-        return dataclasses.replace(self, mode="mixed" if has_bf16 else "fp32")
-
     @property
     def row(self) -> DtypeRow:
         """The dtypes this choice promises."""
@@ -267,7 +263,10 @@ class StrategyConfig:
     def on(self, has_bf16: bool) -> StrategyConfig:
         """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""
         given = self.precision_config
-        return self if given.mode != "auto" else dataclasses.replace(self, precision=given.on(has_bf16))
+        if given.mode != "auto":
+            return self
+        settled = dataclasses.replace(given, mode="mixed" if has_bf16 else "fp32")
+        return dataclasses.replace(self, precision=settled)
 
     @property
     def activation_config(self) -> ActivationConfig:
@@ -396,11 +395,7 @@ def check_optimizer(path: str, engine: str, field: str) -> None:
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
     """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
 
-    Args:
-        config: ``engine``, ``sharding`` and the two degrees decide; -1 is what the other leaves.
-        num_nodes: The default number of copies for hybrid sharding.
-        world_size: All ranks of the run.
-        path: Where the strategy's arguments stand in the recipe, for the error.
+    Hybrid sharding has by default a copy per node. ``path`` is that of the strategy's arguments, for errors.
     """
     at = f"{path}." if path else ""
     alone = config.engine != "single" or world_size == 1

@@ -32,11 +32,8 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
 
     Communication is exposed while nothing is computed, and a rank is idle while it does neither: ``all`` is
     ``compute`` + ``exposed communication`` + ``idle``. On a device a phase ends when all that was launched until its
-    mark ended is done, so that the phases add up to the step there as well.
-
-    Args:
-        trace: As ``export_chrome_trace`` writes it, with the marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow`
-            and of ``profile.step()``.
+    mark ended is done, so that the phases add up to the step there as well. ``trace`` is as ``export_chrome_trace``
+    writes it, with the marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow` and of ``profile.step()``.
 
     Returns:
         ``steps`` in the window, ``on`` (``device`` or ``threads``), ``phases`` with a row of :data:`COLUMNS` for each
@@ -141,11 +138,7 @@ def _covered(intervals: _Intervals, borders: Sequence[float]) -> Any:
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to try next: one sentence per share of the step that is large, by what is largest on any rank.
-
-    Args:
-        records: Of :func:`trace_record`, one per rank.
-    """
+    """What to try next: one sentence per share of the step that is large, by what is largest on any rank."""
     totals = [{c: sum(row[c] for row in record["phases"].values()) for c in COLUMNS} for record in records]
 
     def share(column: str, *phases: str) -> float:

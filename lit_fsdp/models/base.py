@@ -107,13 +107,9 @@ def base_of_folder(adapter: Path) -> dict[str, Any]:
 def find_base(
     saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
 ) -> ModelSource:
-    """The base of adapters from its source, at the revision that was trained from; nothing large is in memory.
+    """The base of adapters from its source, or ``name`` in its place, at the revision that was trained from.
 
-    Args:
-        saved: What :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
-        adapters: Their checkpoint or folder, named in errors.
-        name: A folder, GGUF file or hub name in place of the one that was trained from.
-        trust_remote_code: Run Python code that comes with it.
+    ``saved`` is what :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
     """
     options: dict[str, Any] = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
     options["lora"] = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})

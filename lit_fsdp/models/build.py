@@ -29,12 +29,8 @@ def build_on_meta(
     """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
 
     Floating-point parameters are declared fp32 whatever the config says: the dtype at rest is the precision mode's
-    business. Tied parameters are one object. The key-value cache is switched off.
-
-    Args:
-        hf_config: Not changed; the model gets a copy.
-        attn_implementation: None is ``sdpa``, or ``eager`` for models without it.
-        trust_remote_code: Run Python code that comes with the model.
+    business. Tied parameters are one object. The key-value cache is switched off. Attention is ``sdpa`` by default, or
+    ``eager`` for models without it.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -83,10 +79,7 @@ def build_trainable(
 
     With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
     learned (as with peft's ``modules_to_save``, but in place: no second copy in memory, and tied weights stay tied).
-    ``freeze`` takes them out again.
-
-    Returns:
-        The model, and the content of ``adapter_config.json``, which names ``base``, or None.
+    ``freeze`` takes them out again. With the model comes the content of ``adapter_config.json``, which names ``base``.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
@@ -130,12 +123,10 @@ def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.M
     inside = {module: name for name, module in model.named_modules()}
     for name, module in vocabulary.items():
         where = inside[module]
-        field, given = (
-            "model.lora.target_modules",
-            f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole",
-        )
+        given = f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole"
         # an adapter's two factors give no single row a value of its own
-        require(not where.endswith(".base_layer"), field, given, "layers other than embedding and head", "leave it out")
+        fits, allowed = not where.endswith(".base_layer"), "layers other than embedding and head"
+        require(fits, "model.lora.target_modules", given, allowed, "leave it out")
         if where == name:
             module.requires_grad_(True)
 

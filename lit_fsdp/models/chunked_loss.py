@@ -124,16 +124,8 @@ def chunked_loss(
 ) -> tuple[torch.Tensor, TokenScores]:
     """The summed loss of all tokens, or the objective's value, (1, 1, 1) with a graph, and scores without one.
 
-    Without any token the loss is a zero whose gradients are zeros. Backward works once.
-
-    Args:
-        head: Gives logits (C, V) of hidden states (C, D); its weights are there.
-        trained: What of it is trained.
-        hidden_ND: Of supervised tokens only.
-        targets_N: Right tokens.
-        terms: See :class:`LossTerms`.
-        num_rows: Tokens per chunk, C.
-        objective: What is trained on in place of the sum; its gradients by the likelihoods weight the tokens.
+    Without any token the loss is a zero whose gradients are zeros. Backward works once. ``head`` gives logits (C, V) of
+    hidden states (C, D), of ``num_rows`` tokens; ``trained`` is what of it is trained.
     """
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or trained):
         loss, *scores = _ChunkedLoss.apply(head, targets_N, terms, num_rows, objective, hidden_ND, *trained)
@@ -156,7 +148,6 @@ def _scores(
 
 
 def _weighed(objective: Objective, nll_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The objective's value, and its gradient by the likelihoods, (N,)."""
     with torch.enable_grad():
         leaf_N = nll_N.detach().requires_grad_()
         loss = objective(leaf_N)

@@ -59,12 +59,7 @@ def model_entry(
 ) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
-    Args:
-        source: Named in model cards by its name on the hub, never by a path.
-        ties: Further names of tied parameters inside the LightningModule, and their first ones.
-        adapter_config: The content of ``adapter_config.json``.
-        kept_with_adapter: Parameters of the base that belong into the folder of its adapters.
-        base: Of adapters: where the frozen weights are, which the checkpoint does not hold.
+    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` belongs into the folder of exported adapters.
     """
     return {
         "prefix": "model.",

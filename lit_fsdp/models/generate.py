@@ -23,13 +23,7 @@ def chat(
     """The answer of the model in ``folder`` to one prompt, through its chat template.
 
     In bf16 on CUDA and on CPUs that multiply in it, else in fp32. A base that was quantized for training is so again.
-
-    Args:
-        folder: Of a model, or of an adapter of peft.
-        prompt: What the user says.
-        system: Message before it.
-        max_new_tokens: Longest answer.
-        base: Of an adapter; default: the one that its folder names.
+    ``base`` of an adapter is by default the one that its folder names.
 
     Raises:
         ConfigError: The folder is neither, or the base is not to be had or another one.
@@ -87,15 +81,7 @@ def generate_ids(
 
     Of the model's own generation config only the end marks are used (Llama 3 ends a turn with one, a text with
     another), beside the tokenizer's end of text and its template's end of a turn; it and the model's mode are put back.
-
-    Args:
-        model: Sharded or not.
-        tokenizer: Of the model.
-        prompts: Token ids, padded on the left here.
-        max_new_tokens: Longest answer.
-        device: Where the model computes.
-        in_step: Whether all ranks call it and go on until the last answer has ended, so that sharded weights are
-            gathered by all of them together.
+    ``in_step``: all ranks call it and go on until the last answer has ended, gathering sharded weights together.
     """
     longest, pad = max(map(len, prompts)), pad_id(tokenizer)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

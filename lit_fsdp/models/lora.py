@@ -73,8 +73,7 @@ class LoraWeights:
 def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> dict[str, Any]:
     """Freeze ``model`` and put adapters into it, in place.
 
-    Returns:
-        The content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
+    Gives the content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
     """
     peft = _peft()
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -156,7 +155,6 @@ def _check_names(model: PreTrainedModel, field: str, names: list[str]) -> None:
 
 
 def _layer_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all modules that own a weight of two dimensions."""
     owners = [n for n, m in model.named_modules() if any(p is not None and p.ndim == 2 for p in m._parameters.values())]
     return sorted({name.rpartition(".")[2] for name in owners})
 

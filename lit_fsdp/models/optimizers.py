@@ -52,13 +52,8 @@ def hidden_matrices(model: Any) -> set[str]:
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:
     """What an optimizer keeps of a parameter between steps, without step counters, by its class, which is not imported.
 
-    Args:
-        optim: The ``model.optim`` section.
-        model: Whose parameters are meant.
-        itemsize: Bytes of an element of them at rest.
-
-    Returns:
-        Bytes on a rank, of a parameter and its elements there; and the class they are of, AdamW for one not known here.
+    In bytes, of a parameter (``itemsize`` each element) and so many elements of it; and the class that they are of,
+    AdamW for one not known here.
     """
     path, args = optim.optimizer, optim.optimizer_args or {}
     plain = lambda tensors: lambda param, count: tensors * count * itemsize  # noqa: E731

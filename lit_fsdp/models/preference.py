@@ -46,17 +46,8 @@ def preference_forward(
 ) -> tuple[TokenLoss, torch.Tensor]:
     """The loss of ``model``, called once as a whole, summed over the pairs of a batch, and what is logged of them.
 
-    Pairs without supervised tokens, which fill a batch up, count for nothing.
-
-    Args:
-        model: Any causal LM.
-        batch: ``input_ids``, ``labels`` and what else its forward takes, of B rows.
-        config: Which loss, and its numbers.
-        plan: How the model's head is evaluated.
-        reference_2P: Log-probabilities of both completions under the reference, where the loss needs them.
-
-    Returns:
-        ``loss_sum`` with a graph beside token counts; and fp64 sums in the order of :data:`PAIR_COUNTS`.
+    The latter are fp64 sums in the order of :data:`PAIR_COUNTS`. Pairs without supervised tokens, which fill a batch,
+    count for nothing.
     """
     completion_BT = next_targets(batch)
     is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)

@@ -47,12 +47,7 @@ def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True)
     """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
 
     Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and
-    reads no weights.
-
-    Args:
-        config: Of a folder, GGUF file, hub name (weights), config .json or mapping (random initialization).
-        seed: Of random initialization; only named in the label here.
-        with_weights: Else nothing large is fetched or converted, and the result has no weights.
+    reads no weights. Without ``with_weights`` nothing large is fetched or converted, and the result has none.
 
     Raises:
         ConfigError: Nothing usable is there.
@@ -87,11 +82,7 @@ def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:
-    """Bring everything a run needs of a model into the caches of this node; names and shapes of tensors are compared.
-
-    Returns:
-        Folders of ``weights`` and ``tokenizer`` (None: made from nothing), and ``hub_name`` or None.
-    """
+    """Bring all that a run needs of a model into the caches of this node; names and shapes of tensors are compared."""
     source = resolve_model(config)
     open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
     load_tokenizer(source, config)
@@ -145,7 +136,6 @@ def _check_hub_name(name: str, config: ModelConfig) -> None:
 
 
 def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool) -> Path:
-    """``folder``, or what it is converted to."""
     if has_safetensors(folder):
         match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), stored_tensors(folder))
         if not match.misshapen and not (match.missing and match.unexpected):
@@ -172,7 +162,6 @@ def _miniature(full: PretrainedConfig, config: ModelConfig, label: str, seed: in
 
 
 def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
-    """Of an inline config, a config file, or one that ships."""
     values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
     model_type = values.pop("model_type", None)
     close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1) or ["llama"]

@@ -61,8 +61,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
 def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[str]:
     """Make ``tokens`` special tokens of a tokenizer, in place: never split, and left out of decoded text.
 
-    Returns:
-        Those that have a new number; pieces of text that were in the vocabulary keep theirs.
+    Gives those that have a new number; pieces of text that were in the vocabulary keep theirs.
     """
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]

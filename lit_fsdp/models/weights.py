@@ -128,8 +128,8 @@ class Weights:
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """The parameter or buffer ``attribute`` of a module, by whose name it goes, or only its ``rows`` in dim 0.
 
-        These are rows of the unsharded tensor, maybe none; no others are read from a file. The tensor is on the CPU and
-        owns its memory: in the file's dtype if it comes from one, else in the model's.
+        No other rows are read from a file. The tensor is on the CPU and owns its memory: in the file's dtype if it
+        comes from one, else in the model's.
 
         Raises:
             CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.

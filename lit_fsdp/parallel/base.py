@@ -357,7 +357,6 @@ class EngineStrategy(Checkpoints):
             self.contract.watch(plan.modules, {unit.name for unit in plan.units if unit.keeps_fp32})
 
     def _prepare(self, module: Any) -> UnitPlan:
-        """Cast to the dtype at rest, put fp8 layers in, plan the units, and change what the blocks do."""
         config, precision = self.config, self.config.precision_config
         if not config.wrap_config.manual:  # sharded already: the contract compares what is there
             self.contract.frozen = cast_parameters(module, config)
@@ -610,7 +609,6 @@ class EngineStrategy(Checkpoints):
 
 
 def _sharded_by(module: Any) -> Any:
-    """The strategy that has sharded a LightningModule, of whichever Trainer; ``None`` for none."""
     return getattr(module.forward, "strategy", None)
 
 

@@ -156,15 +156,9 @@ class Checkpoints:
         if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
             return self._load_file(given)
         path = self._sound(given)
-        ranks = Ranks()
-        read: dict[str, Any] = {}
-
-        def read_here() -> None:
-            read.update(state=store.load_state(path), rng=store.load_rank_state(path, ranks.rank))
-            read.update(tensors=set(read_manifest(path).tensors))
-
-        ranks.run(f"reading {path}", read_here)
-        state, saved = read["state"], read["tensors"]
+        ranks, what = Ranks(), f"reading {path}"
+        state, saved = ranks.own(what, lambda: (store.load_state(path), set(read_manifest(path).tensors)))
+        rng = ranks.own(what, lambda: store.load_rank_state(path, ranks.rank))
         owner = self._state_owner()
         whole = self._whole_state()
         model = self._saved_part(whole)
@@ -199,15 +193,14 @@ class Checkpoints:
             else:  # SGD without momentum has no tensors, but a learning rate
                 _restore_groups(optimizer, groups["param_groups"])
         self._check_parameters("after resume", self.optimizers)
-        self._rng_after_load = read["rng"]
+        self._rng_after_load = rng
         if not self.config.is_sharded:
             state["state_dict"] = model  # where Lightning's WeightAveraging looks for its averages
         return state
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
-        content: dict[str, Any] = {}
-        Ranks().run(f"reading {path}", lambda: content.update(read_lightning_file(path)))
+        content = Ranks().own(f"reading {path}", lambda: dict(read_lightning_file(path)))
         owner, strict = self._state_owner(), self.lightning_module.strict_loading
         whole = dcp_state.StateDictOptions(full_state_dict=True, strict=strict)
         dcp_state.set_model_state_dict(owner, dict(content.pop("state_dict")), options=whole)
@@ -290,7 +283,6 @@ class Checkpoints:
             self._rng_before_window = self._rng_state()
 
     def _rng_state(self) -> dict[str, Any]:
-        """Of torch, NumPy, Python and this rank's own device."""
         own = {"device": torch.cuda.get_rng_state(self.root_device)} if self.root_device.type == "cuda" else {}
         return _collect_rng_states(include_cuda=False) | own
 

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,10 +162,9 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         own = getattr(optimizer, "_optimizer", optimizer)
         params = [p for p in self.lightning_module.parameters() if p.requires_grad]
         held = {id(p) for group in own.param_groups for p in group["params"]}
-        flags = torch.tensor([[id(p) in held, p in own.state] for p in params], dtype=torch.uint8)
-        flags = flags.view(-1, 2).to(self.root_device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a rank that holds nothing of a parameter has no state either
-        is_held, has_state = flags.bool().T.tolist()
+        # a rank that holds nothing of a parameter has no state either
+        is_held = self._on_any_rank([id(p) in held for p in params]).tolist()
+        has_state = self._on_any_rank([p in own.state for p in params]).tolist()
         alone = [p for p, here in zip(params, is_held, strict=True) if not here]
         unused = [p for p, here, has in zip(params, is_held, has_state, strict=True) if here and not has]
         unused = unused if any(has_state) else []

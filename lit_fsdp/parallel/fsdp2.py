@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -47,8 +47,14 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _no_sync(self) -> AbstractContextManager[Any]:
-        return _without_gradient_sync(self._root)
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        root: Any = self._root
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
 
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` for one unit, for modules that wrap themselves (``wrap: manual``)."""
@@ -59,12 +65,3 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         for child in module.modules():
             materializer.fill(child)
         return root
-
-
-@contextmanager
-def _without_gradient_sync(root: Any) -> Iterator[None]:
-    root.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        root.set_requires_gradient_sync(True)

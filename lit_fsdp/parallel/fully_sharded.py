@@ -70,13 +70,7 @@ def apply_fully_shard(
 ) -> nn.Module:
     """Shard a module unit by unit, in place, and return the root to call.
 
-    Args:
-        module: The LightningModule, or what stands for it.
-        plan: Its units.
-        config: The strategy.
-        options: Of :func:`unit_options`.
-        replicated: Parameters that stay whole on every rank.
-        prepare: Called with each unit, and with the module, before it is sharded.
+    ``replicated`` stay whole on every rank; ``prepare`` is called with each unit, and with the module, before.
     """
     options = {**options, "ignored_params": set(replicated)}
     reduce = TORCH_DTYPES[config.precision_config.row.reduce]

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import NonFinite
-from lit_fsdp.errors import ConfigError, NonFiniteGradientError
+from lit_fsdp.errors import NonFiniteGradientError
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +47,7 @@ class LossScale:
 class StepGuard:
     """Decides, alike on all ranks, whether an optimizer step is taken.
 
-    Args:
-        policy: ``error`` or ``skip`` for gradients that hold inf or nan.
-        max_in_a_row: So many skipped steps in a row end the run.
-        loss_scale: Of fp16; while it can still fall, an overflow is skipped under either policy.
+    While a loss scale (of fp16) can still fall, an overflow is skipped under either policy.
     """
 
     def __init__(self, policy: NonFinite, max_in_a_row: int, loss_scale: LossScale | None = None) -> None:
@@ -140,13 +138,7 @@ class GuardedSteps(Precision):
         return tensor if self.guard.loss_scale is None else tensor * self.guard.loss_scale.value
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank.
-
-        Raises:
-            ConfigError: An optimizer that calls the closure itself (L-BFGS).
-        """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("optimizer", "LBFGS", "optimizers that step once per backward pass", "use torch's AdamW")
+        """Run the backward pass and the hooks, then step, unless the gradients are not finite on any rank."""
         result = closure()
         params, used = self.strategy.used_params(optimizer)
         if self.guard.loss_scale is not None and (local := local_grads(optimizer)):
@@ -208,10 +200,7 @@ class GuardedSteps(Precision):
 
     def _ranks_without_finite_loss(self) -> list[int]:
         is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
-        if not dist.is_initialized():
-            return [] if is_finite else [0]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, is_finite)
+        everyone = Ranks().run("looking for the loss that is not finite", lambda: is_finite)
         return [rank for rank, fine in enumerate(everyone) if not fine]
 
 

@@ -6,7 +6,6 @@ is the reader's business; it is handed in by the module that is trained.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lit_fsdp.host import return_freed_memory
+from lit_fsdp.models.weights import seeded
 from lit_fsdp.parallel.units import tied_names
 
 _TRIM_BYTES = 32 * 2**20
@@ -94,10 +94,8 @@ def reset_parameters_reader(seed: int) -> Reader:
                 f"{module_name or 'the root'} ({type(module).__name__}) has parameters on the meta device and no "
                 "reset_parameters(); build it on the CPU, or give it reset_parameters()"
             )
-        digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=6).digest()
         real = _emptied(module, "cpu")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest, "big"))
+        with seeded(seed, module_name):
             reset(real)
         tensor = getattr(real, attribute).detach()
         return tensor if rows is None else tensor[rows]

@@ -34,9 +34,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-# -- the device
-
-
 def has_bf16(device_type: str) -> bool:
     """Whether this process's device has bf16 instructions; without a GPU here, those of a job are taken to."""
     if device_type == "cpu":
@@ -84,9 +81,6 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
         given = "fp8 on a CPU" if on_cpu else f"fp8 on {torch.cuda.get_device_name()}"
         fits = not on_cpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
         require(fits, f"{path}.precision", given, "an NVIDIA Hopper GPU or newer", "set precision: mixed")
-
-
-# -- casts
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
@@ -142,18 +136,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 def without_autocast(module: nn.Module, device_type: str) -> None:
     """Let ``module.forward`` choose its dtypes by its weights alone, whatever autocast is on around it."""
-    entered: list[Any] = []
-
-    def enter(_module: nn.Module, _args: Any) -> None:
-        entered.append(torch.autocast(device_type, enabled=False))
-        entered[-1].__enter__()
-
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.forward = torch.autocast(device_type, enabled=False)(module.forward)
 
 
 def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:
@@ -171,9 +154,6 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> Non
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
-
-
-# -- the contract
 
 
 class DtypeContract:

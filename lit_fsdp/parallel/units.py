@@ -202,7 +202,6 @@ def _count(
     source: str,
     fp32: Collection[nn.Module],
 ) -> UnitPlan:
-    """The plan for modules that are chosen, and the blocks among, inside or around them."""
     # By position and not with list.index: torchmetrics make == of a module true for everything.
     names = {module: (clean_name(name), i) for i, (name, module) in enumerate(model.named_modules())}
     ordered = sorted(chosen, key=lambda m: (-names[m][0].count("."), names[m][1]))
