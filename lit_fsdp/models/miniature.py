@@ -23,6 +23,9 @@ _SMALLER = {  # sizes that do not depend on others, by the names that transforme
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -77,7 +80,8 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     heads, kv_heads = _heads(full)
     hidden = heads * _HEAD_DIM
     kinds = list(dict.fromkeys(values.get("layer_types") or []))
-    num_layers = min(full.num_hidden_layers, max(2, len(kinds)), 4)
+    shares = bool(values.get("num_kv_shared_layers"))  # the last blocks read what one of each kind before them keeps
+    num_layers = min(full.num_hidden_layers, max(2, len(kinds) * (1 + shares)), 4)
     head_dim = _HEAD_DIM
     if values.get("head_dim"):  # some models have wider heads than hidden / heads
         head_dim *= max(1, min(4, round(values["head_dim"] * full.num_attention_heads / full.hidden_size)))
@@ -86,21 +90,33 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": values.get("qk_rope_head_dim") or head_dim,  # multi-head latent attention rotates a part
         **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * hidden),
         "word_embed_proj_dim": hidden if values.get("word_embed_proj_dim") == full.hidden_size else hidden // 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": (values.get("mamba_d_ssm") or hidden * (values.get("mamba_expand") or 2)) // 4,
         "layer_types": (kinds * num_layers)[:num_layers],
-        "vocab_size": len(tokenizer),
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer)),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    caps = {**_SMALLER, "max_window_layers": num_layers, "num_kv_shared_layers": num_layers, "rotary_dim": head_dim}
+    caps = {
+        **_SMALLER,
+        "max_window_layers": num_layers,
+        "num_kv_shared_layers": num_layers // 2,
+        "rotary_dim": head_dim,
+    }
     for common_name, value in common.items():
         name = full.attribute_map.get(common_name, common_name)  # GPT-2 says n_embd for hidden_size
         if values.get(name) is not None:
             values[name] = value
     values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == full.num_hidden_layers > num_layers:
+            values[name] = value[:num_layers]
+        elif name == "per_layer_config" and value:
+            values[name] = {layer: own for layer, own in value.items() if int(layer) < num_layers}
     _fit_rope(values, head_dim)
     gone = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
     return {name: value for name, value in values.items() if name not in gone}

@@ -21,6 +21,19 @@ def train_with_units(folder: str, strategy: dict[str, Any], steps: int = 5) -> d
     return {**found, **units}
 
 
+def train_families(folders: list[str], strategies: list[dict[str, Any]], steps: int = 3) -> dict[str, list[Any]]:
+    """Losses of each model folder under each strategy, with its blocks recomputed, or what was said instead."""
+    found: dict[str, list[Any]] = {}
+    for folder in folders:
+        for strategy in strategies:
+            given = {"precision": "fp32", "activation_checkpointing": "full", **strategy}
+            try:
+                found.setdefault(folder, []).append(fit(module_for(folder), given, steps=steps)[1]["losses"])
+            except Exception as error:
+                found.setdefault(folder, []).append(repr(error)[:300])
+    return found
+
+
 class OneExpertBlock(nn.Module):
     """Three experts, of which every rank calls another one; the last one is nobody's."""
 

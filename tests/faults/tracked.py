@@ -106,9 +106,9 @@ class TrackedRun:
         assert self.attempts()[-1][0] == step
 
     def finish(self, timeout: float = 240) -> None:
-        """Two more steps without harm, then compare with a run that nobody interrupted."""
-        last = self.newest() + 2
+        """Two more steps than ever without harm, then compare with a run that nobody interrupted."""
         newest = self.newest()
+        last = max(newest, *(max(losses, default=0) for _, losses in self.attempts())) + 2
         (first, other) = self._to_the_end(self.start(last), timeout)
         self.check_resumed_from(newest)
         whole = TrackedRun(self.model, self.folder / "uninterrupted", **{**self.job, "checkpoint": None})
