@@ -115,7 +115,7 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of a layer's inputs dropped before its adapter, 0 to 1."""
     target_modules: list[str] | Literal["all-linear"] | None = None
-    """Names of layers (their ends: q_proj), all-linear (all but the head), or null for peft's choice for the model."""
+    """Names of layers (their ends: q_proj), all-linear (without head and fused experts), or null: peft's choice."""
     use_dora: bool = False
     """Learn the length of each weight vector apart from its direction (DoRA)."""
     use_rslora: bool = False

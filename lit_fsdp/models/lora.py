@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
@@ -80,6 +81,11 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     targets = config.target_modules
     if targets is None and model.config.model_type not in known:
         targets = "all-linear"
+    names = _layer_names(model)
+    if targets == "all-linear":  # peft's own adds the fused experts of mixtures, which have no layers
+        head = model.get_output_embeddings()
+        linear = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
+        targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
     _check_names(model, "target_modules", targets if isinstance(targets, list) else [])
     _check_names(model, "modules_to_save", config.modules_to_save or [])
     if config.quantize is not None:
@@ -99,8 +105,8 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         _inject(model, settings)
     except (ValueError, NotImplementedError) as error:
         given = f"{config.target_modules} ({' '.join(str(error).split())[:200]})"
-        allowed = f"layers of this model: {', '.join(_layer_names(model))}"
-        raise ConfigError(f"{_PATH}.target_modules", given, allowed, "set target_modules: all-linear") from error
+        allowed, fix = f"layers of this model: {', '.join(names)}", "name some of them, say [q_proj, v_proj]"
+        raise ConfigError(f"{_PATH}.target_modules", given, allowed, fix) from error
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}

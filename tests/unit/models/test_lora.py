@@ -41,7 +41,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_the_first_logits_are_the_base_models(saved, fill):
-    for family, targets in (("llama", None), ("gpt2", "all-linear"), ("bloom", None), ("gemma3_text", "all-linear")):
+    every = "all-linear"
+    for family, targets in (
+        ("llama", None),
+        ("gpt2", every),
+        ("bloom", None),
+        ("gemma3_text", every),
+        ("mixtral", every),
+    ):
         folder = saved(family)
         model, _ = filled(folder, fill, target_modules=targets)
         base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
