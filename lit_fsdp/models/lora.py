@@ -84,9 +84,8 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     names = _layer_names(model)
     if targets == "all-linear":  # peft's own adds the fused experts of mixtures, which have no layers
         head = model.get_output_embeddings()
-        linear = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
-        targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
-    _check_names(model, "target_modules", targets if isinstance(targets, list) else [])
+        targets = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    _check_names(model, "target_modules", config.target_modules if isinstance(config.target_modules, list) else [])
     _check_names(model, "modules_to_save", config.modules_to_save or [])
     if config.quantize is not None:
         apply_nf4(model, config.modules_to_save or [], config.double_quantization)
