@@ -56,6 +56,9 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
             if key.fileobj is listening:
                 client = listening.accept()[0]
                 request, files = _receive(client)
+                if request is None:
+                    client.close()
+                    continue
                 gc.freeze()
                 pid = os.fork()
                 if pid == 0:
@@ -82,9 +85,15 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
                 key.data.close()
 
 
-def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What a client asks for, and its files; nothing if it was killed before it had said it all."""
     first, files, _, _ = socket.recv_fds(client, 1, 256)
-    return json.loads(first + client.makefile("rb").readline()), files
+    line = first + client.makefile("rb").readline()
+    if line.endswith(b"\n"):
+        return json.loads(line), files
+    for number in files:
+        os.close(number)
+    return None, []
 
 
 def _tell(client: socket.socket, pid: int, folder: Path) -> None:
