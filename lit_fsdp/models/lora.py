@@ -82,7 +82,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     if targets is None and model.config.model_type not in known:
         targets = "all-linear"
     names = _layer_names(model)
-    if targets == "all-linear":  # peft's own adds the fused experts of mixtures, which have no layers
+    if targets == "all-linear":  # peft's own reading also takes fused experts, which are no layers
         head = model.get_output_embeddings()
         targets = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     _check_names(model, "target_modules", config.target_modules if isinstance(config.target_modules, list) else [])
