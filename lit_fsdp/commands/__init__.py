@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 
 from lit_fsdp.errors import ConfigError
@@ -38,6 +39,9 @@ _GROUPS = {
 }
 _TRAINER_VERBS = ("fit", "validate", "test", "predict")
 _VERBS = [verb for group in _GROUPS.values() for verb in group]
+_PLANNING = dict.fromkeys(("audit", "model", "plan"), "planning")
+_MODULES = {**_PLANNING, "ckpt": "checkpoints", "export": "models", "generate": "models", "profile": "profiling"}
+"""Of verbs that are not in a module of their name."""
 _USAGE = """usage: lit-fsdp VERB [options]
 
 {verbs}
@@ -81,42 +85,7 @@ def run(argv: list[str]) -> int:
 
         return run_training_verb(verb, rest)
     if verb in _VERBS:
-        return _other_verb(verb, rest)
+        module = importlib.import_module(f"lit_fsdp.commands.{_MODULES.get(verb, verb)}")
+        return int(getattr(module, f"run_{verb}")(rest))
     near = difflib.get_close_matches(verb, _VERBS, n=1) or ["fit"]
     raise ConfigError("command line", verb, ", ".join(_VERBS), f"lit-fsdp {near[0]} ...")
-
-
-def _other_verb(verb: str, argv: list[str]) -> int:
-    from lit_fsdp.commands import (
-        bench,
-        checkpoints,
-        convert,
-        data,
-        doctor,
-        models,
-        parity,
-        planning,
-        profiling,
-        recipes,
-        report,
-        slurm,
-    )
-
-    verbs = {
-        "audit": planning.run_audit,
-        "bench": bench.run_bench,
-        "ckpt": checkpoints.run_ckpt,
-        "convert": convert.run_convert,
-        "data": data.run_data,
-        "doctor": doctor.run_doctor,
-        "export": models.run_export,
-        "generate": models.run_generate,
-        "model": planning.run_model,
-        "parity": parity.run_parity,
-        "plan": planning.run_plan,
-        "profile": profiling.run_profile,
-        "recipes": recipes.run_recipes,
-        "report": report.run_report,
-        "slurm": slurm.run_slurm_verb,
-    }
-    return verbs[verb](argv)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, options_and_recipe, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
 from lit_fsdp.commands.profiling import quiet_flags
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.launch.launcher import devices_of
@@ -42,9 +42,7 @@ def run_bench(argv: Sequence[str]) -> int:
     text = "optimizer steps that are timed, after as many that are not; default: 5"
     parser.add_argument("--steps", type=int, default=5, help=text)
     parser.add_argument("--out", type=Path, help="folder of the results; default: bench in the run folder")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
 
     for name in ("repeats", "steps"):

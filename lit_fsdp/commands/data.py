@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, options_and_recipe, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, run_one_of, verb_parser
 from lit_fsdp.errors import DataError, require
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ def _inspect(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="lengths, supervised shares and packs as a picture")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables and text, samples complete")
     options, run = _read(parser, argv)
-    if options is None:
-        return 0
     for name in ("n", "row"):
         require((getattr(options, name) or 0) >= 0, f"--{name}", getattr(options, name), ">= 0")
     there = [split for split in _SPLITS if run.data.has(split)]
@@ -127,8 +125,6 @@ def _prepare(argv: Sequence[str]) -> int:
     parser = verb_parser("data prepare", text, example, RECIPE)
     parser.add_argument("--json", action="store_true", help="JSON instead of lines")
     options, run = _read(parser, argv)
-    if options is None:
-        return 0
     splits = _cached_splits(run.data)
     allowed = "false: a stream is tokenized while it is trained on, and nothing of it is kept"
     require(splits, "data.streaming", "true", allowed, "train without data prepare, or set streaming: false")
@@ -156,10 +152,8 @@ def _encoder(run: RunConfig) -> RowEncoder:
 
 
 def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, Any]:
-    """The verb's own flags, and the checked recipe; no options where help was asked for and given."""
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return None, None
+    """The verb's own flags, and the checked recipe."""
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.speak import speak
 

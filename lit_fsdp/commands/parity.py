@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.commands.parsing import RECIPE, flags_of, options_and_recipe, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, flags_of, verb_parser
 from lit_fsdp.errors import require
 
 
@@ -23,9 +23,7 @@ def run_parity(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare; default: 5")
     parser.add_argument("--full", action="store_true", help="the recipe's own model, rows, batches and devices")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     require(options.steps >= 1, "--steps", options.steps, "a number of optimizer steps >= 1", "write --steps 5")
     is_plain = options.against == "plain"
     sides = [words] if is_plain else [words, _words_against(options.against, words)]

@@ -72,14 +72,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     return parser.parse_args(list(argv))
 
 
-def options_and_recipe(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """Split a verb's own flags from the words of the recipe; None for the flags after ``--help`` was printed."""
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        return None, []
-    return parser.parse_known_args(list(argv))
-
-
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     """Names of a verb's own flags, for the error about one that does not exist."""
     return [action.dest for action in parser._actions if action.dest != "help"]

@@ -18,7 +18,6 @@ from lit_fsdp.commands.parsing import (
     columns,
     example_lines,
     flags_of,
-    options_and_recipe,
     run_one_of,
     size_words,
     verb_parser,
@@ -34,9 +33,7 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="all ranks of the run; default: the recipe's devices and nodes")
     parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.data import accumulation_steps
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.config.run import STRATEGY
@@ -100,9 +97,7 @@ def _plan(argv: Sequence[str]) -> int:
     parser.add_argument("--write", metavar="OUT.yaml", help="write the recipe as it is recommended")
     parser.add_argument("--savings", action="store_true", help="only what takes less memory: bytes, and flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
 
     if options.gpu or options.memory:
@@ -314,9 +309,7 @@ node, say, for compute nodes without a network. What is there already is only lo
     parser = verb_parser("model prepare", text, _PREPARE, RECIPE)
     parser.add_argument("--name", help="hub name, folder or GGUF file; default: model.name of the recipe")
     parser.add_argument("--json", action="store_true", help="JSON instead of lines on standard output")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
 
     words += [f"--model.name={options.name}"] if options.name else []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, options_and_recipe, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
 from lit_fsdp.commands.training import run_training_verb
 from lit_fsdp.errors import require
 from lit_fsdp.host import is_first_process
@@ -29,9 +29,7 @@ def run_profile(argv: Sequence[str]) -> int:
     parser = verb_parser("profile", text, example, RECIPE)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in the window, after two; default: 3")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
-    options, words = options_and_recipe(parser, argv)
-    if options is None:
-        return 0
+    options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.metrics.trace import WARMUP_STEPS, advice
 

@@ -35,7 +35,7 @@ _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
 
 
-def run_slurm_verb(argv: Sequence[str]) -> int:
+def run_slurm(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp slurm`` and return the exit code."""
     verbs = {verb: partial(_render_or_submit, verb) for verb in ("render", "submit")}
     return run_one_of("slurm", verbs, _USAGE, argv)
@@ -110,15 +110,15 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 def _facts(job: Job, run: RunConfig) -> Facts:
     from lit_fsdp.checkpoint.manifest import read_manifest
     from lit_fsdp.checkpoint.run_folder import checkpoints
+    from lit_fsdp.launch import slurm_submit
     from lit_fsdp.launch.slurm_checks import SINFO, Facts
-    from lit_fsdp.launch.slurm_submit import SlurmError, living_jobs, run_slurm
 
     there = checkpoints(job.run_folder)
     measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
     sinfo, living = None, []
-    with contextlib.suppress(SlurmError):  # which is said as a warning
-        sinfo = run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
-        living = living_jobs(job)
+    with contextlib.suppress(slurm_submit.SlurmError):  # which is said as a warning
+        sinfo = slurm_submit.run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
+        living = slurm_submit.living_jobs(job)
     return Facts(
         sinfo=sinfo,
         checkpoint_bytes=checkpoint_bytes(run),
