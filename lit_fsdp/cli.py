@@ -60,7 +60,7 @@ from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
-from lit_fsdp.plan.savings import advice, is_out_of_memory
+from lit_fsdp.plan.search import advice, is_out_of_memory
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import FLAGS

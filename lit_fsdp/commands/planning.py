@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
 import gc
@@ -11,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import (
     RECIPE,
@@ -24,6 +26,12 @@ from lit_fsdp.commands.parsing import (
 )
 from lit_fsdp.errors import ConfigError, require
 
+if TYPE_CHECKING:
+    from lit_fsdp.config.parser import LoadedRecipe
+    from lit_fsdp.config.run import RunConfig
+    from lit_fsdp.plan.memory import StepTime
+    from lit_fsdp.plan.search import Choice
+
 
 def run_audit(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp audit`` and return the exit code."""
@@ -35,15 +43,10 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.data import accumulation_steps
-    from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.config.run import STRATEGY
 
-    run = load_recipe([*words, *_rank_flags(options.ranks, options.nodes)], "audit", flags_of(parser)).run
-    ranks, devices = run.world_size, run.trainer["devices"]
-    if ranks is None:
-        raise ConfigError("trainer.devices", devices, "a number of ranks", "add --ranks N to the command")
-    ours = not run.foreign - {"data"}
-    require(ours, "audit", f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy")
+    run = _loaded(parser, words, options.ranks, options.nodes, "--ranks").run
+    ranks = run.world_size or 1
     try:
         accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
     except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
@@ -59,6 +62,21 @@ def run_audit(argv: Sequence[str]) -> int:
     record = audit_recipe(run)
     print(json.dumps(record, indent=1)) if options.json else print_recipe_audit(record)
     return 0
+
+
+def _loaded(
+    parser: argparse.ArgumentParser, words: list[str], ranks: int | None, nodes: int | None, flag: str
+) -> LoadedRecipe:
+    """The recipe, on other ranks than its own where they are given by ``flag``, with our own model and strategy."""
+    from lit_fsdp.config.parser import load_recipe
+
+    loaded = load_recipe([*words, *_rank_flags(ranks, nodes)], "audit", flags_of(parser))
+    run = loaded.run
+    fix = f"add {flag} N to the command"
+    require(run.world_size, "trainer.devices", run.trainer["devices"], "a number of ranks", fix)
+    given, allowed = f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy"
+    require(not run.foreign - {"data"}, parser.prog.rpartition(" ")[2], given, allowed)
+    return loaded
 
 
 def _rank_flags(ranks: int | None, nodes: int | None) -> list[str]:
@@ -98,25 +116,23 @@ def _plan(argv: Sequence[str]) -> int:
     parser.add_argument("--savings", action="store_true", help="only what takes less memory: bytes, and flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
-    from lit_fsdp.config.parser import load_recipe
-
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     nodes, each = options.nodes, options.gpus_per_node
     gpus = options.gpus or ((nodes or 1) * each if each else None)
-    flags = _rank_flags(gpus, nodes or (gpus // each if gpus and each else None))
-    loaded = load_recipe([*words, *flags], "audit", flags_of(parser))
+    loaded = _loaded(parser, words, gpus, nodes or (gpus // each if gpus and each else None), "--gpus")
     run = loaded.run
-    devices = run.trainer["devices"]
-    require(run.world_size, "trainer.devices", devices, "a number of GPUs", "add --gpus N to the command")
-    ours = not run.foreign - {"data"}
-    require(ours, "plan", f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy")
     from lit_fsdp.plan import memory, search
 
     gpu = _gpu(options.gpu)
     gib = options.memory or (gpu.memory_gib if gpu else None)
     share, network = options.peak_share or memory.PEAK_SHARE, options.network or memory.NETWORK_GB_PER_SECOND
-    time_of = search.time_on(gpu, share, network)
+
+    def time_of(run: RunConfig) -> StepTime | None:
+        with contextlib.suppress(ValueError):  # no operations are known, or no rate
+            return memory.step_time(run, gpu, share, network) if gpu else None
+        return None
+
     run = dataclasses.replace(
         run,
         data=dataclasses.replace(run.data, global_batch_size=_global_batch(run)),
@@ -124,10 +140,8 @@ def _plan(argv: Sequence[str]) -> int:
     )
     found = memory.rank_memory(run)
     if options.savings:
-        from lit_fsdp.plan.savings import savings
-
-        lighter = list(savings(run, bool(loaded.run.trainer["accumulate_grad_batches"])))
-        as_json = [dataclasses.asdict(one) for one in lighter]
+        lighter = list(search.savings(run, bool(loaded.run.trainer["accumulate_grad_batches"])))
+        as_json = [one._asdict() for one in lighter]
         print(json.dumps(as_json, indent=1) if options.json else _savings_table(found, lighter))
         return 0
     record: dict[str, Any] = {
@@ -151,18 +165,18 @@ def _plan(argv: Sequence[str]) -> int:
         verdict = "fits" if record["fits"] else f"does not fit: {-found.room(gib) / 2**30:.1f} GiB too much"
         lines += ["", f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}"]
         if options.search:
-            results = search.search(run, gib, time_of, lambda text: print(f"judging {text}", file=sys.stderr))
-            record["search"] = [_result_record(result) for result in results]
-            lines += ["", _search_table(results)]
-            same = (one for one in results if (one.choice.run.model.lora is None) == (run.model.lora is None))
-            best = next((one for one in same if one.fits and one.time), None)  # adapters train something else
+            results = search.search(run, gib, time_of)
+            record["search"] = [result for _, result in results]
+            lines += ["", _search_table(record["search"])]
+            same = (one for one in results if (one[0].run.model.lora is None) == (run.model.lora is None))
+            best = next((one for one in same if one[1]["tokens_per_second"]), None)  # adapters train something else
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
-        record["recommended"] = None if best is None else _result_record(best)
+        record["recommended"] = best and best[1]
         lines += ["", *reasons, _recommendation(best, gib)]
     if options.write:
         require(best, "--write", options.write, "a choice that fits", "more GPUs, or larger ones")
-        _write_recipe(Path(options.write), loaded.values, best)
+        _write_recipe(Path(options.write), loaded.values, best[0])
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     return 0 if gib is None or best is not None else 1
@@ -239,42 +253,32 @@ def _time_lines(taken: Any, share: float, network: float) -> str:
     )
 
 
-def _result_record(result: Any) -> dict[str, Any]:
-    return {
-        "choice": result.choice.words,
-        "changes": result.choice.changes,
-        "fits": result.fits,
-        "micro_batch_size": result.rows,
-        "peak": result.memory.peak,
-        "tokens_per_second": result.tokens_per_second or None,
-    }
-
-
-def _search_table(results: Sequence[Any]) -> str:
+def _search_table(results: Sequence[dict[str, Any]]) -> str:
     heads = ("choice", "micro-batch", "GiB", "tokens/s")
     rows = [
         (
-            result.choice.words,
-            str(result.rows) if result.fits else "does not fit",
-            f"{result.memory.peak / 2**30:.1f}",
-            f"{result.tokens_per_second:,.0f}" if result.time else "-",
+            found["choice"],
+            str(found["micro_batch_size"] or "does not fit"),
+            f"{found['peak'] / 2**30:.1f}",
+            f"{found['tokens_per_second']:,.0f}" if found["tokens_per_second"] else "-",
         )
-        for result in results
+        for found in results
     ]
     return columns([heads, *rows], right=heads[1:])
 
 
-def _recommendation(best: Any, gib: float) -> str:
+def _recommendation(best: tuple[Choice, dict[str, Any]] | None, gib: float) -> str:
     if best is None:
         return f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length"
-    changes = "".join(f"\n  {flag}" for flag in best.choice.flags)
-    return f"recommended: {best.choice.words}, micro-batch {best.rows}{changes or ' (as the recipe has it)'}"
+    choice, found = best
+    changes = "".join(f"\n  {flag}" for flag in choice.flags)
+    return f"recommended: {choice.words}, micro-batch {found['micro_batch_size']}{changes or ' (as the recipe has it)'}"
 
 
-def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
+def _write_recipe(path: Path, values: dict[str, Any], choice: Choice) -> None:
     import yaml
 
-    for key, value in best.choice.changes.items():
+    for key, value in choice.changes.items():
         section: Any = values
         *parents, last = key.split(".")
         for part in parents:
@@ -283,7 +287,7 @@ def _write_recipe(path: Path, values: dict[str, Any], best: Any) -> None:
             if part == "model" and "init_args" in section:
                 section = section["init_args"]
         section[last] = value
-    values["data"]["global_batch_size"] = best.choice.run.data.global_batch_size
+    values["data"]["global_batch_size"] = choice.run.data.global_batch_size
     values["trainer"].pop("accumulate_grad_batches", None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 

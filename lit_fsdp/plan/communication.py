@@ -20,19 +20,6 @@ _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
-    """What is gathered and reduced."""
-
-    num_params: int
-    num_units: int
-    """FSDP units; each is gathered and reduced by itself."""
-    gather_bytes: int = 2
-    """Per parameter: compute dtype."""
-    reduce_bytes: float = 4
-    """Per parameter: reduce dtype, times the share of what is trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How ranks share copies of the model: whole nodes, or a part of one."""
 
@@ -73,31 +60,35 @@ class Traffic:
         return self.node_bytes / bytes_per_second + self.ring_steps * RING_STEP_SECONDS
 
 
-def step_traffic(weights: Weights, layout: Layout, forwards: int = 1) -> Traffic:
+def step_traffic(
+    num_params: int, num_units: int, layout: Layout, gather_bytes: int = 2, reduce_bytes: float = 4, forwards: int = 1
+) -> Traffic:
     """Count what an optimizer step sends.
 
     Parameters are gathered for the forward and, unless they stay gathered (``shard_grad_op``, ``hybrid_shard_zero2``),
     again for the backward pass; gradients are reduce-scattered over the ranks of a copy and all-reduced over copies.
 
     Args:
-        weights: Of the model, with the dtypes of the precision mode.
+        num_params: Of the model.
+        num_units: FSDP units; each is gathered and reduced by itself.
         layout: Sharding and ranks.
+        gather_bytes: Per parameter: compute dtype.
+        reduce_bytes: Per parameter: reduce dtype, times the share of what is trained.
         forwards: Forward passes of each rank per step; everything is repeated (``sync_each_micro_batch: true``).
 
     Returns:
         Upper bounds where less is sent: the root unit stays gathered, and NCCL all-reduces small messages in trees,
         which take fewer steps.
     """
-    degree, copies = layout.degree, layout.copies
-    gathered = weights.num_params * weights.gather_bytes * _GATHERS[layout.sharding]
-    reduced = weights.num_params * weights.reduce_bytes
-    inside = (gathered + reduced) * (degree - 1) / degree
+    degree, copies, gathers = layout.degree, layout.copies, _GATHERS[layout.sharding]
+    reduced = num_params * reduce_bytes
+    inside = (num_params * gather_bytes * gathers + reduced) * (degree - 1) / degree
     across = 2 * (copies - 1) / copies * reduced / degree
     node_bytes, steps = 0.0, 0
     if degree > layout.ranks_per_node:
         node_bytes += inside
-        steps += (_GATHERS[layout.sharding] + 1) * (degree - 1)
+        steps += (gathers + 1) * (degree - 1)
     if layout.ranks > layout.ranks_per_node and copies > 1:
         node_bytes += across * min(degree, layout.ranks_per_node)
         steps += 2 * (copies - 1)
-    return Traffic((inside + across) * forwards, node_bytes * forwards, steps * weights.num_units * forwards)
+    return Traffic((inside + across) * forwards, node_bytes * forwards, steps * num_units * forwards)

@@ -21,7 +21,7 @@ from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import UnitPlan, plan_for
-from lit_fsdp.plan.communication import Layout, Weights, step_traffic
+from lit_fsdp.plan.communication import Layout, step_traffic
 from lit_fsdp.plan.simulate import StepMemory, step_memory
 
 T = TypeVar("T")
@@ -173,11 +173,7 @@ def _state_of(rank: dict[str, int]) -> int:
 def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
     """Seconds of an optimizer step, from operations and bytes; all samples are as long as they may be.
 
-    Args:
-        run: The recipe.
-        gpu: Whose peak and link.
-        share: As :data:`PEAK_SHARE`.
-        network: As :data:`NETWORK_GB_PER_SECOND`.
+    ``share`` is that of :data:`PEAK_SHARE`, ``network`` that of :data:`NETWORK_GB_PER_SECOND`.
 
     Raises:
         ValueError: No operations are known for this architecture, or the GPU has no peak rate for the precision.
@@ -199,18 +195,13 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_units = len(formula.blocks) + 2
-    weights = Weights(
-        num_params=total,
-        num_units=num_units,
-        gather_bytes=TORCH_DTYPES[row.compute].itemsize,
-        reduce_bytes=TORCH_DTYPES[row.reduce].itemsize * trained / total,
-    )
+    gather_bytes, reduce_bytes = TORCH_DTYPES[row.compute].itemsize, TORCH_DTYPES[row.reduce].itemsize * trained / total
     per_node = world // run.num_nodes
     sharding = strategy.sharding if strategy.is_sharded else "no_shard"
     degree = mesh_shape(strategy, run.num_nodes, world)[1]
     layout = Layout(sharding=sharding, ranks=world, ranks_per_node=per_node, shard_ranks=degree)
     forwards = global_rows // (run.data.micro_batch_size * world)
-    traffic = step_traffic(weights, layout, forwards)
+    traffic = step_traffic(total, num_units, layout, gather_bytes, reduce_bytes, forwards)
     inside = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
     communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
     ends = 2 * communication / num_units / forwards

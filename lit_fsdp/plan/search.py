@@ -1,25 +1,34 @@
-"""Which choices of a recipe fit a GPU, which of them is fastest, and why."""
+"""Which choices of a recipe fit a GPU, which of them is fastest and why, and what would take less memory."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from lit_fsdp.config.data import DEFAULT_BATCH
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
 from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.metrics.hardware import Gpu
-from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, RankMemory, StepTime, least_bytes, rank_memory, step_time
+from lit_fsdp.host import EXIT_DIR
+from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, StepTime, least_bytes, rank_memory
 
 _MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
-LORA = LoraConfig(target_modules="all-linear")
-QLORA = dataclasses.replace(LORA, quantize="nf4")
+_LORA = LoraConfig(target_modules="all-linear")
+_QLORA = dataclasses.replace(_LORA, quantize="nf4")
+_SECONDS = 120
+"""After which a run that ran out of memory ends without advice."""
+TimeOf = Callable[[RunConfig], StepTime | None]
+"""The time of a step; None where no rate is known."""
 
 
 @dataclass(frozen=True)
@@ -50,38 +59,20 @@ class Choice:
         return [f"--{key} {value}" for key, value in values]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What is predicted of a choice."""
-
-    choice: Choice
-    memory: RankMemory
-    fits: bool
-    rows: int
-    """Of its micro-batch."""
-    time: StepTime | None
-    """None where no rate is known."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all ranks; 0 where no rate is known."""
-        return self.time.tokens_per_second if self.time else 0.0
-
-
 def with_rows(run: RunConfig, rows: int) -> RunConfig:
     """The recipe with another micro-batch; its accumulation follows."""
     data = dataclasses.replace(run.data, micro_batch_size=rows)
     return dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
 
 
-def largest_rows(run: RunConfig, gib: float, at: RankMemory | None = None) -> int:
+def largest_rows(run: RunConfig, gib: float) -> int:
     """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does.
 
     The answer is simulated, and so is the next one that does not fit; what a row more needs only tells where to look.
     """
     total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
-    one = at or rank_memory(with_rows(run, 1))
+    one = rank_memory(with_rows(run, 1))
     if one.room(gib) < 0:
         return 0
     best, left, each = 1, allowed[1:], float(one.step.kept + one.step.block)
@@ -109,7 +100,7 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Itera
         kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
     offload = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True}
     neutral = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False}
-    for lora in (None,) if run.model.lora else (None, LORA, QLORA):
+    for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes:
                 choice = changed(run, {**neutral, **kind, "activation_checkpointing": mode}, lora)
@@ -135,59 +126,134 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     return Choice(other, changes)
 
 
-def judge(choice: Choice, gib: float, time_of: Callable[[RunConfig], StepTime | None]) -> Result:
-    """Simulate a choice at the largest micro-batch that fits."""
-    one = rank_memory(with_rows(choice.run, 1))
-    rows = largest_rows(choice.run, gib, one)
+def judge(choice: Choice, gib: float, time_of: TimeOf) -> tuple[Choice, dict[str, Any]]:
+    """Simulate a choice at the largest micro-batch that fits, or with one row; returns it so, and what is predicted."""
+    rows = largest_rows(choice.run, gib)
     run = with_rows(choice.run, max(1, rows))
-    memory = one if rows <= 1 else rank_memory(run)
-    key = {"data.micro_batch_size": rows} if rows and rows != choice.run.data.micro_batch_size else {}
-    known = Choice(run, {**choice.changes, **key})
-    return Result(known, memory, rows > 0, rows, time_of(run) if rows else None)
+    taken = time_of(run) if rows else None
+    key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
+    known = Choice(run, choice.changes | key)
+    return known, {
+        "choice": known.words,
+        "changes": known.changes,
+        "fits": rows > 0,
+        "micro_batch_size": rows,
+        "peak": rank_memory(run).peak,
+        "tokens_per_second": taken.tokens_per_second if taken else None,
+    }
 
 
-def search(
-    run: RunConfig, gib: float, time_of: Callable[[RunConfig], StepTime | None], tell: Callable[[str], None]
-) -> list[Result]:
+def search(run: RunConfig, gib: float, time_of: TimeOf) -> list[tuple[Choice, dict[str, Any]]]:
     """Judge every choice: those that fit, the fastest first, then those that do not, the smallest first."""
     found = []
     for choice in choices(run):
-        tell(choice.words)
+        print(f"judging {choice.words}", file=sys.stderr)
         try:
             found.append(judge(choice, gib, time_of))
         except ConfigError as error:  # a package that is not here
-            tell(f"{choice.words}: {error.given}")
-    # what moves to the host comes last: how long that takes is not counted
-    return sorted(found, key=lambda r: (not r.fits, r.memory.offloads, -r.tokens_per_second, r.memory.peak))
+            print(f"{choice.words}: {error.given}", file=sys.stderr)
+
+    def order(judged: tuple[Choice, dict[str, Any]]) -> tuple[Any, ...]:
+        known, record = judged
+        # what moves to the host comes last: how long that takes is not counted
+        offloads = known.run.strategy.offloads
+        return not record["fits"], offloads, -(record["tokens_per_second"] or 0.0), record["peak"]
+
+    return sorted(found, key=order)
 
 
-def recommend(
-    run: RunConfig, gib: float, time_of: Callable[[RunConfig], StepTime | None]
-) -> tuple[Result | None, list[str]]:
+def recommend(run: RunConfig, gib: float, time_of: TimeOf) -> tuple[tuple[Choice, dict[str, Any]] | None, list[str]]:
     """The first choice that fits, in the order in which they cost time, and what was wrong with those before it."""
-    reasons, usable = [], gib * USABLE * 2**30 - OVERHEAD_BYTES
+    reasons: list[str] = []
     for choice in choices(run, ("none", "full")):
         try:
             least = least_bytes(choice.run)
-            if least > usable:
-                reasons.append(f"{choice.words} keeps {least / 2**30:.1f} GiB, whatever the batch")
-                continue
-            memory = rank_memory(with_rows(choice.run, 1))
-            if memory.room(gib) >= 0:
-                return judge(choice, gib, time_of), reasons
+            why = f"{choice.words} keeps {least / 2**30:.1f} GiB, whatever the batch"
+            if least <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
+                memory = rank_memory(with_rows(choice.run, 1))
+                if memory.room(gib) >= 0:
+                    return judge(choice, gib, time_of), reasons
+                why = f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row"
         except ConfigError as error:  # a package that is not here
-            reasons.append(f"{choice.words}: {error.given}")
-            continue
-        reasons.append(f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row")
+            why = f"{choice.words}: {error.given}"
+        reasons.append(why)
     return None, reasons
 
 
-def time_on(gpu: Gpu | None, share: float, network: float) -> Callable[[RunConfig], StepTime | None]:
-    """What tells the time of a step on this GPU; nothing without one, or where no operations are known."""
+class Saving(NamedTuple):
+    """One change of a recipe, and the bytes that the rank which holds most needs less at its highest moment."""
 
-    def of(run: RunConfig) -> StepTime | None:
-        with contextlib.suppress(ValueError):
-            return step_time(run, gpu, share, network) if gpu else None
-        return None
+    num_bytes: int
+    flags: str
+    """To be pasted behind the command of the run."""
+    remark: str
 
-    return of
+
+def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[Saving]:
+    """Simulate every change that takes less memory, each by itself; those that cost least come first.
+
+    Args:
+        run: A checked recipe as for :func:`lit_fsdp.plan.memory.rank_memory`, with ``data.global_batch_size``.
+        names_accumulation: Whether the recipe says ``trainer.accumulate_grad_batches``, which then has to follow.
+    """
+    before = rank_memory(run).peak
+    for choice, remark in _lighter(run, names_accumulation):
+        try:
+            saved = before - rank_memory(choice.run).peak
+        except ConfigError:  # a package that is not here
+            continue
+        if saved > 0:
+            yield Saving(saved, " ".join(choice.flags), remark)
+
+
+def _lighter(run: RunConfig, names_accumulation: bool) -> Iterator[tuple[Choice, str]]:
+    rows, world, strategy = run.data.micro_batch_size, run.world_size or 1, run.strategy
+    for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0][:1]:
+        steps = (run.data.global_batch_size or 0) // (fewer * world)
+        changes: dict[str, Any] = {"data.micro_batch_size": fewer}
+        if names_accumulation:
+            changes["trainer.accumulate_grad_batches"] = steps
+        yield Choice(with_rows(run, fewer), changes), f"accumulates over {steps}: the same global batch"
+    sharded = {} if strategy.is_sharded else {"engine": "fsdp2"}
+    whole = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
+    is_full = strategy.is_sharded and strategy.sharding == "full_shard"
+    kinds: list[tuple[dict[str, Any], str]] = []
+    if strategy.activation_config.mode != "full":
+        kinds.append(({"activation_checkpointing": "full"}, "blocks are recomputed"))
+    if world > 1 and not is_full:
+        kinds.append(({**sharded, **whole}, "each rank keeps its share"))
+    if run.trainer["accelerator"] != "cpu" and not strategy.offloads:
+        kinds.append(({**sharded, **({} if is_full else whole), "cpu_offload": True}, "shards are on the host, slower"))
+    options = [(changed(run, values), remark) for values, remark in kinds]
+    lora = run.model.lora
+    options += [(changed(run, {}, _LORA), "LoRA")] if lora is None else []
+    if lora is None or lora.quantize is None:
+        options.append((changed(run, {}, dataclasses.replace(lora or _LORA, quantize="nf4")), "QLoRA"))
+    yield from ((choice, remark) for choice, remark in options if choice is not None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's allocator, torch's on a CPU or Python itself had no memory left."""
+    said = any(words in str(error) for words in ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate"))
+    return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
+    """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
+
+    Another process computes it: this one has little memory, and a process group whose other ranks are waiting.
+    ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
+    """
+    if run.foreign:
+        return f"what would save memory is not computed for somebody else's {', '.join(sorted(run.foreign))}"
+    words = [sys.executable, "-m", "lit_fsdp", "plan", "--savings", "--config", str(recipe)]
+    words += [f"--trainer.{name}={run.trainer[name]}" for name in ("devices", "num_nodes")]
+    words += [f"--trainer.accelerator={accelerator}", *(f"--allow-imports={name}" for name in allow_imports)]
+    environment = {name: value for name, value in os.environ.items() if name != EXIT_DIR}
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"what would save memory was not computed: {error}"
+    if done.returncode:
+        return f"what would save memory was not computed: {(done.stderr.splitlines() or ['no reason'])[-1]}"
+    return done.stdout.rstrip()

@@ -10,7 +10,7 @@ from typing import cast, get_args
 from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import plan_units
-from lit_fsdp.plan.communication import Layout, Traffic, Weights, step_traffic
+from lit_fsdp.plan.communication import Layout, Traffic, step_traffic
 from tests.configs.arithmetic import GIB, STATE_BYTES, Holder, checked, gib_per_rank, meta_model
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def rows(recipe: str, ranks: int, shard_ranks: int | None) -> list[Row]:
     run = checked(ROOT / "recipes" / f"{recipe}.yaml")
     model = meta_model(str(run.model.name))
     params = num_parameters(model)
-    weights = Weights(num_params=params, num_units=len(plan_units(Holder(model), run.strategy.wrap_config).units))
+    num_units = len(plan_units(Holder(model), run.strategy.wrap_config).units)
     transient = sum(gib for kind, gib in gib_per_rank(run, model).items() if kind not in ("state", "host"))
     found = []
     for sharding in cast(tuple[Sharding, ...], get_args(Sharding)):
@@ -50,7 +50,7 @@ def rows(recipe: str, ranks: int, shard_ranks: int | None) -> list[Row]:
         layout = Layout(sharding=sharding, ranks=ranks, shard_ranks=shard_ranks if is_hybrid else None)
         gathered = 2 * params if sharding in ("shard_grad_op", "hybrid_shard_zero2") else 0
         gib = (STATE_BYTES * params / layout.degree + gathered) / GIB + transient
-        found.append(Row(layout, step_traffic(weights, layout), gib))
+        found.append(Row(layout, step_traffic(params, num_units, layout), gib))
     return found
 
 

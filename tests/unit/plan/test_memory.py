@@ -17,10 +17,9 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
 from lit_fsdp.plan import search
-from lit_fsdp.plan.communication import Layout, Weights, step_traffic
+from lit_fsdp.plan.communication import Layout, step_traffic
 from lit_fsdp.plan.memory import RankMemory, StepTime, rank_memory, step_time, zero_table
-from lit_fsdp.plan.savings import is_out_of_memory, savings
-from lit_fsdp.plan.search import choices
+from lit_fsdp.plan.search import choices, is_out_of_memory, savings
 from lit_fsdp.plan.simulate import StepMemory
 
 ROOT = Path(__file__).parents[3]
@@ -65,8 +64,8 @@ def test_the_largest_batch_and_the_order_of_choices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "rank_memory", memory)
     run = loaded("--data.global_batch_size=512")
     assert search.largest_rows(run, 80) == 64
-    found = search.search(run, 80, lambda run: StepTime(1, 0, 0, 1 + run.strategy.offloads), lambda text: None)
-    assert [one.memory.offloads for one in found] == [False] * (len(found) - 3) + [True] * 3
+    found = search.search(run, 80, lambda run: StepTime(1, 0, 0, 1 + run.strategy.offloads))
+    assert ["cpu_offload" in record["choice"] for _, record in found] == [False] * (len(found) - 3) + [True] * 3
 
 
 def test_recomputing_takes_time():
@@ -188,7 +187,7 @@ def test_what_counts_as_out_of_memory():
     assert not any(map(is_out_of_memory, (RuntimeError("made to fail"), KeyboardInterrupt(), OSError("disk"))))
 
 
-SMALL = Weights(num_params=800, num_units=3)
+SMALL = 800, 3  # parameters, and units
 
 
 def test_two_nodes():
@@ -205,17 +204,17 @@ def test_two_nodes():
         ("hybrid_shard", 4, 6400 * 3 / 4 + 2 * 800 * 3 / 4, 4 * 2 * 800 * 3 / 4, 3 * 2 * 3),
         ("hybrid_shard", 16, 6400 * 15 / 16, 6400 * 15 / 16, 3 * 3 * 15),
     ):
-        found = step_traffic(SMALL, Layout(sharding=sharding, ranks=16, shard_ranks=shard_ranks))
+        found = step_traffic(*SMALL, Layout(sharding=sharding, ranks=16, shard_ranks=shard_ranks))
         assert (found.rank_bytes, found.node_bytes) == (pytest.approx(rank_bytes), pytest.approx(node_bytes))
         assert found.ring_steps == ring_steps
 
 
 def test_one_node_sends_nothing_over_the_network():
     for sharding in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"):
-        found = step_traffic(SMALL, Layout(sharding=sharding, ranks=8))
+        found = step_traffic(*SMALL, Layout(sharding=sharding, ranks=8))
         assert (found.node_bytes, found.ring_steps, found.seconds(1.0)) == (0, 0, 0)
         assert found.rank_bytes > 0
-        assert step_traffic(SMALL, Layout(sharding=sharding, ranks=1)).rank_bytes == 0
+        assert step_traffic(*SMALL, Layout(sharding=sharding, ranks=1)).rank_bytes == 0
 
 
 def test_experts_in_fp32_and_what_gloo_copies():
