@@ -7,9 +7,12 @@ import itertools
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
 from lit_fsdp.commands.profiling import quiet_flags
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.launch.launcher import devices_of
-from lit_fsdp.report.bench import BenchCell, bench_cells, bench_picture
 from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
 _VALUES = re.compile(r",(?![^\[{]*[\]}])")
 """Commas between values, not those inside of a list or mapping."""
+_BAR, _LONGEST, _LETTER = 22, 430, 7
+"""Height of a bar with its gap, length of the longest one, and width of a letter, in pixels."""
 _Cell = dict[str, str]
 """Value by varied key, and ``ranks``."""
 
@@ -69,9 +73,8 @@ def run_bench(argv: Sequence[str]) -> int:
     code = _run_all(folder, words, cells, options.repeats, failed)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return code
-    rows = _rows(folder / "bench.csv")
-    found = bench_cells([row for cell in cells for row in rows if cell.items() <= row.items()], list(vary))
-    (folder / "bench.svg").write_text(bench_picture(found), encoding="utf-8")
+    found = _results(cells, _rows(folder / "bench.csv"))
+    (folder / "bench.svg").write_text(_picture(found), encoding="utf-8")
     print(_table(found, list(vary)))
     print(f"\n{folder}/bench.csv, {folder}/bench.svg", file=sys.stderr)
     return code
@@ -164,14 +167,73 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[int, dict[str, Any]]:
     return 0, {**{name: rows[-1][name] for name in ("tokens_per_second", "peak_memory_gib")}, "failed": ""}
 
 
-def _table(cells: Sequence[BenchCell], keys: Sequence[str]) -> str:
+@dataclass
+class _Result:
+    """What the runs of one cell give."""
+
+    values: list[str]
+    ranks: int
+    rates: list[float]
+    """Tokens per second over all ranks, of each finished run; none: it has failed."""
+    peak_gib: float
+    failed: str
+    """Why the last run did; empty where it has finished."""
+    efficiency: float = 1.0
+    """Tokens per second and rank relative to the same values on the fewest ranks."""
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def label(self) -> str:
+        return f"{', '.join(self.values)}, ranks {self.ranks}"
+
+
+def _results(cells: Sequence[_Cell], rows: Sequence[Mapping[str, str]]) -> list[_Result]:
+    found = []
+    for cell in cells:
+        *values, ranks = cell.values()
+        runs = [row for row in rows if cell.items() <= row.items()]
+        finished = [row for row in runs if not row["failed"]]
+        rates = [float(row["tokens_per_second"]) for row in finished]
+        peak = max((float(row["peak_memory_gib"]) for row in finished), default=0.0)
+        found.append(_Result(values, int(ranks), rates, peak, runs[-1]["failed"]))
+    with_rates = [one for one in found if one.rates]
+    for one in with_rates:
+        fewest = min((other for other in with_rates if other.values == one.values), key=lambda other: other.ranks)
+        one.efficiency = one.rate / one.ranks / (fewest.rate / fewest.ranks)
+    return found
+
+
+def _picture(found: Sequence[_Result]) -> str:
+    """Tokens/s of the cells that finished as an SVG: bars of medians, with a line from the least to the most."""
+    bars = [one for one in found if one.rates]
+    most = max((max(one.rates) for one in bars), default=1.0)
+    left = _LETTER * max((len(one.label) for one in bars), default=0)
+    parts = []
+    for number, one in enumerate(bars):
+        top = 10 + _BAR * number
+        median, low, high = (_LONGEST * rate / most for rate in (one.rate, min(one.rates), max(one.rates)))
+        parts += [
+            f'<text x="{left - 8}" y="{top + 12}" text-anchor="end">{escape(one.label)}</text>',
+            f'<rect x="{left}" y="{top}" width="{median:.1f}" height="16" fill="#3b6fb6"/>',
+            f'<path d="M{left + low:.1f} {top + 8}H{left + high:.1f}" stroke="#e08a2c" stroke-width="3"/>',
+            f'<text x="{left + _LONGEST + 8}" y="{top + 12}">{one.rate:,.0f} tokens/s</text>',
+        ]
+    size = f'width="{left + _LONGEST + 130}" height="{20 + _BAR * len(bars)}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+
+
+def _table(found: Sequence[_Result], keys: Sequence[str]) -> str:
     numbers = ("ranks", "runs", "tokens/s", "least", "most", "efficiency", "GiB")
     rows = [(*(key.rpartition(".")[2] for key in keys), *numbers)]
-    for cell in cells:
+    for one in found:
         results: tuple[str, ...] = ("failed", "-", "-", "-", "-")
-        if cell.rates:
-            rates = (f"{rate:,.0f}" for rate in (cell.rate, min(cell.rates), max(cell.rates)))
-            results = (*rates, f"{cell.efficiency:.0%}", f"{cell.peak_gib:.2f}")
-        rows.append((*cell.values, str(cell.ranks), str(len(cell.rates)), *results))
-    reasons = [f"{', '.join(cell.values)}, ranks {cell.ranks}: {cell.failed}" for cell in cells if cell.failed]
+        if one.rates:
+            rates = (f"{rate:,.0f}" for rate in (one.rate, min(one.rates), max(one.rates)))
+            results = (*rates, f"{one.efficiency:.0%}", f"{one.peak_gib:.2f}")
+        rows.append((*one.values, str(one.ranks), str(len(one.rates)), *results))
+    reasons = [f"{one.label}: {one.failed}" for one in found if one.failed]
     return "\n".join([columns(rows, right=numbers), *reasons])
