@@ -9,15 +9,14 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lit_fsdp.commands.parsing import columns
 from lit_fsdp.config.data import accumulation_steps
@@ -38,22 +37,35 @@ _LAUNCHED = ("RANK", "GROUP_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 def compare_recipes(sides: Sequence[Sequence[str]], recipes: Sequence[Any], options: Any) -> int:
     """Say how far the runs of two recipes, or of one and the plain loop, are apart, and return the exit code."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
+    multiprocessing.set_forkserver_preload(["lit_fsdp.cli"])
+    forkserver.ensure_running()  # it imports while this process does
+    is_plain = len(sides) == 1
+    for side, recipe in zip(sides, recipes, strict=True):
+        if recipe.run.foreign & {"model", "data"} and (is_plain or not options.full):
+            _require_arguments_of_ours(_resolved(side))
+    small = [[] if options.full else _miniature(recipe.run, options.steps) for recipe in recipes]
+    found = [_resolved([*side, *words]) for side, words in zip(sides, small, strict=True)]
+    other = plain_side(found[0]) if is_plain else with_shared(found[1], found[0])
+    if not is_plain:
+        _tell_left_out([recipe.values for recipe in recipes], found[0], other)
     with tempfile.TemporaryDirectory(prefix="lit_fsdp_parity_") as folder:
-        runs = _Runs(Path(folder), options.steps)
-        is_plain = len(sides) == 1
+        allowed = [f"--allow-imports={one}" for one in read_command_line(sides[0]).allow_imports]
         try:
-            for side, recipe in zip(sides, recipes, strict=True):
-                if recipe.run.foreign & {"model", "data"} and (is_plain or not options.full):
-                    _require_arguments_of_ours(runs.resolved(side, recipe.run, full=True))
-            found = [runs.resolved(side, recipe.run, options.full) for side, recipe in zip(sides, recipes, strict=True)]
-            other = plain_side(found[0]) if is_plain else with_shared(found[1], found[0])
-            if not is_plain:
-                _tell_left_out([recipe.values for recipe in recipes], found[0], other)
-            return _compare(runs, found[0], other, options)
+            return _compare(_Runs(Path(folder), options.steps, allowed), found[0], other, options)
         except RunRefused as refused:
             text, code = refused.args
             print(text, file=sys.stderr)
             return int(code)
+
+
+def _resolved(words: Sequence[str]) -> dict[str, Any]:
+    """The whole recipe as ``fit`` reads it."""
+    from lit_fsdp.cli import resolved_recipe
+
+    values = resolved_recipe(words, "fit")
+    if values["trainer"]["devices"] in ("auto", -1):
+        values["trainer"]["devices"] = max(1, torch.cuda.device_count())
+    return flat(values)
 
 
 def _require_arguments_of_ours(recipe: dict[str, Any]) -> None:
@@ -134,16 +146,9 @@ def _tables(title: str, found: Any, turned: Sequence[Any]) -> str:
 class _Runs:
     """Runs recipes, each once and for so many steps, and keeps what they have come to."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self._folder, self._steps = folder, steps
+    def __init__(self, folder: Path, steps: int, allowed: Sequence[str]) -> None:
+        self._folder, self._steps, self._allowed = folder, steps, allowed
         self._done: dict[str, Any] = {}
-        self._allowed: list[str] = []
-
-    def resolved(self, words: Sequence[str], run: Any, full: bool) -> dict[str, Any]:
-        """The whole recipe as ``fit`` reads it, in miniature unless ``full``."""
-        self._allowed = [f"--allow-imports={one}" for one in read_command_line(words).allow_imports]
-        miniature = [] if full else _miniature(run, self._steps)
-        return flat(json.loads(self._start(1, _resolve, [*words, *miniature]).read_text(encoding="utf-8")))
 
     def __call__(self, recipe: dict[str, Any]) -> Any:
         """Run a recipe as ``fit`` does, on its ranks; :class:`RunRefused` where that cannot be."""
@@ -167,31 +172,20 @@ class _Runs:
 
     def _start(self, ranks: int, act: Callable[..., int], *args: Any) -> Path:
         """Call ``act(file, *args)`` on some ranks; the file is what it leaves."""
-        context, port = multiprocessing.get_context("forkserver"), free_port()
-        context.set_forkserver_preload(["lit_fsdp.cli"])
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process alone, which ends the others
-        forkserver.ensure_running()
-        signal.signal(signal.SIGINT, before)
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        logs = [folder / f"log-{rank}" for rank in range(ranks)]
-        common = ranks, port, act, (folder / "found", *args)
-        children = [context.Process(target=_be_rank, args=(rank, log, *common)) for rank, log in enumerate(logs)]
+        common = folder, ranks, free_port(), act, (folder / "found", *args)
+        started = start_processes(_be_rank, common, ranks, join=False, start_method="forkserver")
         try:
-            for child in children:
-                child.start()
-            while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
-                wait([child.sentinel for child in children if child.is_alive()])
-            for child in children:
-                child.join(_GRACE_SECONDS)
+            while not started.join(grace_period=_GRACE_SECONDS):
+                pass
+        except ProcessExitedException as failed:
+            logs = [folder / f"log-{rank}" for rank in range(ranks)]
+            texts = [log.read_text(encoding="utf-8", errors="replace") for log in logs if log.is_file()]
+            said = next((text[text.rfind("error: ") :] for text in texts if "error: " in text), "".join(texts)[-4000:])
+            raise RunRefused(said.strip(), 2 if failed.exit_code == 2 else 1) from None
         finally:
-            for child in children:
-                if child.is_alive():
-                    child.kill()
-        failed = [rank for rank, child in enumerate(children) if child.exitcode]
-        if failed:
-            text = logs[failed[0]].read_text(encoding="utf-8", errors="replace")
-            said = text[text.rfind("error: ") :] if "error: " in text else text[-4000:]
-            raise RunRefused(said.strip(), 2 if any(child.exitcode == 2 for child in children) else 1)
+            for child in started.processes:
+                child.kill()
         return folder / "found"
 
 
@@ -211,37 +205,19 @@ def _miniature(run: Any, steps: int) -> list[str]:
 # -- in processes of their own
 
 
-def _be_rank(rank: int, log: Path, ranks: int, port: int, act: Callable[..., int], args: Sequence[Any]) -> None:
+def _be_rank(rank: int, folder: Path, ranks: int, port: int, act: Callable[..., int], args: Sequence[Any]) -> None:
     """Be one of the ranks that Lightning would have started; what it says goes to a file."""
     # After a fork the first use of torch's thread pool makes it anew; by two threads at once that may end in "Invalid
     # thread pool!" (https://github.com/pytorch/pytorch/pull/54895 left out the lock). To be removed once it has one.
     torch.set_num_threads(torch.get_num_threads())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in [name for name in os.environ if name.startswith(_LAUNCHED)]:
         del os.environ[name]
     where = {"LOCAL_RANK": rank, "WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    written = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(written, stream)
     sys.exit(ended(lambda: act(*args)))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _resolve(file: Path, words: Sequence[str]) -> int:
-    from lit_fsdp.cli import resolved_recipe
-
-    values = resolved_recipe(words, "fit")
-    if values["trainer"]["devices"] in ("auto", -1):
-        values["trainer"]["devices"] = max(1, torch.cuda.device_count())
-    file.write_text(json.dumps(values), encoding="utf-8")
-    return 0
 
 
 def _fit(file: Path, values: dict[str, Any], allowed: Sequence[str], steps: int) -> int:
