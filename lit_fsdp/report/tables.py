@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -22,10 +23,12 @@ def units_table(record: dict[str, Any]) -> Table:
     """The FSDP units of an audit; equal neighbors share a line."""
     columns = ("unit", "class", "parameters", "GiB", "share", "tied", "recompute")
     table = _table(f"FSDP units by {record['wrapped_by']}", columns)
-    for first, last, count in _runs(record["units"]):
+    for _, alike in groupby(record["units"], key=lambda unit: unit | {"name": ""}):
+        first, *others = alike
+        count = 1 + len(others)
         table.add_row(
-            first["name"] if count == 1 else f"{first['name']} … {last['name']}",
-            first["class"] if count == 1 else f"{count} × {first['class']}",
+            f"{first['name']} … {others[-1]['name']}" if others else first["name"],
+            f"{count} × {first['class']}" if others else first["class"],
             f"{first['num_params']:,}",
             f"{first['num_bytes'] / GIB:.3f}",
             f"{first['share'] * count:.1%}",
@@ -48,18 +51,14 @@ def ranks_table(ranks: list[dict[str, int]]) -> Table:
     kinds = {"weights": "parameter", "scales": "quantization", "gradients": "gradient", "optimizer": "optimizer"}
     kinds = {word: f"{kind}_bytes" for word, kind in kinds.items() if f"{kind}_bytes" in ranks[0]}
     table = _table(title, ("rank of a copy", "parameters", *kinds, "all"))
-    start = 0
-    while start < len(ranks):
-        end = start
-        while end + 1 < len(ranks) and ranks[end + 1] == ranks[start]:
-            end += 1
-        sizes = [ranks[start][kind] / GIB for kind in kinds.values()]
+    for found, alike in groupby(range(len(ranks)), key=ranks.__getitem__):
+        first, *others = alike
+        sizes = [found[kind] / GIB for kind in kinds.values()]
         table.add_row(
-            str(start) if end == start else f"{start} … {end}",
-            f"{ranks[start]['num_params']:,}",
+            f"{first} … {others[-1]}" if others else str(first),
+            f"{found['num_params']:,}",
             *(f"{size:.3f}" for size in (*sizes, sum(sizes))),
         )
-        start = end + 1
     return table
 
 
@@ -89,15 +88,3 @@ def _table(title: str | None, columns: tuple[str, ...]) -> Table:
         # on a narrow terminal names go on in the next line: one that is cut off could be any unit
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     return table
-
-
-def _runs(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Neighboring units that differ only in their names, as (first, last, count)."""
-    runs: list[tuple[dict[str, Any], dict[str, Any], int]] = []
-    for unit in units:
-        same = {k: v for k, v in unit.items() if k != "name"}
-        if runs and {k: v for k, v in runs[-1][0].items() if k != "name"} == same:
-            runs[-1] = (runs[-1][0], unit, runs[-1][2] + 1)
-        else:
-            runs.append((unit, unit, 1))
-    return runs
