@@ -1,12 +1,26 @@
-"""What a run folder holds, as tests of every folder read it."""
+"""Recipes given as mappings, and what a run folder holds, as tests of every folder read them."""
 
 from __future__ import annotations
 
 import csv
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.run import RunConfig
+
+
+def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
+    """The checked recipe of a file with these values."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recipe.yaml")
+        file.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return load_recipe(["--config", str(file)], verb).run
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -435,20 +435,8 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     """
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
-    return _loaded(parse(recipe_parser(*line.kinds), line.words, also), line, verb)
-
-
-def check_recipe(values: Mapping[str, Any], verb: str) -> RunConfig:
-    """Check a recipe that is a mapping already, as :func:`load_recipe` does."""
-    line = CommandLine(contents=[dict(values)])
     foreign, takes_pairs = line.kinds
-    parser = recipe_parser(foreign, takes_pairs)
-    plain = _flat(_plain(values)) if takes_pairs else _plain(values)
-    return _loaded(_translated(parser, lambda: parser.parse_object(plain)), line, verb).run
-
-
-def _loaded(parsed: Namespace, line: CommandLine, verb: str) -> LoadedRecipe:
-    foreign, takes_pairs = line.kinds
+    parsed = parse(recipe_parser(foreign, takes_pairs), line.words, also)
     parsed.pop("config", None)
     if takes_pairs:
         parsed.model.pop("class_path")
@@ -534,7 +522,7 @@ def _overruled(line: CommandLine) -> list[str]:
     """One line per value of a file that a later file replaces by another."""
     found: list[str] = []
     before: dict[str, Any] = {}
-    for path, content in zip(line.files, line.contents, strict=False):  # a mapping comes from no file
+    for path, content in zip(line.files, line.contents, strict=True):
         now = dict(leaves(content))
         found += [
             f"{key}: {before[key]!r} → {new!r} ({path})" for key, new in now.items() if before.get(key, new) != new

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.parser import check_recipe
 from tests.dist.forks import on_ranks
+from tests.runs import check_recipe
 
 _NF4 = {"r": 4, "alpha": 8, "target_modules": "all-linear", "quantize": "nf4"}
 # Uneven on purpose: 512, 100 and 48 rows over 3 ranks, and FSDP1's flat parameter cut anywhere.

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
 from tests.dist.reference import TINY
+from tests.runs import check_recipe
 
 MUON = {"optimizer": "lit_fsdp.MuonWithAdamW", "lr": 0.02, "schedule": "wsd"}
 EIGHT_BITS = {"optimizer": "torchao.optim.AdamW8bit", "lr": 1e-3, "schedule": "wsd"}

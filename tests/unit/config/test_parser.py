@@ -9,9 +9,10 @@ import pytest
 
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
-from lit_fsdp.config.parser import build, check_recipe, lightning_keys, load_recipe, read_command_line, say_once
+from lit_fsdp.config.parser import build, lightning_keys, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
+from tests.runs import check_recipe
 
 ARGS = "trainer.strategy.init_args"
 BASE = """

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.launch import slurm_checks
 from lit_fsdp.launch.slurm_job import Job, plan_job, render
+from tests.runs import check_recipe
 
 _CALLED = 'printf "%s\\0" "$@" >"$FAKE/$(basename "$0").called"\n'
 _PROGRAMS = {

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.config.parser import check_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, check_attention
 from lit_fsdp.module import CausalLMModule
+from tests.runs import check_recipe
 
 
 def test_attention_that_the_model_lacks(tiny, caplog):
