@@ -70,23 +70,19 @@ def _loaded(
     """The recipe, on other ranks than its own where they are given by ``flag``, with our own model and strategy."""
     from lit_fsdp.config.parser import load_recipe
 
-    loaded = load_recipe([*words, *_rank_flags(ranks, nodes)], "audit", flags_of(parser))
+    require(ranks or not nodes, "--nodes", f"{nodes} without {flag}", "both, or neither", f"add {flag} N")
+    if ranks is not None:
+        nodes = nodes or 1
+        spread = ranks >= nodes >= 1 and ranks % nodes == 0
+        require(spread, "--nodes", f"{nodes} for {ranks} ranks", f"a divisor of {ranks}, both >= 1")
+        words = [*words, f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
+    loaded = load_recipe(words, "audit", flags_of(parser))
     run = loaded.run
     fix = f"add {flag} N to the command"
     require(run.world_size, "trainer.devices", run.trainer["devices"], "a number of ranks", fix)
     given, allowed = f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy"
     require(not run.foreign - {"data"}, parser.prog.rpartition(" ")[2], given, allowed)
     return loaded
-
-
-def _rank_flags(ranks: int | None, nodes: int | None) -> list[str]:
-    require(ranks or not nodes, "--nodes", f"{nodes} without --ranks", "both, or neither", "add --ranks N")
-    if ranks is None:
-        return []
-    nodes = nodes or 1
-    spread = ranks >= nodes >= 1 and ranks % nodes == 0
-    require(spread, "--nodes", f"{nodes} for {ranks} ranks", f"a divisor of {ranks}, both >= 1")
-    return [f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
 
 
 def run_plan(argv: Sequence[str]) -> int:

@@ -228,3 +228,8 @@ def test_experts_in_fp32_and_what_gloo_copies():
     )
     assert on_cpu.peak > on_gpu.peak
     assert on_cpu.parameters == on_gpu.parameters
+
+
+def test_nodes_without_gpus_are_refused_by_a_flag_that_there_is():
+    with pytest.raises(ConfigError, match="add --gpus N"):
+        run_plan(["--config", str(RECIPE), "--nodes", "2"])
