@@ -68,7 +68,7 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
 
 
 def _submit(job: Job, values: dict[str, Any]) -> int:
-    from lit_fsdp.launch.slurm_submit import submit
+    from lit_fsdp.launch.slurm_job import submit
 
     number = submit(job, values)
     print(number, flush=True)
@@ -110,15 +110,15 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 def _facts(job: Job, run: RunConfig) -> Facts:
     from lit_fsdp.checkpoint.manifest import read_manifest
     from lit_fsdp.checkpoint.run_folder import checkpoints
-    from lit_fsdp.launch import slurm_submit
+    from lit_fsdp.launch import slurm_job
     from lit_fsdp.launch.slurm_checks import SINFO, Facts
 
     there = checkpoints(job.run_folder)
     measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
     sinfo, living = None, []
-    with contextlib.suppress(slurm_submit.SlurmError):  # which is said as a warning
-        sinfo = slurm_submit.run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
-        living = slurm_submit.living_jobs(job)
+    with contextlib.suppress(slurm_job.SlurmError):  # which is said as a warning
+        sinfo = slurm_job.run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
+        living = slurm_job.living_jobs(job)
     return Facts(
         sinfo=sinfo,
         checkpoint_bytes=checkpoint_bytes(run),

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,15 @@ class Facts:
 
 def check_job(job: Job, run: RunConfig, facts: Facts) -> tuple[list[ConfigError], list[str]]:
     """Return errors and warnings about a job, in the order in which they are best fixed."""
-    found = [entry for check in CHECKS for entry in check(job, run, facts)]
+    checks = (
+        _shell_is_whole,
+        _cluster_has_it,
+        _ranks_have_cores,
+        _time_is_enough,
+        _start_is_clear,
+        _files_are_there,
+    )
+    found = [entry for check in checks for entry in check(job, run, facts)]
     return [e for e in found if isinstance(e, ConfigError)], [w for w in found if isinstance(w, str)]
 
 
@@ -206,14 +214,3 @@ def _lacking(job: Job, name: str, rows: list[list[str]]) -> ConfigError | None:
 def _ranks_have_cores(job: Job, run: RunConfig, facts: Facts) -> Found:
     if job.gpus_per_node and job.config.cpus_per_task is None:
         yield "slurm.cpus_per_task is not set: SLURM gives each rank one core; set it to the node's cores / GPUs"
-
-
-CHECKS: list[Callable[[Job, RunConfig, Facts], Found]] = [
-    _shell_is_whole,
-    _cluster_has_it,
-    _ranks_have_cores,
-    _time_is_enough,
-    _start_is_clear,
-    _files_are_there,
-]
-"""Each yields errors, and warnings."""

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lit_fsdp.__main__ import main
-from lit_fsdp.launch.slurm_submit import SlurmError, run_slurm
+from lit_fsdp.launch.slurm_job import SlurmError, run_slurm
 from tests.unit.launch.conftest import FakeSlurm, recipe
 
 
