@@ -146,11 +146,19 @@ def _plan(argv: Sequence[str]) -> int:
         "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
         "zero": memory.zero_table(run),
     }
-    lines = [_memory_table(found), "", _zero_line(record["zero"], run.world_size or 1)]
+    heads = ["parameters, gradients and AdamW", *record["zero"]]
+    cells = [f"GiB per rank on {run.world_size}", *(f"{size / 2**30:.2f}" for size in record["zero"].values())]
+    lines = [_memory_table(found), "", columns([heads, cells], right=heads[1:])]
     taken = time_of(run)
     if taken is not None:
         record["step"] = {**dataclasses.asdict(taken), "tokens_per_second": taken.tokens_per_second}
-        lines += ["", _time_lines(taken, share, network)]
+        lines += [
+            "",
+            f"seconds per step: {taken.seconds:.3g} = {taken.compute:.3g} computing at {share:.0%} of the peak + "
+            f"{taken.exposed:.3g} of {taken.communication:.3g} sending that nothing hides",
+            f"tokens per second: {taken.tokens_per_second:,.0f} (every sample as long as it may be; a node sends "
+            f"{network:g} GB/s)",
+        ]
     elif gpu is not None:
         lines += ["", "seconds per step: no operations are known for this architecture, or no rate for this precision"]
     best: Any = None
@@ -169,7 +177,12 @@ def _plan(argv: Sequence[str]) -> int:
         if best is None:
             best, reasons = search.recommend(run, gib, time_of)
         record["recommended"] = best and best[1]
-        lines += ["", *reasons, _recommendation(best, gib)]
+        lines += ["", *reasons]
+        if best is None:
+            lines.append(f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length")
+        else:
+            lines.append(f"recommended: {best[0].words}, micro-batch {best[1]['micro_batch_size']}")
+            lines += [f"  {flag}" for flag in best[0].flags] or ["  (as the recipe has it)"]
     if options.write:
         require(best, "--write", options.write, "a choice that fits", "more GPUs, or larger ones")
         _write_recipe(Path(options.write), loaded.values, best[0])
@@ -234,21 +247,6 @@ def _savings_table(found: Any, lighter: Sequence[Any]) -> str:
     return f"{peak}. Each of these by itself takes less, in the order to try them:\n{table}"
 
 
-def _zero_line(table: dict[str, int], ranks: int) -> str:
-    heads = ["parameters, gradients and AdamW", *table]
-    cells = [f"GiB per rank on {ranks}", *(f"{size / 2**30:.2f}" for size in table.values())]
-    return columns([heads, cells], right=list(table))
-
-
-def _time_lines(taken: Any, share: float, network: float) -> str:
-    return (
-        f"seconds per step: {taken.seconds:.3g} = {taken.compute:.3g} computing at {share:.0%} of the peak + "
-        f"{taken.exposed:.3g} of {taken.communication:.3g} sending that nothing hides\n"
-        f"tokens per second: {taken.tokens_per_second:,.0f} (every sample as long as it may be; a node sends "
-        f"{network:g} GB/s)"
-    )
-
-
 def _search_table(results: Sequence[dict[str, Any]]) -> str:
     heads = ("choice", "micro-batch", "GiB", "tokens/s")
     rows = [
@@ -261,14 +259,6 @@ def _search_table(results: Sequence[dict[str, Any]]) -> str:
         for found in results
     ]
     return columns([heads, *rows], right=heads[1:])
-
-
-def _recommendation(best: tuple[Choice, dict[str, Any]] | None, gib: float) -> str:
-    if best is None:
-        return f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length"
-    choice, found = best
-    changes = "".join(f"\n  {flag}" for flag in choice.flags)
-    return f"recommended: {choice.words}, micro-batch {found['micro_batch_size']}{changes or ' (as the recipe has it)'}"
 
 
 def _write_recipe(path: Path, values: dict[str, Any], choice: Choice) -> None:

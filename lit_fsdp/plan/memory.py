@@ -13,7 +13,7 @@ from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy, state_
 from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import Sharding, StrategyConfig, mesh_shape
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
@@ -21,7 +21,6 @@ from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import UnitPlan, plan_for
-from lit_fsdp.plan.communication import Layout, step_traffic
 from lit_fsdp.plan.simulate import StepMemory, step_memory
 
 T = TypeVar("T")
@@ -34,6 +33,9 @@ NETWORK_GB_PER_SECOND = 50.0
 """Of a node in each direction, in 10**9 bytes, where nothing else is said: one 400 Gbit/s port."""
 PEAK_SHARE = 0.4
 """Share of a GPU's peak rate at which blocks compute, where nothing else is said."""
+RING_STEP_SECONDS = 1e-5
+"""Assumed for one step of a ring whatever it carries; a network of InfiniBand class."""
+_GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 2, "hybrid_shard_zero2": 1}
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,74 @@ def _state_of(rank: dict[str, int]) -> int:
     return sum(size for kind, size in rank.items() if kind.endswith("_bytes"))
 
 
+# What an optimizer step sends. Every collective is counted as a ring over its ranks, neighbors in the same node side by
+# side, as NCCL lays them: an all-gather or reduce-scatter of S bytes over n ranks makes each rank pass on S (n-1)/n
+# bytes in n-1 steps, an all-reduce twice that. A ring leaves a node once, so these are also the bytes that leave the
+# node, however many of its ranks are in the ring; rings of different ranks of a node (the copies of hybrid sharding)
+# add up.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one optimizer step sends."""
+
+    rank_bytes: float
+    """From each rank to its neighbor, over whatever link is between them."""
+    node_bytes: float
+    """Out of each node over the network; 0 on one node."""
+    ring_steps: int
+    """One after another, in rings that leave a node."""
+
+    def seconds(self, bytes_per_second: float) -> float:
+        """Time on the network at this rate per node and direction, if nothing hides it."""
+        return self.node_bytes / bytes_per_second + self.ring_steps * RING_STEP_SECONDS
+
+
+def step_traffic(
+    num_params: int,
+    num_units: int,
+    sharding: Sharding,
+    mesh: tuple[int, int],
+    ranks_per_node: int = 8,
+    gather_bytes: int = 2,
+    reduce_bytes: float = 4,
+    forwards: int = 1,
+) -> Traffic:
+    """Count what an optimizer step sends.
+
+    Parameters are gathered for the forward and, unless they stay gathered (``shard_grad_op``, ``hybrid_shard_zero2``),
+    again for the backward pass; gradients are reduce-scattered over the ranks of a copy and all-reduced over copies.
+
+    Args:
+        num_params: Of the model.
+        num_units: FSDP units; each is gathered and reduced by itself.
+        sharding: Says how often.
+        mesh: Copies of the model, and ranks that share one: whole nodes, or a part of one.
+        ranks_per_node: Of nodes that are alike.
+        gather_bytes: Per parameter: compute dtype.
+        reduce_bytes: Per parameter: reduce dtype, times the share of what is trained.
+        forwards: Forward passes of each rank per step; everything is repeated (``sync_each_micro_batch: true``).
+
+    Returns:
+        Upper bounds where less is sent: the root unit stays gathered, and NCCL all-reduces small messages in trees,
+        which take fewer steps.
+
+    Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
+    """
+    copies, degree = mesh
+    gathers, reduced = _GATHERS[sharding], num_params * reduce_bytes
+    inside = (num_params * gather_bytes * gathers + reduced) * (degree - 1) / degree
+    across = 2 * (copies - 1) / copies * reduced / degree
+    node_bytes, steps = 0.0, 0
+    if degree > ranks_per_node:
+        node_bytes += inside
+        steps += (gathers + 1) * (degree - 1)
+    if copies * degree > ranks_per_node and copies > 1:
+        node_bytes += across * min(degree, ranks_per_node)
+        steps += 2 * (copies - 1)
+    return Traffic((inside + across) * forwards, node_bytes * forwards, steps * num_units * forwards)
+
+
 def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
     """Seconds of an optimizer step, from operations and bytes; all samples are as long as they may be.
 
@@ -196,12 +266,11 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_units = len(formula.blocks) + 2
     gather_bytes, reduce_bytes = TORCH_DTYPES[row.compute].itemsize, TORCH_DTYPES[row.reduce].itemsize * trained / total
-    per_node = world // run.num_nodes
     sharding = strategy.sharding if strategy.is_sharded else "no_shard"
-    degree = mesh_shape(strategy, run.num_nodes, world)[1]
-    layout = Layout(sharding=sharding, ranks=world, ranks_per_node=per_node, shard_ranks=degree)
+    mesh = mesh_shape(strategy, run.num_nodes, world)
     forwards = global_rows // (run.data.micro_batch_size * world)
-    traffic = step_traffic(total, num_units, layout, gather_bytes, reduce_bytes, forwards)
+    per_node = world // run.num_nodes
+    traffic = step_traffic(total, num_units, sharding, mesh, per_node, gather_bytes, reduce_bytes, forwards)
     inside = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
     communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
     ends = 2 * communication / num_units / forwards

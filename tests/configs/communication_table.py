@@ -10,7 +10,7 @@ from typing import cast, get_args
 from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.models.build import num_parameters
 from lit_fsdp.parallel.units import plan_units
-from lit_fsdp.plan.communication import Layout, Traffic, step_traffic
+from lit_fsdp.plan.memory import Traffic, step_traffic
 from tests.configs.arithmetic import GIB, STATE_BYTES, Holder, checked, gib_per_rank, meta_model
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,10 @@ NEARLY_AS_FAST = 1.05
 class Row:
     """One way of sharding at one size."""
 
-    layout: Layout
+    sharding: Sharding
+    copies: int
+    degree: int
+    """Ranks that share one copy."""
     traffic: Traffic
     gib: float
     """On each GPU."""
@@ -47,10 +50,12 @@ def rows(recipe: str, ranks: int, shard_ranks: int | None) -> list[Row]:
         is_hybrid = sharding.startswith("hybrid")
         if is_hybrid and ranks <= (shard_ranks or 8):
             continue  # one copy: that is full_shard, or shard_grad_op
-        layout = Layout(sharding=sharding, ranks=ranks, shard_ranks=shard_ranks if is_hybrid else None)
+        degree = 1 if sharding == "no_shard" else (shard_ranks or 8) if is_hybrid else ranks
+        copies = ranks // degree
         gathered = 2 * params if sharding in ("shard_grad_op", "hybrid_shard_zero2") else 0
-        gib = (STATE_BYTES * params / layout.degree + gathered) / GIB + transient
-        found.append(Row(layout, step_traffic(params, num_units, layout), gib))
+        gib = (STATE_BYTES * params / degree + gathered) / GIB + transient
+        traffic = step_traffic(params, num_units, sharding, (copies, degree))
+        found.append(Row(sharding, copies, degree, traffic, gib))
     return found
 
 
@@ -70,10 +75,10 @@ def lines(recipe: str, shard_ranks: int | None) -> Iterator[str]:
         found = rows(recipe, ranks, shard_ranks)
         best = picked(found)
         for row in found:
-            layout, traffic = row.layout, row.traffic
-            name = f"`{layout.sharding}`" + (", `ddp`" if layout.sharding == "no_shard" else "")
-            if layout.sharding.startswith("hybrid"):
-                name += f", {layout.copies} × {layout.degree}"
+            traffic = row.traffic
+            name = f"`{row.sharding}`" + (", `ddp`" if row.sharding == "no_shard" else "")
+            if row.sharding.startswith("hybrid"):
+                name += f", {row.copies} × {row.degree}"
             verdict = "**picked**" if row is best else "" if row.fits else "does not fit"
             yield (
                 f"| {ranks:,} | {name} | {row.gib:.0f} | {traffic.node_bytes / 1e9:.0f} | {traffic.ring_steps:,} | "
