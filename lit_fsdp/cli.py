@@ -308,7 +308,9 @@ class RecipeCLI(LightningCLI):
         except BaseException as error:
             self.end_children()
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
-                error.add_note(self._advice())
+                kind = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "gpu"
+                recipe = Path(self.trainer.default_root_dir, "recipe.yaml")
+                error.add_note(advice(self._declared, recipe, kind, self.line.allow_imports))
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error
             raise
@@ -415,11 +417,6 @@ class RecipeCLI(LightningCLI):
         finally:  # also of a run that was stopped or failed, once it has taken a step
             if verb == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
                 print(report_of(folder), file=sys.stderr)
-
-    def _advice(self) -> str:
-        kind = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "gpu"
-        recipe = Path(self.trainer.default_root_dir, "recipe.yaml")
-        return advice(self._declared, recipe, kind, self.line.allow_imports)
 
     def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""

@@ -19,7 +19,7 @@ class StepTrace(Callback):
     """Notes loss, gradient norm and trained weights after each step, and ends the run after so many.
 
     Args:
-        file: What is written at the end; see :class:`lit_fsdp.parity.trace.Trace`.
+        file: Written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
         steps: Optimizer steps after which the run ends; its schedule is not changed.
     """
 
@@ -48,7 +48,7 @@ class StepTrace(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all of it down."""
         if trainer.is_global_zero:
-            self.trace.save(self.file)
+            torch.save(vars(self.trace), self.file)
 
     def _measure(self, module: LightningModule) -> None:
         """Take the norm of somebody else's strategy where gradients, whole or DTensors, are ready to be clipped."""

@@ -163,7 +163,8 @@ class _Runs:
         if key not in self._done:
             print(f"run {len(self._done) + 1} ...", file=sys.stderr)
             try:
-                self._done[key] = Trace.load(self._start(ranks, act, *args, self._steps))
+                file = self._start(ranks, act, *args, self._steps)
+                self._done[key] = Trace(**torch.load(file, weights_only=True))
             except RunRefused as refused:
                 self._done[key] = refused
         if isinstance(self._done[key], RunRefused):
@@ -273,5 +274,5 @@ def _train_plain(file: Path, values: dict[str, Any], steps: int) -> int:
     adamw = {"betas": betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     for loss, norm in train_plain(model, zip(rates, map(batch, range(total)), strict=False), adamw, clip):
         trace.add(loss, norm, weights())
-    trace.save(file)
+    torch.save(vars(trace), file)
     return 0

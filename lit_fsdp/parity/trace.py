@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -45,15 +44,6 @@ class Trace:
         flat = ((name, weight.detach().flatten()) for name, weight in weights)
         kept = {name: w[:: max(1, len(w) // _MOST)].to("cpu", torch.float32, copy=True) for name, w in flat}
         self.weights.append(kept)
-
-    def save(self, file: Path) -> None:
-        """Write it for another process."""
-        torch.save(vars(self), file)
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        """Read what :meth:`save` has written."""
-        return cls(**torch.load(file, weights_only=True))
 
 
 @dataclass(frozen=True)
