@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from lit_fsdp.commands.parsing import (
     RECIPE,
     columns,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from lit_fsdp.config.parser import LoadedRecipe
     from lit_fsdp.config.run import RunConfig
     from lit_fsdp.plan.memory import StepTime
-    from lit_fsdp.plan.search import Choice
 
 
 def run_audit(argv: Sequence[str]) -> int:
@@ -114,10 +115,10 @@ def _plan(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
-    nodes, each = options.nodes, options.gpus_per_node
-    gpus = options.gpus or ((nodes or 1) * each if each else None)
-    loaded = _loaded(parser, words, gpus, nodes or (gpus // each if gpus and each else None), "--gpus")
-    run = loaded.run
+    each = options.gpus_per_node
+    gpus = options.gpus or ((options.nodes or 1) * each if each else None)
+    nodes = options.nodes or (gpus // each if gpus and each else None)
+    given = run = _loaded(parser, words, gpus, nodes, "--gpus").run
     from lit_fsdp.plan import memory, search
 
     gpu = _gpu(options.gpu)
@@ -136,7 +137,7 @@ def _plan(argv: Sequence[str]) -> int:
     )
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = list(search.savings(run, bool(loaded.run.trainer["accumulate_grad_batches"])))
+        lighter = list(search.savings(run, bool(given.trainer["accumulate_grad_batches"])))
         as_json = [one._asdict() for one in lighter]
         print(json.dumps(as_json, indent=1) if options.json else _savings_table(found, lighter))
         return 0
@@ -181,11 +182,15 @@ def _plan(argv: Sequence[str]) -> int:
         if best is None:
             lines.append(f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length")
         else:
-            lines.append(f"recommended: {best[0].words}, micro-batch {best[1]['micro_batch_size']}")
-            lines += [f"  {flag}" for flag in best[0].flags] or ["  (as the recipe has it)"]
+            changes = "".join(f"\n  {flag}" for flag in best[0].flags) or " (as the recipe has it)"
+            lines.append(f"recommended: {best[0].words}, micro-batch {best[1]['micro_batch_size']}{changes}")
     if options.write:
         require(best, "--write", options.write, "a choice that fits", "more GPUs, or larger ones")
-        _write_recipe(Path(options.write), loaded.values, best[0])
+        flags = [*best[0].flags, f"--data.global_batch_size {run.data.global_batch_size}"]
+        flags.append("--trainer.accumulate_grad_batches null")
+        words += [word for flag in flags for word in flag.split(" ", 1)]
+        values = _loaded(parser, words, gpus, nodes, "--gpus").values
+        Path(options.write).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     return 0 if gib is None or best is not None else 1
@@ -259,23 +264,6 @@ def _search_table(results: Sequence[dict[str, Any]]) -> str:
         for found in results
     ]
     return columns([heads, *rows], right=heads[1:])
-
-
-def _write_recipe(path: Path, values: dict[str, Any], choice: Choice) -> None:
-    import yaml
-
-    for key, value in choice.changes.items():
-        section: Any = values
-        *parents, last = key.split(".")
-        for part in parents:
-            section[part] = section.get(part) or {}
-            section = section[part]
-            if part == "model" and "init_args" in section:
-                section = section["init_args"]
-        section[last] = value
-    values["data"]["global_batch_size"] = choice.run.data.global_batch_size
-    values["trainer"].pop("accumulate_grad_batches", None)
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
 _PREPARE = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"
