@@ -130,9 +130,13 @@ def _plan(argv: Sequence[str]) -> int:
             return memory.step_time(run, gpu, share, network) if gpu else None
         return None
 
+    asked, samples = run.data.global_batch_size, _global_batch(run)
+    if asked not in (None, samples):
+        note = f"note: data.global_batch_size {asked} → {samples}: what {run.world_size} ranks can share out"
+        print(note, file=sys.stderr)
     run = dataclasses.replace(
         run,
-        data=dataclasses.replace(run.data, global_batch_size=_global_batch(run)),
+        data=dataclasses.replace(run.data, global_batch_size=samples),
         trainer={**run.trainer, "accumulate_grad_batches": None},
     )
     found = memory.rank_memory(run)

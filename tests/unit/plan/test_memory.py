@@ -232,3 +232,13 @@ def test_experts_in_fp32_and_what_gloo_copies():
 def test_nodes_without_gpus_are_refused_by_a_flag_that_there_is():
     with pytest.raises(ConfigError, match="add --gpus N"):
         run_plan(["--config", str(RECIPE), "--nodes", "2"])
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_out_is_said(capsys: pytest.CaptureFixture[str]):
+    small = str(ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml")
+    words = ("--data.global_batch_size", "16", "--data.micro_batch_size", "8", "--data.max_seq_length", "64")
+    notes = []
+    for ranks in ("4", "2"):
+        run_plan(["--config", small, *words, "--gpus", ranks])
+        notes += [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert notes == ["note: data.global_batch_size 16 → 32: what 4 ranks can share out"]
