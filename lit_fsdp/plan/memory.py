@@ -120,7 +120,13 @@ def rank_memory(run: RunConfig) -> RankMemory:
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     on_cpu = device_type(run) == "cpu"
     step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
-    size = TORCH_DTYPES[strategy.precision_config.row.param].itemsize
+    row = strategy.precision_config.row
+    if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
+        # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
+        trained = sum(p.numel() for p in _planned(run)[0].parameters() if p.requires_grad)
+        waiting = trained * TORCH_DTYPES[row.reduce].itemsize
+        step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
+    size = TORCH_DTYPES[row.param].itemsize
     return RankMemory(
         parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
@@ -204,6 +210,7 @@ def step_traffic(
     gather_bytes: int = 2,
     reduce_bytes: float = 4,
     forwards: int = 1,
+    reductions: int = 1,
 ) -> Traffic:
     """Count what an optimizer step sends.
 
@@ -218,7 +225,8 @@ def step_traffic(
         ranks_per_node: Of nodes that are alike.
         gather_bytes: Per parameter: compute dtype.
         reduce_bytes: Per parameter: reduce dtype, times the share of what is trained.
-        forwards: Forward passes of each rank per step; everything is repeated (``sync_each_micro_batch: true``).
+        forwards: Forward passes of each rank per step; gathers are repeated.
+        reductions: As many with ``sync_each_micro_batch: true``, else 1.
 
     Returns:
         Upper bounds where less is sent: the root unit stays gathered, and NCCL all-reduces small messages in trees,
@@ -227,17 +235,17 @@ def step_traffic(
     Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
     """
     copies, degree = mesh
-    gathers, reduced = _GATHERS[sharding], num_params * reduce_bytes
+    gathers, reduced = _GATHERS[sharding] * forwards, num_params * reduce_bytes * reductions
     inside = (num_params * gather_bytes * gathers + reduced) * (degree - 1) / degree
     across = 2 * (copies - 1) / copies * reduced / degree
     node_bytes, steps = 0.0, 0
     if degree > ranks_per_node:
         node_bytes += inside
-        steps += (gathers + 1) * (degree - 1)
+        steps += (gathers + reductions) * (degree - 1)
     if copies * degree > ranks_per_node and copies > 1:
         node_bytes += across * min(degree, ranks_per_node)
-        steps += 2 * (copies - 1)
-    return Traffic((inside + across) * forwards, node_bytes * forwards, steps * num_units * forwards)
+        steps += 2 * (copies - 1) * reductions
+    return Traffic(inside + across, node_bytes, steps * num_units)
 
 
 def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
@@ -269,8 +277,9 @@ def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: floa
     sharding = strategy.sharding if strategy.is_sharded else "no_shard"
     mesh = mesh_shape(strategy, run.num_nodes, world)
     forwards = global_rows // (run.data.micro_batch_size * world)
+    repeats = forwards, forwards if strategy.sync_each_micro_batch else 1
     per_node = world // run.num_nodes
-    traffic = step_traffic(total, num_units, sharding, mesh, per_node, gather_bytes, reduce_bytes, forwards)
+    traffic = step_traffic(total, num_units, sharding, mesh, per_node, gather_bytes, reduce_bytes, *repeats)
     inside = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
     communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
     ends = 2 * communication / num_units / forwards

@@ -74,6 +74,17 @@ def test_recomputing_takes_time():
     assert 1.2 < full / none < 4 / 3  # not of the head
 
 
+def test_gradients_that_are_held_back_are_whole_and_sent_once():
+    gpu = next(gpu for gpu in gpus() if gpu.name == "h100-80gb")
+    words = ("--data.micro_batch_size=1", "--data.max_seq_length=64", "--data.global_batch_size=32")
+    each, last = (loaded(*words, f"--trainer.strategy.init_args.sync_each_micro_batch={on}") for on in (True, False))
+    held = 4 * 8_030_261_248  # in the dtype of the reductions
+    assert rank_memory(last).peak - rank_memory(each).peak >= held - rank_memory(each).gradients
+    # four forwards: of 4 x 2 gathers in bf16 and 4 reductions in fp32 three of these are left out
+    left = (4 * 2 * 2 + 4) / (4 * (2 * 2 + 4))
+    assert step_time(last, gpu).communication == pytest.approx(step_time(each, gpu).communication * left)
+
+
 def test_a_base_in_four_bits():
     run = loaded(recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
     memory, state = rank_memory(run), audit_recipe(run)["state_per_rank"][0]
