@@ -19,10 +19,7 @@ class ProfileWindow(Callback):
 
     The phases follow one another without gaps: the wait for data, from the end of a batch to the start of the next;
     forward; backward; the optimizer, with all else that a batch still does. Between them nothing waits for the device.
-
-    Args:
-        steps: Optimizer steps in the window.
-        folder: Where each rank writes its Chrome trace, as ``rank-N.json``; older ones there are removed.
+    Each rank writes its Chrome trace into ``folder``, as ``rank-N.json``; older ones there are removed.
     """
 
     def __init__(self, steps: int, folder: Path) -> None:

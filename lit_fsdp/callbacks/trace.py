@@ -16,11 +16,9 @@ from lit_fsdp.parity.trace import Trace
 
 
 class StepTrace(Callback):
-    """Notes loss, gradient norm and trained weights after each step, and ends the run after so many.
+    """Notes loss, gradient norm and trained weights after each step, and ends the run, not its schedule, after so many.
 
-    Args:
-        file: Written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
-        steps: Optimizer steps after which the run ends; its schedule is not changed.
+    ``file`` is written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
     """
 
     def __init__(self, file: str, steps: int) -> None:

@@ -43,11 +43,8 @@ class _Parser(argparse.ArgumentParser):
 def verb_parser(verb: str, text: str, example: str, usage: str | None = None) -> argparse.ArgumentParser:
     """Build a parser for one verb that raises :class:`ConfigError` instead of exiting.
 
-    Args:
-        verb: Words behind ``lit-fsdp``.
-        text: What it does.
-        example: A command line that works in a checkout, at most 78 characters long; the end of ``--help``.
-        usage: What stands behind the verb; default: its flags. See :data:`RECIPE`.
+    ``example`` is a command line that works in a checkout, at most 78 characters long; ``usage`` stands behind the
+    verb, by default its flags.
     """
     parser = _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
     parser.usage = f"{parser.prog} {usage}" if usage else None

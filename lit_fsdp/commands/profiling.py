@@ -64,11 +64,7 @@ def run_profile(argv: Sequence[str]) -> int:
 
 
 def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
-    """Flags that let a recipe train without validation, checkpoints and progress bar.
-
-    Args:
-        changes: Further keys below ``trainer`` with their values.
-    """
+    """Flags that let a recipe train without validation, checkpoints and bar, and with ``changes`` of ``trainer``."""
     quiet = {"enable_checkpointing": "false", "enable_progress_bar": "false", "limit_val_batches": 0, "max_epochs": -1}
     return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
 

@@ -103,10 +103,7 @@ def _once(function: Callable[..., T]) -> Callable[..., T]:
 
 @_once
 def rank_memory(run: RunConfig) -> RankMemory:
-    """Simulate a step of the recipe.
-
-    Args:
-        run: A checked recipe with a known number of ranks and lit_fsdp's own model and strategy.
+    """Simulate a step of a checked recipe with a known number of ranks and lit_fsdp's own model and strategy.
 
     Raises:
         ConfigError: The model's config is not at hand, or its step cannot be followed without values.
@@ -220,12 +217,12 @@ def step_traffic(
     Args:
         num_params: Of the model.
         num_units: FSDP units; each is gathered and reduced by itself.
-        sharding: Says how often.
+        sharding: How often.
         mesh: Copies of the model, and ranks that share one: whole nodes, or a part of one.
         ranks_per_node: Of nodes that are alike.
         gather_bytes: Per parameter: compute dtype.
         reduce_bytes: Per parameter: reduce dtype, times the share of what is trained.
-        forwards: Forward passes of each rank per step; gathers are repeated.
+        forwards: Of each rank per step; gathers are repeated.
         reductions: As many with ``sync_each_micro_batch: true``, else 1.
 
     Returns:

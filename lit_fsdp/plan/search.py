@@ -192,9 +192,8 @@ class Saving(NamedTuple):
 def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[Saving]:
     """Simulate every change that takes less memory, each by itself; those that cost least come first.
 
-    Args:
-        run: A checked recipe as for :func:`lit_fsdp.plan.memory.rank_memory`, with ``data.global_batch_size``.
-        names_accumulation: Whether the recipe says ``trainer.accumulate_grad_batches``, which then has to follow.
+    ``run`` has a ``data.global_batch_size``; ``names_accumulation``: the recipe says
+    ``trainer.accumulate_grad_batches``, which then has to follow.
     """
     before = rank_memory(run).peak
     for choice, remark in _lighter(run, names_accumulation):

@@ -169,21 +169,16 @@ def step_memory(
     accumulates: bool,
     on_cpu: bool = False,
 ) -> StepMemory:
-    """Simulate a step and read its highest moment.
+    """Simulate a step and read its highest moment; fsdp1 is taken to do as fsdp2 does.
 
-    Args:
-        hf_config: The architecture, whole.
-        model: How it is trained.
-        strategy: Whose precision is settled; fsdp1 is taken to do as fsdp2 does.
-        shape: Rows and tokens of a micro-batch.
-        mesh: Copies of the model, and ranks that share one.
-        gradient_bytes: Of all gradients of a rank between steps.
-        accumulates: Whether a step has several micro-batches.
-        on_cpu: Whether gloo sends, which copies.
+    ``strategy`` has its precision settled, ``shape`` is rows and tokens of a micro-batch, ``mesh`` copies of the model
+    and ranks that share one, ``gradient_bytes`` what all gradients of a rank take between steps.
 
     Raises:
         ConfigError: The architecture cannot be shortened, or does what tensors without values cannot.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     text = hf_config.get_text_config()
     num_blocks = int(text.num_hidden_layers)
     small = copy.deepcopy(text)
@@ -191,8 +186,11 @@ def step_memory(
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     try:
-        with _process_group(mesh[0] * mesh[1]):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh[0] * mesh[1])
+        try:
             watch, ends = _simulate(small, model, strategy, shape, *mesh, _GLOO_COPIES if on_cpu else {})
+        finally:
+            dist.destroy_process_group()
         found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ConfigError(
@@ -204,17 +202,6 @@ def step_memory(
     if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
         found = dataclasses.replace(found, reduced=2 * gradient_bytes)
     return found
-
-
-@contextlib.contextmanager
-def _process_group(world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _simulate(

@@ -25,14 +25,7 @@ class Curve:
 
 
 def chart(title: str, curves: Sequence[Curve], first: int, last: int) -> str:
-    """A figure with its legend, which has the last value of each curve.
-
-    Args:
-        title: What is drawn, with its unit.
-        curves: Those without points are left out.
-        first: Step at the left edge, the same for all charts of a page.
-        last: Step at the right edge.
-    """
+    """A figure from one step to another, with a legend that has the last value of each curve that has points."""
     curves = [curve for curve in curves if curve.points]
     values = [value for curve in curves for _, value in curve.points]
     low = 0.0 if 0 <= min(values) < max(values) / 2 else min(values)

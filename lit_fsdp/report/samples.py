@@ -62,13 +62,9 @@ class Shown:
 
 
 def show_rows(config: DataConfig, section: str, encoder: RowEncoder, numbers: Collection[int]) -> list[Shown]:
-    """What becomes of some rows, by the same encoder as in training: their samples, or why there is none.
+    """What becomes of some rows of a ``section``, by the same encoder as in training: samples, or why there is none.
 
-    Args:
-        config: The ``data`` section.
-        section: Whose rows: ``train``, ``val``, ``test`` or ``predict``.
-        encoder: As in training.
-        numbers: Of the rows over all sources, from 0; those that are not there are left out.
+    ``numbers`` count the rows over all sources, from 0; those that are not there are left out.
     """
     found: list[Shown] = []
     with suppress(DataError):  # of a file that cannot be read, which is said already: its first rows are what is left
