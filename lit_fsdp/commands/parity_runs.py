@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -211,6 +212,7 @@ def _be_rank(rank: int, folder: Path, ranks: int, port: int, act: Callable[..., 
     # After a fork the first use of torch's thread pool makes it anew; by two threads at once that may end in "Invalid
     # thread pool!" (https://github.com/pytorch/pytorch/pull/54895 left out the lock). To be removed once it has one.
     torch.set_num_threads(torch.get_num_threads())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in [name for name in os.environ if name.startswith(_LAUNCHED)]:
         del os.environ[name]
     where = {"LOCAL_RANK": rank, "WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -219,6 +221,13 @@ def _be_rank(rank: int, folder: Path, ranks: int, port: int, act: Callable[..., 
     for stream in (1, 2):
         os.dup2(written, stream)
     sys.exit(ended(lambda: act(*args)))
+
+
+def _end_with_parent() -> None:
+    """Torch would tell this process when the server that forked it ends, which does not while this process lives."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _fit(file: Path, values: dict[str, Any], allowed: Sequence[str], steps: int) -> int:
