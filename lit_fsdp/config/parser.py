@@ -73,19 +73,14 @@ class _RecipeLoader(yaml.SafeLoader):
     """YAML in which 12:00:00 and 2024-01-01 are text, and 1e-4 is a number."""
 
 
-_NUMBERS = {
-    "int": (r"[-+]?(0|[1-9][0-9_]*)$", "-+0123456789"),
-    "float": (
-        r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$",
-        "-+0123456789.",
-    ),
-}
 _RecipeLoader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in (*_NUMBERS, "timestamp")]
+    first: [(tag, one) for tag, one in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _kind, (_regexp, _first) in _NUMBERS.items():
-    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_regexp), list(_first))
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$")
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def load_yaml(text: str, own_model: bool = True) -> Any:
@@ -306,8 +301,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             parent = parent.rpartition(".")[0]
         beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
         wanted_key = full.removesuffix("+")
-        near = _meant(wanted_key, beside) or _meant(wanted_key, every)
-        near = near or _nearest(wanted_key, beside) or _nearest(wanted_key, every)
+        near = _nearest(wanted_key, beside, every)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
         fix = f"write {near}" if near else "remove it"
@@ -344,17 +338,16 @@ def not_allowed(key: str, path: str) -> ConfigError:
     return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """The nearest of ``names``, by meaning or by letters."""
-    names = sorted(names)
-    return _meant(name, names) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
+def _nearest(name: str, *groups: Iterable[str]) -> str | None:
+    """The nearest by meaning, else by letters; of several groups the first that has one.
 
-
-def _meant(name: str, names: Iterable[str]) -> str | None:
-    """The first of ``names`` that has the same last word, or its initials: learning_rate is meant by lr."""
+    By meaning: the same last word, or its initials, as learning_rate is meant by lr.
+    """
     last = name.rpartition(".")[2]
     meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
-    return next((one for one in sorted(names) if one.rpartition(".")[2] in meant), None)
+    found = [one for names in groups for one in sorted(names) if one.rpartition(".")[2] in meant]
+    found += [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)]
+    return found[0] if found else None
 
 
 # -- typed sections
