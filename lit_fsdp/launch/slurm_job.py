@@ -27,8 +27,6 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import hidden_keys, redact_values
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
-_BLANK = re.compile(r"(?P<line>^)?\{\{(?P<name>\w+)\}\}(?(line)(?P<end>\n)?)", re.MULTILINE)
-"""``{{name}}``; a line that holds nothing else goes if there is nothing to fill in."""
 _SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
 _SECONDS = 60.0
 _OF_SHELL = {name.upper(): name for name in ("account", "partition", "qos", "constraint")} | {"TIMELIMIT": "time"}
@@ -154,7 +152,7 @@ def render(job: Job) -> str:
         "version": __version__,
         "title": f"{' '.join(job.name.split())} on {job.nodes} node(s) with {size} each",
         "options": "\n".join(_options(job)),
-        "environment": "\n".join(_environment(job)),
+        "environment": "".join(f"\n{line}" for line in _environment(job)),
         "run_folder": quoted(str(job.run_folder)),
         "cap": config.max_requeues if config.requeue else 0,
         "ckpt_path": f"--ckpt_path {quoted(job.ckpt_path)}" if job.ckpt_path else "",
@@ -166,12 +164,8 @@ def render(job: Job) -> str:
         "flags": "".join(f" \\\n  {flag}" for flag in flags),
         "command": command,
     }
-    return _BLANK.sub(lambda found: _filled(found, values), _TEMPLATE.read_text(encoding="utf-8"))
-
-
-def _filled(found: re.Match[str], values: Mapping[str, object]) -> str:
-    text, end = str(values[found["name"]]), found["end"]
-    return "" if end and not text else text + (end or "")
+    # in one pass, which fills nothing into what it has filled in
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def sbatch_value(text: str) -> str:
