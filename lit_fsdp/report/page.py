@@ -21,7 +21,6 @@ from lit_fsdp.config.parser import leaves
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.redaction import redact
-from lit_fsdp.report.curves import Curve, chart, number
 from lit_fsdp.report.data_tables import data_tables
 from lit_fsdp.report.samples import visible_lines
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
@@ -43,6 +42,10 @@ _CHARTS = {
 """Columns of ``metrics.csv`` by chart; any other has one of its own, a ``train_`` one together with its ``val_``."""
 _MAX_CHARACTERS = 600
 """Of a prompt or an answer; of a prompt the end is shown."""
+_WIDTH, _HEIGHT = 360, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 338, 10, 166
+_MAX_MARKED, _MAX_STRETCHES = 40, 400
+_Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,12 @@ def _facts(run: RunFiles) -> dict[str, str]:
     limit = trainer.get("max_steps") or -1
     facts = {"optimizer steps": f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"}
     if points := run.metrics.get("train_loss"):
-        facts["training loss, last"] = number(points[-1][1])
+        facts["training loss, last"] = _number(points[-1][1])
     if points := run.metrics.get("val_loss"):
         step, value = min(points, key=lambda point: point[1])
-        facts["validation loss, lowest"] = f"{number(value)} after step {step:,}"
+        facts["validation loss, lowest"] = f"{_number(value)} after step {step:,}"
     if points := run.metrics.get("tokens_per_second"):
-        facts["tokens per second, median"] = number(sorted(value for _, value in points)[len(points) // 2])
+        facts["tokens per second, median"] = _number(sorted(value for _, value in points)[len(points) // 2])
     if audit:
         copies = audit["replicate_degree"]
         ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
@@ -183,9 +186,9 @@ def _charts(runs: Sequence[RunFiles]) -> str:
             for j, name in enumerate(names):
                 whose = run.folder.name if neighbors else run.folder
                 label, look = (f"{whose} {name}", (i, j)) if len(runs) > 1 else (name, (j, 0))
-                curves.append(Curve(_said(label), run.metrics.get(name, ()), *look))
+                curves.append(_Curve(_said(label), run.metrics.get(name, ()), *look))
         if names:
-            drawn.append(chart(_said(title), curves, min(steps), max(steps)))
+            drawn.append(_chart(_said(title), curves, min(steps), max(steps)))
     lost = [f"{run.folder}: {name} {count}" for run in runs for name, count in run.not_finite.items()]
     note = f"<p class=note>Not drawn, as they are inf or nan: {_text(', '.join(lost))}.</p>" if lost else ""
     what = f"<div class=charts>{''.join(drawn)}</div>" if drawn else "<p>No step was logged.</p>"
@@ -219,7 +222,7 @@ def _checkpoints(run: RunFiles) -> str:
                 found.path.name,
                 found.created.replace("T", " ").removesuffix("+00:00"),
                 _gib(found.num_bytes),
-                "–" if value is None else number(value),
+                "–" if value is None else _number(value),
                 found.damage or ", ".join(words),
             ]
         )
@@ -333,3 +336,74 @@ def _table(
     above = (f"<h3>{_text(title)}</h3>" if title else "") + (f"<p class=note>{_text(caption)}</p>" if caption else "")
     inner = f"<thead><tr>{heads}</tr></thead>" * any(head) + "".join(f"<tr>{line}</tr>" for line in lines)
     return f'{above}<div class=box><table class="{look}">{inner}</table></div>'
+
+
+# -- curves as inline SVG, which needs nothing but a browser
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One line of a chart; its looks are classes of the page's style sheet."""
+
+    label: str
+    points: _Points
+    """Optimizer steps done, and finite values."""
+    color: int
+    dash: int
+
+
+def _chart(title: str, curves: Sequence[_Curve], first: int, last: int) -> str:
+    """A figure from one step to another, with a legend that has the last value of each curve that has points."""
+    curves = [curve for curve in curves if curve.points]
+    values = [value for curve in curves for _, value in curve.points]
+    low = 0.0 if 0 <= min(values) < max(values) / 2 else min(values)
+    heights = _ticks(low, max(values) if max(values) > low else low + (abs(low) or 1.0))
+    marks = [tick for tick in _ticks(first, last) if first <= tick <= last and tick == int(tick)]
+
+    def x(step: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * ((step - first) / (last - first) if last > first else 0.5)
+
+    def y(value: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * (value - heights[0]) / (heights[-1] - heights[0])
+
+    drawn, legend = [], []
+    for tick in heights:
+        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        drawn.append(f'<text class="y" x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}">{_number(tick)}</text>')
+    for tick in marks:
+        drawn.append(f'<text class="x" x="{x(tick):.1f}" y="{_BOTTOM + 17}">{tick:,.0f}</text>')
+    for curve in curves:
+        look, name = f"c{curve.color} d{curve.dash}", html.escape(curve.label)
+        places = [f"{x(step):.1f},{y(value):.1f}" for step, value in thinned(curve.points)]
+        drawn.append(f'<polyline class="{look}" points="{" ".join(places)}"/>')
+        for step, value in curve.points if len(curve.points) <= _MAX_MARKED else ():
+            text = f"<title>{name}, step {step:,}: {_number(value)}</title>"
+            drawn.append(f'<circle class="{look}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2">{text}</circle>')
+        swatch = f'<svg class="swatch" viewBox="0 0 20 8"><line class="{look}" x1="0" x2="20" y1="4" y2="4"/></svg>'
+        legend.append(f"<span>{swatch}{name} <b>{_number(curve.points[-1][1])}</b></span>")
+    what = html.escape(title)
+    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{what}">{"".join(drawn)}</svg>'
+    return f"<figure><figcaption>{what}</figcaption>{picture}<p class=legend>{' '.join(legend)}</p></figure>"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Two to seven round numbers, the first at or below ``low`` and the last at or above ``high``."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4)) if high > low else 1.0
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 5)
+    return [n * step for n in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
+def thinned(points: _Points) -> _Points:
+    """All points of a short curve; of a long one the lowest and the highest of each stretch, so that peaks stay."""
+    if len(points) <= 2 * _MAX_STRETCHES:
+        return points
+    size = math.ceil(len(points) / _MAX_STRETCHES)
+    stretches = [points[start : start + size] for start in range(0, len(points), size)]
+    return [
+        point for part in stretches for point in sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    ]
+
+
+def _number(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

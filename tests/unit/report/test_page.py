@@ -16,8 +16,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from lit_fsdp.report.curves import thinned
-from lit_fsdp.report.page import report_of
+from lit_fsdp.report.page import report_of, thinned
 from lit_fsdp.report.samples import Shown, pieces, print_samples
 from tests.pages import Page
 
