@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback
@@ -446,14 +445,14 @@ class RecipeCLI(LightningCLI):
         RANKS.end(grace_seconds)
 
 
-class _Parsed(Exception):
-    """Ends a :class:`_Reader` once its words are parsed."""
-
-
 class _Reader(RecipeCLI):
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
-        raise _Parsed
+    """Parses, and neither seeds nor builds nor runs anything."""
+
+    def _set_seed(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+    def _run_subcommand(self, subcommand: str) -> None: ...
 
 
 def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
@@ -462,10 +461,7 @@ def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
     Raises:
         ConfigError: A key, class or value that only Lightning knows to be wrong.
     """
-    reader = _Reader.__new__(_Reader)
-    with contextlib.suppress(_Parsed):
-        reader.__init__(args=[verb, *argv], auto_configure_optimizers=False)  # type: ignore[misc]
-    return reader._values()
+    return _Reader(args=[verb, *argv], auto_configure_optimizers=False)._values()
 
 
 def _imported(path: str) -> Any:
