@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ _BLOCKS = 3
 """Simulated: of the first, input and output may differ from those of the others."""
 _GLOO_COPIES = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The argument of which gloo makes another copy while it sends (ProcessGroupGloo.cpp): output and input."""
+_Live = Counter[str]
+"""Bytes that are alive, by kind: ``work``, ``gathered``, ``reduced`` and ``gradients``."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +75,14 @@ class StepMemory:
         return self.kept + self.at_work + self.gathered + self.reduced + self.gradients
 
 
-@dataclass
-class _Live:
-    """Bytes that are alive, by kind."""
-
-    work: int = 0
-    gathered: int = 0
-    reduced: int = 0
-    gradients: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
-
-
 class _Watch(TorchDispatchMode):
     """Counts the bytes of every storage from its making to its end, by the kind of work in which it was made."""
 
     def __init__(self, known: Iterator[torch.Tensor], copied: Mapping[Any, int]) -> None:
         super().__init__()
         self._copied = copied
-        self.live, self.kind, self.phase = _Live(), "work", "forward"
+        self.live: _Live = Counter()
+        self.kind, self.phase = "work", "forward"
         self.highest: dict[str, _Live] = {}
         self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
 
@@ -139,9 +129,9 @@ class _Watch(TorchDispatchMode):
         if not kind:  # was there before
             return
         self._sizes[key] = (kind, size)
-        setattr(self.live, kind, getattr(self.live, kind) + size - before)
-        if self.phase not in self.highest or self.live.total > self.highest[self.phase].total:
-            self.highest[self.phase] = copy.copy(self.live)
+        self.live[kind] += size - before
+        if self.phase not in self.highest or self.live.total() > self.highest[self.phase].total():
+            self.highest[self.phase] = self.live.copy()
 
 
 def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +304,7 @@ def _note_phases(watch: _Watch, blocks: list[nn.Module]) -> dict[str, list[_Live
     def begin(number: int) -> Any:
         def hook(grad: torch.Tensor) -> None:
             watch.phase = f"block {number}"
-            ends["backward"].append(copy.copy(watch.live))
+            ends["backward"].append(watch.live.copy())
 
         return hook
 
@@ -322,7 +312,7 @@ def _note_phases(watch: _Watch, blocks: list[nn.Module]) -> dict[str, list[_Live
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if watch.phase != "forward":  # recomputed
                 return
-            ends["forward"].append(copy.copy(watch.live))
+            ends["forward"].append(watch.live.copy())
             first = next(t for t in tree_leaves(output) if torch.is_tensor(t))
             first.register_hook(begin(number))
 
@@ -340,23 +330,23 @@ def _highest(
     forward, backward = ends["forward"], ends["backward"]
     simulated = len(forward)
     further = num_blocks - simulated
-    kept = forward[-1].work - forward[-2].work
-    each = backward[-1].gradients - backward[-2].gradients
-    stays = forward[-1].gathered - forward[-2].gathered  # 0 where blocks are freed after their forward
+    kept = forward[-1]["work"] - forward[-2]["work"]
+    each = backward[-1]["gradients"] - backward[-2]["gradients"]
+    stays = forward[-1]["gathered"] - forward[-2]["gathered"]  # 0 where blocks are freed after their forward
     found = [StepMemory(kept=0, at_work=0, gathered=0, reduced=0, moment="optimizer", gradients=gradient_bytes)]
     for phase, live in watch.highest.items():
         # in the first blocks of the backward pass all activations are there, in the last ones all gradients
         is_early = phase in ("forward", "head", f"block {simulated - 1}")
         all_kept = kept * (num_blocks if is_early else 1)
-        gradients = live.gradients + (0 if is_early else each * further)
+        gradients = live["gradients"] + (0 if is_early else each * further)
         if accumulates or phase == "forward":  # Lightning drops the gradients of the step before after the forward
             gradients = gradient_bytes
         found.append(
             StepMemory(
                 kept=all_kept,
-                at_work=live.work + (kept * further if is_early else 0) - all_kept,
-                gathered=live.gathered + (stays * further if is_early else 0),
-                reduced=live.reduced,
+                at_work=live["work"] + (kept * further if is_early else 0) - all_kept,
+                gathered=live["gathered"] + (stays * further if is_early else 0),
+                reduced=live["reduced"],
                 moment=phase.partition(" ")[0].replace("block", "blocks"),
                 gradients=gradients,
             )
