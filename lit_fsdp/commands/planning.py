@@ -115,9 +115,13 @@ def _plan(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
-    each = options.gpus_per_node
-    gpus = options.gpus or ((options.nodes or 1) * each if each else None)
-    nodes = options.nodes or (gpus // each if gpus and each else None)
+    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
+    if each:
+        nodes = nodes or max(1, (gpus or each) // each)
+        gpus = nodes * each if gpus is None else gpus
+        fits = gpus == nodes * min(each, gpus)  # a single node may be used in part
+        numbers = f"{each} on {nodes} node(s) for {gpus} GPUs"
+        require(fits, "--gpus-per-node", numbers, "--gpus / --nodes", "leave one of the three out")
     given = run = _loaded(parser, words, gpus, nodes, "--gpus").run
     from lit_fsdp.plan import memory, search
 

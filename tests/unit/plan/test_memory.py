@@ -240,9 +240,15 @@ def test_experts_in_fp32_and_what_gloo_copies():
     assert on_cpu.parameters == on_gpu.parameters
 
 
-def test_nodes_without_gpus_are_refused_by_a_flag_that_there_is():
-    with pytest.raises(ConfigError, match="add --gpus N"):
-        run_plan(["--config", str(RECIPE), "--nodes", "2"])
+def test_numbers_of_gpus_that_contradict_each_other_are_refused_by_flags_that_there_are():
+    for words, match in (
+        ("--nodes 2", "add --gpus N"),
+        ("--gpus 0", "got 1 for 0 ranks"),
+        ("--gpus 16 --nodes 2 --gpus-per-node 4", "--gpus-per-node: got 4 on 2 node"),
+        ("--gpus 12 --gpus-per-node 8", "--gpus-per-node: got 8 on 1 node"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            run_plan(["--config", str(RECIPE), *words.split()])
 
 
 def test_a_global_batch_that_the_ranks_cannot_share_out_is_said(capsys: pytest.CaptureFixture[str]):
