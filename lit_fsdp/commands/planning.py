@@ -128,6 +128,14 @@ def _plan(argv: Sequence[str]) -> int:
     gpu = _gpu(options.gpu)
     gib = options.memory or (gpu.memory_gib if gpu else None)
     share, network = options.peak_share or memory.PEAK_SHARE, options.network or memory.NETWORK_GB_PER_SECOND
+    require(0 < share <= 1, "--peak-share", share, "a share of the peak, > 0 and <= 1", "write --peak-share 0.4")
+    for flag in ("search", "write"):
+        is_sized = gib or not getattr(options, flag)
+        require(is_sized, f"--{flag}", "no size of a GPU", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
+    if options.write:
+        out = Path(options.write)
+        fix = f"mkdir -p {out.parent}, or name another"
+        require(out.parent.is_dir() and not out.is_dir(), "--write", out, "a file in a folder that exists", fix)
 
     def time_of(run: RunConfig) -> StepTime | None:
         with contextlib.suppress(ValueError):  # no operations are known, or no rate
@@ -198,7 +206,7 @@ def _plan(argv: Sequence[str]) -> int:
         flags.append("--trainer.accumulate_grad_batches null")
         words += [word for flag in flags for word in flag.split(" ", 1)]
         values = _loaded(parser, words, gpus, nodes, "--gpus").values
-        Path(options.write).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        out.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     return 0 if gib is None or best is not None else 1

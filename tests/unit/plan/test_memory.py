@@ -259,3 +259,17 @@ def test_a_global_batch_that_the_ranks_cannot_share_out_is_said(capsys: pytest.C
         run_plan(["--config", small, *words, "--gpus", ranks])
         notes += [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
     assert notes == ["note: data.global_batch_size 16 → 32: what 4 ranks can share out"]
+
+
+def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lit_fsdp.plan.memory.rank_memory", None)
+    for words, match in (
+        (("--search",), "--search: got no size of a GPU"),
+        (("--write", f"{tmp_path}/best.yaml"), "--write: got no size of a GPU"),
+        (("--write", f"{tmp_path}/no/best.yaml", "--memory", "24"), "a file in a folder that exists"),
+        (("--gpu", "rtx4090", "--peak-share", "40"), "--peak-share: got 40"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            run_plan(["--config", str(RECIPE), *words])
