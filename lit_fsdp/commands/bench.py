@@ -55,6 +55,9 @@ def run_bench(argv: Sequence[str]) -> int:
     recipe = load_recipe(words, "fit", flags_of(parser))
     folder = options.out or Path(recipe.run.trainer["default_root_dir"]) / "bench"
     vary = dict(_varied(text) for text in options.vary)
+    fix = "write all values of a key behind its first --vary"
+    require(len(vary) == len(options.vary), "--vary", " ".join(options.vary), "each key once", fix)
+    require("trainer.devices" not in vary, "--vary", "trainer.devices", "--ranks 1,2", "give --ranks its values")
     cells = _cells(vary, _ranks(options.ranks or str(devices_of(recipe.run.trainer))))
     timed = {"log_every_n_steps": options.steps, "max_steps": 2 * options.steps}
     words += quiet_flags({"logger": "true", "num_nodes": 1, **timed})

@@ -57,6 +57,8 @@ def test_what_is_refused_before_anything_runs():
         (["--vary", "data.micro_batch_siz=1,2"], "data.micro_batch_siz: got a key that does not exist"),
         (["--vary", "data.micro_batch_size=0,-1"], "data.micro_batch_size: got 0"),
         (["--vary", "data.micro_batch_size"], "--vary: got data.micro_batch_size"),
+        (["--vary", "trainer.devices=1,2"], "--vary: got trainer.devices\n  allowed: --ranks"),  # which would win
+        ([*VARY, "--vary", "data.micro_batch_size=4"], "--vary: got data.micro_batch_size=1,2 data.micro_batch_size=4"),
         ([*VARY, "--ranks", "0"], "--ranks: got 0"),
         ([*VARY, "--repeats", "0"], "--repeats: got 0"),
         ([*VARY, "--steps", "0"], "--steps: got 0"),
