@@ -58,7 +58,11 @@ def run_bench(argv: Sequence[str]) -> int:
     fix = "write all values of a key behind its first --vary"
     require(len(vary) == len(options.vary), "--vary", " ".join(options.vary), "each key once", fix)
     require("trainer.devices" not in vary, "--vary", "trainer.devices", "--ranks 1,2", "give --ranks its values")
-    cells = _cells(vary, _ranks(options.ranks or str(devices_of(recipe.run.trainer))))
+    ranks = (options.ranks or str(devices_of(recipe.run.trainer))).split(",")
+    fits = all(count.isdecimal() and int(count) >= 1 for count in ranks)
+    require(fits, "--ranks", options.ranks, "whole numbers >= 1", "write --ranks 1,2")
+    names = (*vary, "ranks")
+    cells = [dict(zip(names, values, strict=True)) for values in itertools.product(*vary.values(), ranks)]
     timed = {"log_every_n_steps": options.steps, "max_steps": 2 * options.steps}
     words += quiet_flags({"logger": "true", "num_nodes": 1, **timed})
     if "model" not in recipe.run.foreign:  # a schedule that fits these few steps
@@ -87,18 +91,6 @@ def _varied(text: str) -> tuple[str, list[str]]:
     key, _, values = text.partition("=")
     require(key and values, "--vary", text, "KEY=A,B,...", "write --vary data.micro_batch_size=1,2")
     return key.removeprefix("--"), _VALUES.split(values)
-
-
-def _ranks(text: str) -> list[str]:
-    counts = text.split(",")
-    fits = all(count.isdecimal() and int(count) >= 1 for count in counts)
-    require(fits, "--ranks", text, "whole numbers >= 1", "write --ranks 1,2")
-    return counts
-
-
-def _cells(vary: Mapping[str, Sequence[str]], ranks: Sequence[str]) -> list[_Cell]:
-    keys = (*vary, "ranks")
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*vary.values(), ranks)]
 
 
 def _words(cell: _Cell) -> list[str]:

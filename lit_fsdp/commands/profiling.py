@@ -57,8 +57,10 @@ def run_profile(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
-        tables = [_phases(rank, record) for rank, record in enumerate(records)]
-        print("\n\n".join([*tables, _operators(records[0]), "\n".join(advice(records))]))
+        heads = ("operator of rank 0, by itself", "ms", "calls")
+        cells = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
+        tables = [*(_phases(rank, record) for rank, record in enumerate(records)), columns([heads, *cells], heads[1:])]
+        print("\n\n".join([*tables, "\n".join(advice(records))]))
     print(f"\ntraces: {folder}/rank-*.json", file=sys.stderr)
     return 0
 
@@ -74,10 +76,4 @@ def _phases(rank: int, record: Mapping[str, Any]) -> str:
     rows["step"] = [sum(column) for column in zip(*rows.values(), strict=True)]
     heads = (f"rank {rank}, ms per step", *record["phases"]["forward"])
     cells = [(phase, *(f"{ms:.1f}" for ms in row)) for phase, row in rows.items()]
-    return columns([heads, *cells], right=heads[1:])
-
-
-def _operators(record: Mapping[str, Any]) -> str:
-    heads = ("operator of rank 0, by itself", "ms", "calls")
-    cells = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in record["operators"]]
     return columns([heads, *cells], right=heads[1:])

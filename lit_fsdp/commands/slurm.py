@@ -50,10 +50,10 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
         parser.add_argument("--force", action="store_true", help="submit whatever the checks have found")
-    options, rest = parser.parse_known_args(list(argv))
+    options, rest = parser.parse_known_args(argv)
     job, run, values = _planned(options, rest)
     from lit_fsdp.launch.slurm_checks import check_job
-    from lit_fsdp.launch.slurm_job import render
+    from lit_fsdp.launch.slurm_job import render, submit
 
     errors, warnings = check_job(job, run, _facts(job, run))
     for text in [*(f"warning: {warning}" for warning in warnings), *(f"error: {error}" for error in errors)]:
@@ -64,12 +64,6 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
     if errors and not options.force:
         print(f"not submitted: {len(errors)} error(s); --force submits all the same", file=sys.stderr)
         return 1
-    return _submit(job, values)
-
-
-def _submit(job: Job, values: dict[str, Any]) -> int:
-    from lit_fsdp.launch.slurm_job import submit
-
     number = submit(job, values)
     print(number, flush=True)
     nodes = "-".join(str(count) for count in sorted({min(job.node_counts or [job.nodes]), job.nodes}))
