@@ -1,20 +1,24 @@
-"""Jobs of test_choices.py: they look at the live engine, or break a run on one rank."""
+"""What the live engine is set to, keeps, gathers and recomputes, and runs that are broken on one rank."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.parallel import precision
+from lit_fsdp.module import CausalLMModule
+from lit_fsdp.parallel import activation, precision
+from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for
 
@@ -203,3 +207,165 @@ def settled(
     saving = Checkpoint(every_steps=2, keep_last=-1)
     _, found = fit(module_for(folder), strategy, [saving], None, ckpt_path, steps, default_root_dir=run)
     return {**found, "lines": lines}
+
+
+class Gathers:
+    """Counts all-gathers that either engine issues from here on."""
+
+    names = ("all_gather", "all_gather_single", "all_gather_into_tensor")  # the engines' words, by release of torch
+
+    def __init__(self) -> None:
+        self.number = 0
+        for name in self.names:
+            if hasattr(dist, name):
+                setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+class SwitchedOn(CausalLMModule):
+    """Somebody's model with transformers' own checkpointing on."""
+
+    def configure_model(self) -> None:
+        """Flags only; what they name newer releases of transformers call otherwise."""
+        super().configure_model()
+        assert self.model is not None
+        for child in self.model.modules():
+            if hasattr(child, "gradient_checkpointing"):
+                child.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = False) -> dict[str, Any]:
+    """Four steps; losses, a hash of the state, gathers, and what the blocks did."""
+    from torch._dynamo.utils import counters
+
+    activation.BACKEND = "aot_eager"
+    module, gathers = module_for(folder), Gathers()
+    if theirs:
+        module.__class__ = SwitchedOn
+    _, found = fit(module, strategy, steps=4)
+    blocks: list[Any] = [m for m in module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
+    return found | {
+        "recomputes": [recomputes(block) for block in blocks],
+        "gathers": gathers.number,
+        "graphs": {"unique_graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])},
+    }
+
+
+class Kept(Callback):
+    """Bytes of storages behind parameters, gradients and AdamW's moments, each storage once."""
+
+    def __init__(self) -> None:
+        self.gradient_bytes = 0
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Gradients are there only now."""
+        self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
+
+
+def kept_by_a_rank(
+    folder: str, strategy: dict[str, Any], num_nodes: int = 1, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The audit of two steps, and what this rank holds after them."""
+    kept, module = Kept(), module_for(folder, model)
+    trainer, found = fit(module, strategy, [kept], steps=2)
+    optimizer: Any = trainer.optimizers[0]
+    moments = [values[name] for values in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return {
+        "audit": found["audit"],
+        "kept": {
+            "num_params": found["local_numel"] + 3 * _packed_numel(module),
+            "parameter_bytes": _storage_bytes(module.parameters()),
+            "gradient_bytes": kept.gradient_bytes,
+            "optimizer_bytes": sum(local(m).numel() * m.element_size() for m in moments),
+            **_scales(module),
+        },
+    }
+
+
+def _packed_numel(module: torch.nn.Module) -> int:
+    """Numbers on this rank with four weights each."""
+    return sum(local(layer.weight).numel() for layer in module.modules() if hasattr(layer, "quant_state"))
+
+
+def _scales(module: torch.nn.Module) -> dict[str, int]:
+    """Bytes that unpack 4-bit weights; the code book of doubly quantized scales is one for all layers."""
+    states: list[Any] = [layer.quant_state for layer in module.modules() if hasattr(layer, "quant_state")]
+    tensors = [[s.absmax, s.code, *([s.offset, s.state2.absmax] if s.nested else [])] for s in states]
+    return {"quantization_bytes": sum(t.nbytes for found in tensors for t in found)} if states else {}
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def train_with_units(folder: str, strategy: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """What a run finds, and the units of the plan and of the live model."""
+    trainer, found = fit(module_for(folder), strategy, steps=steps)
+    live: Any = trainer.strategy
+    units = {"planned": sorted(u.name for u in live.plan.units), "realized": sorted(live.realized_units())}
+    return {**found, **units}
+
+
+def train_families(folders: list[str], strategies: list[dict[str, Any]], steps: int = 3) -> dict[str, list[Any]]:
+    """Losses of each model folder under each strategy, with its blocks recomputed, or what was said instead."""
+    found: dict[str, list[Any]] = {}
+    for folder in folders:
+        for strategy in strategies:
+            given = {"precision": "fp32", "activation_checkpointing": "full", **strategy}
+            try:
+                found.setdefault(folder, []).append(fit(module_for(folder), given, steps=steps)[1]["losses"])
+            except Exception as error:
+                found.setdefault(folder, []).append(repr(error)[:300])
+    return found
+
+
+class OneExpertBlock(nn.Module):
+    """Three experts, of which every rank calls another one; the last one is nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.called = int(os.environ.get("RANK", "0"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts[self.called](x) * self.router(x).mean()
+
+
+class ExpertNet(LightningModule):
+    """Somebody's mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OneExpertBlock() for _ in range(2))
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    training_step = ForeignNet.training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """With decay: a parameter with a gradient of zeros shrinks."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train_expert_net(strategy: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses and live units of somebody's mixture of experts, on this rank's part of each eight rows."""
+    torch.manual_seed(5)
+    losses = StepLosses()
+    trainer = trainer_for(strategy, [losses], max_steps=steps)
+    trainer.fit(ExpertNet(), loader(range(steps)))
+    live: Any = trainer.strategy
+    return {"losses": losses.values, "realized": sorted(live.realized_units())}

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import MixtralConfig
 
+from tests.dist.choice_jobs import ExpertNet
 from tests.dist.foreign_jobs import foreign_rows
 from tests.dist.forks import on_ranks
 from tests.dist.reference import reference_losses, save_tiny
-from tests.dist.units_jobs import ExpertNet
 
 ENGINES = ("fsdp2", "fsdp1")
 PATTERNS = {"patterns": ["model.layers.*", "model.layers.*.mlp.experts"], "max_root_share": 0.7}
