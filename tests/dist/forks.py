@@ -29,6 +29,11 @@ from tests.dist import preloaded
 from tests.ports import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SMOKE = [
+    *("--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")),
+    *("--config", str(ROOT / "configs/debug/smoke.yaml")),
+]
+"""Words for a recipe in miniature on two processes."""
 
 
 class RankError(AssertionError):

@@ -8,10 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.dist.forks import ROOT, server
+from tests.dist.forks import ROOT, SMOKE, server
 
 RECIPE = [
-    *("--config", ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml", "--config", ROOT / "configs/debug/smoke.yaml"),
+    *SMOKE,
     *("--trainer.strategy.init_args.precision", "fp32", "--trainer.default_root_dir", "run"),
 ]
 VARY = ["--vary", "data.train=generated:64,missing.jsonl,", "--ranks", "1", "--repeats", "2", "--steps", "1"]

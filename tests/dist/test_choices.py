@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,23 @@ def test_the_other_way_to_load_gives_the_same_run(tiny_model: Path, engine: str)
     found = look(tiny_model, engine=engine, precision="fp32", **options)
     assert found["losses"] == pytest.approx(reference_losses(str(tiny_model), 3), rel=1e-6)
     assert not found["reads_parts"]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
+def test_verbose_ranks_tell_their_parts_of_the_model_and_where_they_are(
+    tiny_model: Path, tmp_path: Path, engine: str
+) -> None:
+    strategy = {"engine": engine, "verbose": True}
+    on_ranks("asked_for_stacks", 2, folder=tiny_model, strategy=strategy, run=tmp_path)
+    ranks: list[dict[str, Any]] = [json.loads((tmp_path / "debug" / f"rank-{i}.json").read_text()) for i in range(2)]
+    for number, rank in enumerate(ranks):
+        assert rank["elements"] == sum(state["num_here"] for state in rank["states"])
+        text = (tmp_path / "debug" / f"rank-{number}.stacks.txt").read_text()
+        assert "in on_before_optimizer_step" in text
+        assert "in fit" in text
+    for first, second in zip(ranks[0]["states"], ranks[1]["states"], strict=True):
+        assert first["name"] == second["name"]
+        whole = 2 * first["num_whole"] if engine == "ddp" else first["num_whole"]
+        assert first["num_here"] + second["num_here"] == whole
+    places = [(rank["rank"], rank["shard"], rank["copy"]) for rank in ranks]
+    assert places == ([(0, 0, 0), (1, 0, 1)] if engine == "ddp" else [(0, 0, 0), (1, 1, 0)])

@@ -1,4 +1,4 @@
-"""The real command, as a user calls it: a recipe in miniature on two processes, and what it must refuse."""
+"""The real command, as a user calls it: a recipe in miniature, what is refused, a profile, and out of memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from pathlib import Path
 import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.dist.forks import command, server
+from tests.dist.forks import ROOT, SMOKE, command, server
 from tests.pages import Page
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ["--config", str(ROOT / "recipes/llama3.2-1b_full_fsdp2_8x24gb.yaml")]
-SMOKE = [*RECIPE, "--config", str(ROOT / "configs/debug/smoke.yaml")]
 
 
 def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable, **env: str) -> subprocess.CompletedProcess[str]:
@@ -190,3 +186,84 @@ def test_refused_before_any_process_starts(tmp_path: Path) -> None:
     assert "rank 1" not in done.stderr
     assert "broken.jsonl:2" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_a_profile_has_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:
+    done = command(2, ["profile", *SMOKE, "--json"], tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    folder = tmp_path / "runs/smoke/profile"
+    assert not (folder / "checkpoints").exists()
+    assert [path.name for path in sorted(folder.glob("rank-*"))] == ["rank-0.json", "rank-1.json"]
+    found = json.loads(done[0].out)
+    assert found["advice"]
+    for rank, record in enumerate(found["ranks"]):
+        events = json.loads((folder / f"rank-{rank}.json").read_text())["traceEvents"]
+        marks = [event for event in events if event["name"].startswith("lit_fsdp: ")]
+        assert len(marks) == 3 * 2 * 4  # three steps of two micro-batches, four phases each
+        end = max(mark["ts"] + mark["dur"] for mark in marks)
+        step = sum(phase["all"] for phase in record["phases"].values())
+        assert step * 3 == pytest.approx((end - min(mark["ts"] for mark in marks)) / 1000, rel=1e-6)
+        for phase in record["phases"].values():
+            parts = phase["compute"] + phase["exposed communication"] + phase["idle"]
+            assert parts == pytest.approx(phase["all"])
+            assert phase["communication"] >= phase["exposed communication"] >= 0
+        for name in ("forward", "backward"):
+            assert record["phases"][name]["compute"] > 0
+            assert record["phases"][name]["communication"] > 0
+
+
+def test_a_profile_that_is_refused(tmp_path: Path) -> None:
+    short = ["--trainer.max_steps", "-1", "--trainer.max_epochs", "1", "--data.train", "generated:8"]
+    cases = [
+        (["--steps", "0"], "--steps: got 0"),
+        (["--step", "2"], "fix:     write steps"),
+        ([*short, "--steps", "9"], "--steps: got 9, but training ended before that"),
+    ]
+    for words, said in cases:
+        (done,) = command(1, ["profile", *SMOKE, "--trainer.devices=1", *words], tmp_path)
+        assert (done.code, said in done.err) == (2, True), done.err
+
+
+_CALLBACK = """
+import resource
+import torch
+from lightning.pytorch import Callback
+
+class Short(Callback):
+    def __init__(self, rank: int, how: str):
+        self.rank, self.how = rank, how
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step < 1 or trainer.global_rank != self.rank:
+            return
+        if self.how == "raise":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, resource.RLIM_INFINITY))
+        torch.ones(2**33)
+"""
+
+
+SHORT_OF_MEMORY = ((2, 1, "raise", "Tried to allocate 2.00 GiB"), (1, 0, "limit", "can't allocate memory"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bad", "how", "error"), SHORT_OF_MEMORY, ids=("one of two ranks", "a limited process")
+)
+def test_a_rank_out_of_memory_says_what_takes_less(tmp_path: Path, ranks: int, bad: int, how: str, error: str) -> None:
+    (tmp_path / "short.py").write_text(_CALLBACK)
+    callback = f"[{{class_path: short.Short, init_args: {{rank: {bad}, how: {how}}}}}]"
+    words = ["fit", *SMOKE, "--allow-imports", "short", "--trainer.callbacks", callback]
+    words += [f"--trainer.devices={ranks}", "--data.micro_batch_size=2", f"--trainer.default_root_dir={how}"]
+    outcomes = command(ranks, words, tmp_path)
+    failed = outcomes[bad]
+    assert failed.code == 1, failed.output
+    before, headline, after = failed.err.partition("Each of these by itself takes less")
+    assert error in before
+    assert headline not in after
+    assert f"accumulates over {4 // ranks}: the same global batch  --data.micro_batch_size 1" in after
+    assert "--model.lora.target_modules all-linear" in after
+    if ranks > 1:
+        assert outcomes[0].code not in (0, None)
+        assert headline not in outcomes[0].output

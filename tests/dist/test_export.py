@@ -1,15 +1,28 @@
-"""An exported checkpoint is the live model: plain transformers loads it, and its logits are bit-equal."""
+"""An exported checkpoint is the live model: plain transformers loads it, its logits are bit-equal, in little memory."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    LlamaForCausalLM,
+)
 
 from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.export import export
+from lit_fsdp.checkpoint.run_folder import step_folder
+from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import Outcome, command, on_ranks
 from tests.dist.reference import TINY
@@ -96,3 +109,80 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     done = export_to("bad", *sharded, "--merge")
     assert (done.code, done.out) == (2, "")
     assert "--merge: got a checkpoint without adapters" in done.err
+
+
+TEXT = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "max_position_embeddings": 64},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+
+
+def test_gemma_3_is_trained_and_exported_as_a_text_model(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    tokenizer = miniature_tokenizer()
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config={**TEXT, "vocab_size": len(tokenizer)}, vision_config=VISION)
+    whole = Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    on_ranks("train", 2, folder=folder, run=tmp_path, strategy={"engine": "fsdp2"}, steps=3, every=3)
+    export(tmp_path / "checkpoints" / "step-00000003", out, dtype="fp32")
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(loaded) is Gemma3ForCausalLM
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = torch.load(tmp_path / "live.pt", weights_only=True)
+    before = whole.model.language_model.state_dict()
+    assert any(not torch.equal(state[f"model.{name}"], tensor) for name, tensor in before.items())
+    whole.model.language_model.load_state_dict({name: state[f"model.{name}"] for name in before})
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS).logits, whole(IDS).logits)
+
+
+_MIB = 2**20
+_LAYERS, _ROWS, _COLUMNS = 20, 2048, 2048  # 16 MiB each in fp32, 320 MiB together
+
+# VmHWM after an export of a tiny checkpoint is what the imports and the machinery need anyway
+_MEASURE = """
+import json, sys
+from pathlib import Path
+from lit_fsdp.checkpoint.export import export
+def peak():
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:"))) * 1024
+tiny, ckpt, out, dtype, shard = sys.argv[1:]
+options = dict(dtype=dtype if dtype != "none" else None, max_shard_gib=float(shard))
+export(Path(tiny), Path(out) / "tiny", **options)
+before = peak()
+report = export(Path(ckpt), Path(out) / "big", **options)
+sizes = [(Path(out) / "big" / name).stat().st_size for name in report.files]
+print(json.dumps([peak() - before, max(sizes), report.plan.num_bytes]))
+"""
+
+
+def _save(folder: Path, layout: Any, layers: int, rows: int, columns: int) -> Path:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    manifest = {"global_step": 1, "model": {"prefix": "model.", "tied": {}}}
+    one = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+    tensors = {f"model/model.layers.{i:02d}.weight": one + i for i in range(layers)}
+    files = {"hf/config.json": json.dumps(config).encode()}
+    save_checkpoint(folder, tensors=tensors, state={}, manifest=manifest, layout=layout, files=files)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+@pytest.mark.parametrize(("layout", "dtype"), [("sharded", "none"), ("full", "bf16")])
+def test_peak_memory_is_far_below_the_models_size(tmp_path: Path, layout: str, dtype: str) -> None:
+    tiny = _save(step_folder(tmp_path / "tiny", 1), layout, 2, 4, 4)
+    big = _save(step_folder(tmp_path / "big", 1), layout, _LAYERS, _ROWS, _COLUMNS)
+    (tmp_path / "out").mkdir()
+    words = [sys.executable, "-c", _MEASURE, *map(str, (tiny, big, tmp_path / "out", dtype, 0.05))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    grown, largest_file, written = json.loads(done.stdout.splitlines()[-1])
+    assert written == _LAYERS * _ROWS * _COLUMNS * (2 if dtype == "bf16" else 4)
+    assert grown < largest_file + 500 * _MIB  # what is promised
+    assert grown < 250 * _MIB, f"grew by {grown / _MIB:.0f} MiB"  # what it takes; the model is 320 MiB

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.dist.forks import ROOT, command, on_ranks
+from tests.dist.forks import ROOT, SMOKE, command, on_ranks
 
 ENGINES = [{"engine": "fsdp2", "precision": "fp32"}, {"engine": "fsdp1", "precision": "fp32"}]
 PLENTY = 2**40
-RECIPE = ["--config", str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml")]
-SMOKE = [*RECIPE, "--config", str(ROOT / "configs/debug/smoke.yaml"), "--trainer.default_root_dir", "run"]
 
 
 def fit(run: Path, strategy: dict[str, Any], steps: int, **options: Any) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, held: s
 
 
 def test_the_command_refuses_a_held_folder_before_it_writes(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    (done, _) = command(2, ["fit", *SMOKE], tmp_path, patience=1)
+    (done, _) = command(2, ["fit", *SMOKE, "--trainer.default_root_dir", "run"], tmp_path, patience=1)
     assert done.code == 1
     assert f"another job is at work in this run folder: process {held.pid} on host" in done.err
     assert "Traceback" not in done.err

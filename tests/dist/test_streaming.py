@@ -1,4 +1,4 @@
-"""A run that streams goes on where it was, inside a window, on any number of ranks."""
+"""A run that streams goes on where it was, inside a window, on any number of ranks; a bad row is told by all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.data.generated import generated_rows
-from tests.dist.forks import on_ranks
+from tests.dist.forks import RankError, on_ranks
 
 STEPS, CUT = 10, 4
 
@@ -40,3 +40,14 @@ def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[st
     (one,) = on_ranks("elastic_run", 1, run=tmp_path / "one", ckpt_path=saved, **job)
     assert one["losses"] == pytest.approx(whole["losses"][CUT:], rel=1e-5)
     assert one["accumulate"] == 2 * two["accumulate"]
+
+
+def test_every_rank_raises_what_the_first_one_met(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*(json.dumps(row) for row in generated_rows(20)), "no JSON"]))
+    job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": {"train": str(path)}}
+    with pytest.raises(RankError) as told:
+        on_ranks("elastic_run", 2, run=tmp_path / "run", steps=2, micro=2, **job)
+    first, second = str(told.value).split("\nrank 1 ended with ")
+    for said in (first, second):
+        assert f"DataError: {path}:21: not JSON" in said

@@ -13,6 +13,7 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
 from lit_fsdp.checkpoint.store import verify_files
 from tests.dist.forks import on_ranks
+from tests.dist.test_doctor import examined
 from tests.faults.tracked import SURVIVED, TrackedRun
 
 OLD = ["step-00000001", "step-00000002"]
@@ -101,3 +102,17 @@ def test_a_read_only_folder(small_disk: Callable[[str, int], Path], tmp_path: Pa
     assert [path.name for path in (disk / "checkpoints").iterdir()] == OLD[:1]
     verify_files(checkpoints(disk)[0].path)
     assert on_ranks("save_once", 2, folder=str(disk), step=2, layout="sharded") == ["", ""]
+
+
+MIB = 2**20
+
+
+def test_the_doctor_on_a_full_and_a_read_only_disk(
+    small_disk: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = examined(monkeypatch, small_disk("full", 16 * MIB))["trial save"]
+    assert (row.grade, "No space left" in row.found, "free space" in row.fix) == ("fail", True, True)
+    place = small_disk("read-only", 4 * MIB)
+    subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+    row = examined(monkeypatch, place)["write to the run folder"]
+    assert (row.grade, "Read-only file system" in row.found) == ("fail", True)
