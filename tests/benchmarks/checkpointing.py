@@ -135,7 +135,6 @@ class Bench:
 
 
 def seconds(act: Callable[[], Any]) -> float:
-    """How long it takes."""
     start = time.perf_counter()
     act()
     return time.perf_counter() - start

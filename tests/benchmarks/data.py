@@ -39,7 +39,6 @@ MARKED = (
 
 
 def main() -> None:
-    """Measure all sides in turns."""
     if sys.argv[1:2] == ["--once"]:
         print(json.dumps(once(*sys.argv[2:])))
         return

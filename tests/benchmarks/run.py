@@ -32,7 +32,6 @@ Side = Callable[[Workload, int], dict[str, Any]]
 
 
 def main() -> None:
-    """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES, help="measures to take (default all)")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of runs per measure (default 5)")

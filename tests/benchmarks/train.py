@@ -32,7 +32,6 @@ Runs = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
-    """Measure all sides in turns."""
     options = parse()
     with bench("train", packages=("trl", "accelerate")) as (record, folder):
         sizes = {name: getattr(options, name) for name in ("rows_per_step", "micro_rows", "micro_packs")}
@@ -54,7 +53,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="what to run (default all)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all sides (default 3)")

@@ -181,7 +181,6 @@ class Copies(TorchDispatchMode):
         self.sizes: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op."""
         if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
             self.sizes.add(args[0].numel())
         return func(*args, **(kwargs or {}))

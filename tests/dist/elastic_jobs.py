@@ -71,7 +71,6 @@ class Witness(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Once per optimizer step."""
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])

@@ -134,7 +134,6 @@ class ForkServer:
         return self.jobs[-1]
 
     def run(self, job: str, ranks: int, timeout: float = 280, **arguments: Any) -> list[Any]:
-        """See :func:`on_ranks`."""
         outcomes = self.start(job, ranks, **arguments).wait(timeout)
         self.end_jobs()
         if any(o.code != 0 for o in outcomes):
@@ -153,7 +152,6 @@ class ForkServer:
         self.jobs.clear()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """One request, one answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -84,7 +84,6 @@ class Losses(Callback):
         self.step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run starts later."""
         self.step = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -94,7 +93,6 @@ class Losses(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Once per optimizer step."""
         if self.step < trainer.global_step:
             self.step = trainer.global_step
             self.values.append(float(trainer.callback_metrics["train_loss"]))

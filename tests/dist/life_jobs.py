@@ -87,7 +87,6 @@ class Gan(LightningModule):
         self.untoggle_optimizer(second)
 
     def configure_optimizers(self) -> Any:
-        """One for each part."""
         parts = (self.generator, self.discriminator)
         return [torch.optim.Adam(part.parameters(), lr=1e-2, betas=(0.5, 0.9)) for part in parts]
 
@@ -281,7 +280,6 @@ class OwnPrecision(ForeignNetWithValidation):
             return self.head(x.to(self.head.weight.dtype)) * self.scale.mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As transformers has it."""
         return Adafactor(self.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
 
 
@@ -318,7 +316,6 @@ class Detached(ForeignNetWithValidation):
         self.early = [torch.optim.AdamW(self.head.parameters())]
 
     def configure_optimizers(self) -> Any:
-        """The one of before."""
         return self.early
 
 
@@ -362,7 +359,6 @@ def live(
 
 
 def _whole(state: dict[str, Any]) -> dict[str, list[float]]:
-    """All elements of all tensors."""
     return {name: whole(tensor).float().flatten().tolist() for name, tensor in state.items()}
 
 

@@ -37,11 +37,9 @@ class Logged(Callback):
         self.step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run starts later."""
         self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """Once per optimizer step."""
         if self.step < trainer.global_step:
             self.step = trainer.global_step
             found = {k.removeprefix("train_"): float(v) for k, v in trainer.callback_metrics.items() if "train_" in k}
@@ -54,7 +52,6 @@ class FailsInTheReference(PreferenceModule):
     calls = 0
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Count."""
         self.calls += 1
         if self.calls == 2:
             raise RuntimeError("killed here")

@@ -121,7 +121,6 @@ def die_with_parent() -> None:
 
 
 def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
-    """What the interpreter does."""
     import torch
 
     die_with_parent()

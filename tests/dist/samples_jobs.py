@@ -17,7 +17,6 @@ class Tables(CSVLogger):
     tables: list[Any]
 
     def log_table(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
-        """Keep them."""
         self.tables = [*getattr(self, "tables", []), [key, step, columns, data]]
 
 

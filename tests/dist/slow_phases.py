@@ -30,7 +30,6 @@ def slow(place: Any, name: str) -> None:
 
 
 def begin() -> None:
-    """For the test to see."""
     Path(f"{os.environ['SLOW_PHASE']}-{os.environ.get('LOCAL_RANK', '0')}").touch()
     end, go = time.monotonic() + SECONDS, Path(f"{os.environ['SLOW_PHASE']}-go")
     while time.monotonic() < end and not go.exists():  # a signal must not cut it short
@@ -41,14 +40,12 @@ class Imports:
     """The first import of torch."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Only waits."""
         if name == "torch":
             sys.meta_path.remove(self)  # type: ignore[arg-type]
             begin()
 
 
 def main() -> int:
-    """The command line, with its phase."""
     phase = os.environ["SLOW_PHASE"]
     if phase == "imports":
         sys.meta_path.insert(0, Imports())  # type: ignore[arg-type]

@@ -98,7 +98,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The result in a cell."""
     mfu = f", {result['mfu']:.1%} MFU" if "mfu" in result else ""
     return f"{result['tokens_per_second']:,.0f} tokens/s{mfu}, peak {result['peak_memory_gib']:.2f} GiB"
 

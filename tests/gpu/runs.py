@@ -33,7 +33,6 @@ class Batches(LightningDataModule):
         self.shape = (rows, length)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Twenty steps."""
         batches = [global_batch(step, *self.shape) for step in range(20)]
         return DataLoader(batches, batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
 

@@ -123,7 +123,6 @@ def test_memory_of_every_activation_checkpointing_mode(tmp_path: Path, engine: s
 
 
 def hashes(run: Path) -> dict[str, dict[str, str]]:
-    """Of the tensors of every checkpoint of a run."""
     return {
         entry.path.name: {name: f.xxh3 for name, f in read_manifest(entry.path).files.items() if "safetensors" in name}
         for entry in checkpoints(run)
