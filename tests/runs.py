@@ -23,11 +23,23 @@ def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
         return load_recipe(["--config", str(file)], verb).run
 
 
+def records(path: Path) -> list[dict[str, str]]:
+    """The rows of a table such as ``metrics.csv``; of one that is not there yet, none."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder by its path in there, byte for byte."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def losses(run: Path) -> dict[int, float]:
     """Training loss by step; of a run that has not logged yet, none."""
-    path = run / "metrics.csv"
-    rows = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
-    return {int(row["step"]): float(row["train_loss"]) for row in rows if row.get("train_loss")}
+    found = records(run / "metrics.csv")
+    return {int(row["step"]): float(row["train_loss"]) for row in found if row.get("train_loss")}
 
 
 def whole_steps(run: Path, may_hide: bool = False) -> list[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import time
 from pathlib import Path
 
 from tests.dist.forks import ROOT, SMOKE, server
+from tests.runs import records
 
 RECIPE = [
     *SMOKE,
@@ -17,21 +17,18 @@ RECIPE = [
 VARY = ["--vary", "data.train=generated:64,missing.jsonl,", "--ranks", "1", "--repeats", "2", "--steps", "1"]
 
 
-def rows(cwd: Path) -> list[dict[str, str]]:
-    path = cwd / "run/bench/bench.csv"
-    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
-
-
 def test_it_goes_on_after_a_kill_and_after_a_failure(tmp_path: Path) -> None:
     """The third value is none, which the recipe's own rules refuse without a run."""
     command = [server().python, "-m", "lit_fsdp", "bench", *RECIPE, *VARY]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as first:
-        while first.poll() is None and not any(row["tokens_per_second"] for row in rows(tmp_path)):
+        while first.poll() is None and not any(
+            row["tokens_per_second"] for row in records(tmp_path / "run/bench/bench.csv")
+        ):
             time.sleep(0.05)
         first.terminate()
         assert first.wait(20) == 75
-    before = rows(tmp_path)
+    before = records(tmp_path / "run/bench/bench.csv")
     assert [row["data.train"] for row in before] == ["", "generated:64"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
@@ -39,7 +36,7 @@ def test_it_goes_on_after_a_kill_and_after_a_failure(tmp_path: Path) -> None:
         "bench: data.train missing.jsonl, ranks 1, repeat 1",
         "bench: data.train generated:64, ranks 1, repeat 2",
     ]
-    after = rows(tmp_path)
+    after = records(tmp_path / "run/bench/bench.csv")
     assert after[:2] == before
     finished = [row for row in after if not row["failed"]]
     assert [(row["data.train"], row["repeat"]) for row in finished] == [("generated:64", "1"), ("generated:64", "2")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.forks import ROOT, SMOKE, command, server
 from tests.pages import Page
+from tests.runs import content, records
 
 
 def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable, **env: str) -> subprocess.CompletedProcess[str]:
@@ -55,10 +55,9 @@ def test_the_run_folder(smoke: Path) -> None:
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000004"]
     names = sorted(path.name for path in run.iterdir())
-    records = ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml"]
-    assert names == [*records, "report.html", "run.lock"]
-    with (run / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    written = ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml"]
+    assert names == [*written, "report.html", "run.lock"]
+    rows = records(run / "metrics.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
     assert all(float(row["train_loss"]) > 0 for row in rows)
     assert [bool(row["val_loss"]) for row in rows] == [False, True, False, True]
@@ -70,16 +69,10 @@ def test_the_run_folder(smoke: Path) -> None:
     assert dtypes["realized"]["reductions"].keys() == {"fp32"}
 
 
-def content(folder: Path) -> dict[Path, bytes]:
-    """Every file, byte for byte."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_path: Path) -> None:
     """On two ranks that somebody else started."""
     smoke = shutil.copytree(smoke, tmp_path / "smoke")
-    with (smoke / "run/metrics.csv").open(newline="") as file:
-        before = list(csv.DictReader(file))
+    before = records(smoke / "run/metrics.csv")
     words = ["--verbose", "--trainer.default_root_dir", "run", "--ckpt_path", "last", "--trainer.max_steps", "6"]
     few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke, python=server().python)
     assert few.returncode == 2
@@ -105,8 +98,7 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     ]
     assert "the learning rate goes on at 0.0004109, where the checkpoint had 2e-06" in done[0].err
     assert "goes on" not in done[1].err
-    with (smoke / "run/metrics.csv").open(newline="") as file:
-        after = list(csv.DictReader(file))
+    after = records(smoke / "run/metrics.csv")
     assert after[:4] == before
     assert [row["step"] for row in after] == [str(step) for step in range(6)]
     assert "step-00000006" in {path.name for path in (smoke / "run/checkpoints").iterdir()}
@@ -146,10 +138,9 @@ def test_validate_test_and_predict(smoke: Path) -> None:
     run("validate", "last", "--trainer.limit_val_batches", "2")
     after = content(smoke / "run")
     assert {path: after[path] for path in before} == before  # the records of the training run
-    added = sorted(path.name for path in after.keys() - before)
+    added = sorted(after.keys() - before)
     assert added == ["predictions.jsonl", "test-metrics.csv", "validate-metrics.csv"]
-    with (smoke / "run/validate-metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = records(smoke / "run/validate-metrics.csv")
     assert [(int(row["step"]), float(row["val_loss"])) for row in rows] == [
         (step, pytest.approx(losses[step], rel=1e-6)) for step in (best, 4)
     ]

@@ -26,6 +26,7 @@ from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import Outcome, command, on_ranks
 from tests.dist.reference import TINY
+from tests.runs import content
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -79,11 +80,11 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     num_params = sum(p.numel() for p in LlamaForCausalLM(TINY).parameters()) / 1e6
     assert done.out.startswith(f"out: 29 tensors in float32, {num_params:.1f}M parameters, 0.00 GiB, 1 tied name")
-    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    before = content(tmp_path / "out")
     done = export_to("out", "--dtype", "bf16")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: out: got out\n")
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    assert content(tmp_path / "out") == before
     (done,) = command(1, ["generate", "--model", "out", "--prompt", "2 + 2?", "--max_new_tokens", "3"], tmp_path)
     assert done.code == 0, done.err
     assert done.out.endswith("\n")

@@ -13,7 +13,7 @@ import pytest
 from lit_fsdp.checkpoint.run_folder import checkpoints, moved_aside
 from lit_fsdp.checkpoint.verify import verify
 from tests.dist.forks import Outcome, command
-from tests.runs import losses
+from tests.runs import content, losses
 from tests.unit.checkpoint.conftest import flip
 
 RECIPE = """
@@ -53,10 +53,6 @@ def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         return Path(shutil.copytree(made[engine], folder))
 
     return copy
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.parametrize(

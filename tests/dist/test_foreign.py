@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from lit_fsdp.checkpoint.export import export
 from lit_fsdp.errors import CheckpointError
 from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows, plain_losses
 from tests.dist.forks import on_ranks, server
+from tests.runs import records
 
 engines = pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 
@@ -70,8 +70,7 @@ def test_options_of_the_trainer(engine: str, tmp_path: Path) -> None:
     wanted = [float(torch.nn.functional.mse_loss(net(x), y).detach()) for x, y in map(foreign_rows, (100, 101))]
     assert [one["validation_batches"] for one in found] == [4, 4]
     assert found[0]["val_loss"] == pytest.approx(sum(wanted) / 2, rel=1e-5)
-    with (tmp_path / "metrics.csv").open() as file:
-        rates = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
+    rates = [float(row["lr-AdamW"]) for row in records(tmp_path / "metrics.csv") if row["lr-AdamW"]]
     assert rates == pytest.approx([1e-2 / 2**step for step in range(8)])
 
     stopping = {"EarlyStopping": {"monitor": "val_loss", "patience": 2, "min_delta": 1e6}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_state
 from tests.dist.forks import command, on_ranks
 from tests.dist.reference import LEARNING_RATE
+from tests.runs import records
 
 SAVED_AT, STEPS = 3, 6
 LIGHTNING = {  # ranks, parameter groups, whether the parameters of its optimizer have names
@@ -170,6 +170,5 @@ def test_a_recipe_goes_on_from_an_import(tiny_model: Path, tmp_path: Path, capsy
         state = load_state(run / "checkpoints" / "step-00000012")
         assert state["lr_schedulers"][0]["last_epoch"] == 12
         assert state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 2
-        with open(run / "metrics.csv") as file:
-            rates = [float(row["lr"]) for row in csv.DictReader(file) if row.get("lr")]
+        rates = [float(row["lr"]) for row in records(run / "metrics.csv") if row.get("lr")]
         assert rates == pytest.approx([0.001 * (1 - n / 12) for n in range(step, 12)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import math
@@ -14,6 +13,7 @@ import pytest
 from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.forks import command, on_ranks
 from tests.dist.preference_jobs import BETA, plain_dpo
+from tests.runs import records
 
 NAMES = ("loss", "rewards/chosen", "rewards/rejected")
 LORA = {"lora": {"r": 4, "alpha": 64, "target_modules": "all-linear"}}
@@ -135,8 +135,7 @@ def test_a_recipe_trains_validates_and_predicts(tiny_model: Path, tmp_path: Path
         assert rank.code == 0, rank.err
     found = []
     for name in ("metrics.csv", "validate-metrics.csv"):
-        with (tmp_path / "run" / name).open(newline="") as file:
-            last = list(csv.DictReader(file))[-1]
+        last = records(tmp_path / "run" / name)[-1]
         found.append({key: float(value) for key, value in last.items() if key.startswith("val_")})
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert found[0]["val_loss"] < math.log(2) - 1e-3

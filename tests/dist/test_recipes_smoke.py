@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.dist.forks import ROOT, command
+from tests.runs import records
 
 LONG = pytest.mark.long("one of each family of models and of each method is tried in `make test`")
 RECIPES = sorted((ROOT / "recipes").glob("*_*.yaml"), key=lambda path: ("hybrid" not in path.stem, path.stem))
@@ -29,8 +29,7 @@ def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:
     files = ["--config", recipe, "--config", ROOT / "configs/debug/smoke.yaml"]
     done = command(2, ["fit", *files, "--trainer.default_root_dir", "run"], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
-    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = records(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
     assert all(0 < float(row["train_loss"]) < 10 for row in rows)
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dist.forks import ROOT, SMOKE, command, on_ranks
+from tests.runs import content
 
 ENGINES = [{"engine": "fsdp2", "precision": "fp32"}, {"engine": "fsdp1", "precision": "fp32"}]
 PLENTY = 2**40
@@ -25,12 +25,6 @@ def fit(run: Path, strategy: dict[str, Any], steps: int, **options: Any) -> dict
     ranks = on_ranks("fit_with_room", 2, strategy=wide, run=run, steps=steps, **options)
     assert ranks[0] == ranks[1]
     return ranks[0]
-
-
-def digests(run: Path) -> dict[str, str]:
-    """Every file of the checkpoints."""
-    files = [path for path in (run / "checkpoints").rglob("*") if path.is_file()]
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("strategy", ENGINES, ids=lambda strategy: strategy["engine"])
@@ -49,7 +43,7 @@ def test_no_room_before_the_first_step(tmp_path: Path, strategy: dict) -> None:
     """Refused on both ranks; nothing is written, and what is there stays as it is."""
     first = fit(tmp_path, strategy, 2, every_steps=1, keep_last=2)
     assert first["there"] == [1, 2]
-    before = digests(tmp_path)
+    before = content(tmp_path / "checkpoints")
     resume = {"ckpt_path": tmp_path / "checkpoints/step-00000002", "every_steps": 1, "keep_last": 2}
     size = first["estimate"]
     refused = fit(tmp_path, strategy, 4, free=[size // 2], **resume)
@@ -59,7 +53,7 @@ def test_no_room_before_the_first_step(tmp_path: Path, strategy: dict) -> None:
     assert (refused["taken"], refused["there"]) == (2, [1, 2])
     limited = fit(tmp_path, strategy, 4, max_total_gib=2.5 * size / 2**30, **resume)
     assert limited["error"].startswith("checkpoint.max_total_gib: got ")
-    assert digests(tmp_path) == before
+    assert content(tmp_path / "checkpoints") == before
     done = fit(tmp_path, strategy, 4, max_total_gib=3.1 * size / 2**30, **resume)
     assert (done["error"], done["there"]) == (None, [3, 4])
 

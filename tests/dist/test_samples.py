@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fsdp.checkpoint.export import export
 from tests.dist.forks import on_ranks
+from tests.runs import records
 
 NEW = 6
 ASKED = {"prompts": 5, "max_new_tokens": NEW}
-
-
-def rows_of(run: Path) -> list[dict[str, str]]:
-    with (run / "samples.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +32,7 @@ def test_they_are_the_exported_models_and_change_nothing(
         assert (found["losses"], found["digest"]) == (without["losses"], without["digest"])
         assert {"val_exact_match", "val_answer_token_accuracy"} == found["metrics"].keys() - without["metrics"].keys()
 
-    rows = rows_of(tmp_path / "asked")
+    rows = records(tmp_path / "asked" / "samples.csv")
     assert [row["step"] for row in rows] == ["2"] * 5 + ["4"] * 5
     export(tmp_path / "asked" / "checkpoints" / "step-00000004", tmp_path / "out")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -62,11 +57,11 @@ def test_they_are_the_exported_models_and_change_nothing(
 def test_a_resume_writes_each_step_once(dropout_model: Path, tmp_path: Path) -> None:
     job: dict[str, Any] = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "run": str(tmp_path / "run")}
     whole = on_ranks("sampled_run", 2, samples=ASKED, num_sanity_val_steps=1, **job)
-    before = rows_of(tmp_path / "run")
+    before = records(tmp_path / "run" / "samples.csv")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
     again = on_ranks("sampled_run", 2, samples=ASKED, ckpt_path=str(tmp_path / "run/checkpoints/step-00000002"), **job)
     assert again[0]["losses"] == whole[0]["losses"][2:]
-    assert rows_of(tmp_path / "run") == before
+    assert records(tmp_path / "run" / "samples.csv") == before
 
 
 def test_prompts_of_a_file_at_the_end_of_training(dropout_model: Path, tmp_path: Path) -> None:
@@ -77,7 +72,7 @@ def test_prompts_of_a_file_at_the_end_of_training(dropout_model: Path, tmp_path:
     job = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2", "precision": "mixed"}, "samples": samples}
     found = on_ranks("sampled_run", 2, run=str(tmp_path / "run"), steps=3, has_loggers=True, **job)
     assert not any("match" in name for name in found[0]["metrics"])
-    (row,) = rows_of(tmp_path / "run")
+    (row,) = records(tmp_path / "run" / "samples.csv")
     assert (row["step"], row["wanted"], row["prompt"]) == ("3", "", "user\nHello\nassistant")
     table = [3, "user\nHello\nassistant", "", row["got"]]
     assert found[0]["tables"] == [["samples", 3, ["step", "prompt", "wanted", "got"], [table]]]

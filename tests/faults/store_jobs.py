@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,14 +19,7 @@ from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.verify import verify
 from lit_fsdp.errors import CheckpointError
 from tests.faults.tracing import Event, Tracer, hurt
-
-
-def content(folder: Path) -> str:
-    """A hash over names and bytes of all files under ``folder``."""
-    found = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+from tests.runs import content
 
 
 def tensors_of(step: int, rows: int = 64) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.faults.tracked import CHAOS, SURVIVED
+from tests.runs import content
 from tests.unit.data.conftest import encoder_of
 
 Prepare = Callable[..., None]
@@ -42,10 +43,6 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return run
 
 
-def _content(cache: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
-
-
 def _start(prepare: Prepare, cache: Path) -> Any:
     process = multiprocessing.get_context("fork").Process(target=_job, args=(prepare, cache))
     process.start()
@@ -61,7 +58,7 @@ def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare) -> None:
     """The next run ends with the same bytes, and leaves nothing of the one before it."""
     start = time.monotonic()
     prepare(tmp_path / "whole")
-    takes, whole, draw = time.monotonic() - start, _content(tmp_path / "whole"), random.Random(7)
+    takes, whole, draw = time.monotonic() - start, content(tmp_path / "whole"), random.Random(7)
     early = 0
     for number in range(60 if CHAOS else 4):
         cache = tmp_path / str(number)
@@ -74,7 +71,7 @@ def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare) -> None:
         start = time.monotonic()
         prepare(cache)
         takes = min(takes, time.monotonic() - start)
-        assert _content(cache) == whole
+        assert content(cache) == whole
         SURVIVED["kill -9 while rows are tokenized and packed"] += 1
     assert early >= 1
 
@@ -89,13 +86,13 @@ def test_jobs_that_start_together(tmp_path: Path, prepare: Prepare) -> None:
         for job in jobs:
             job.join(200)
         assert [job.exitcode for job in jobs[1:]] == [0, 0]
-        assert _content(cache) == _content(tmp_path / "whole")
+        assert content(cache) == content(tmp_path / "whole")
 
 
 def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str, int], Path]) -> None:
     """It says so and what to do, half of nothing is left, and with room the same call succeeds."""
     prepare(tmp_path / "whole")
-    whole = _content(tmp_path / "whole")
+    whole = content(tmp_path / "whole")
     needed = sum(-(-len(content) // 4096) * 4096 for content in whole.values())
     for share in (10, 50, 95):
         disk = small_disk(f"disk{share}", needed * share // 100)
@@ -103,9 +100,9 @@ def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str
             prepare(disk)
         assert "No space left on device" in str(told.value)
         assert "set data.cache_dir or LIT_FSDP_CACHE to another folder" in str(told.value)
-        left = _content(disk)
+        left = content(disk)
         assert not [name for name in left if ".partial" in name]
         assert all(content == whole[name] for name, content in left.items())
     roomy = small_disk("roomy", needed * 3)
     prepare(roomy)
-    assert _content(roomy) == whole
+    assert content(roomy) == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from tests.runs import losses, whole_steps
+from tests.runs import losses, records, whole_steps
 from tests.slurm.conftest import ROOT, Cluster
 
 pytestmark = [
@@ -24,8 +23,7 @@ ONE = {"num_nodes": 1, "devices": 1}
 
 def steps_logged(run_folder: Path) -> list[int]:
     """Every step of which a training loss was logged, as often as it was."""
-    with (run_folder / "metrics.csv").open() as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row.get("train_loss")]
+    return [int(row["step"]) for row in records(run_folder / "metrics.csv") if row.get("train_loss")]
 
 
 def slow(phase: str) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 from tests.dist.forks import ROOT, command
+from tests.runs import records
 
 FACTORY = "--trainer.strategy.init_args"
 RECIPE = (
@@ -35,8 +35,7 @@ def fit(run_folder: Path, *flags: str | Path, code: int = 0, ranks: int = 2) -> 
 
 def logged(run_folder: Path, name: str = "train_loss", file: str = "metrics.csv") -> dict[int, str]:
     """A column of ``metrics.csv`` by step, as it is written there: equal text is an equal number, bit for bit."""
-    with (run_folder / file).open() as rows:
-        return {int(row["step"]): row[name] for row in csv.DictReader(rows) if row[name]}
+    return {int(row["step"]): row[name] for row in records(run_folder / file) if row[name]}
 
 
 def validated(run_folder: Path, *flags: str | Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 
 from tests.pages import Page
+from tests.runs import records
 from tests.spec.running import ROOT, run
 
 MINE = '''
@@ -149,7 +149,7 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     assert "resumed from step 4" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
     assert told()["step"] == 6
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["ckpt_path"] is None  # a recipe for new runs too
-    rows = csv.DictReader(Path("run/metrics.csv").read_text().splitlines())
+    rows = records(Path("run/metrics.csv"))
     assert {"4", "5"} <= {row["step"] for row in rows}
     said = said_by("predict", "--config", "own.yaml", "--allow-imports", "mine", "--ckpt_path", "last")
     assert said.count("Net.predict_step gives no rows with numbers") == 1
