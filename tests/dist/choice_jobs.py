@@ -1,7 +1,8 @@
-"""What the live engine is set to, keeps, gathers and recomputes, and runs that are broken on one rank."""
+"""What the live engine has loaded, is set to, keeps, gathers and recomputes, and runs broken on one rank."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel import activation, precision
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
-from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for
+from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for, whole
 
 
 class Manual(ForeignNet):
@@ -368,3 +369,33 @@ def train_expert_net(strategy: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer.fit(ExpertNet(), loader(range(steps)))
     live: Any = trainer.strategy
     return {"losses": losses.values, "realized": sorted(live.realized_units())}
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Dtype, shape and bytes of a tensor, as a short text."""
+    found = tensor.detach().contiguous()
+    data = found.view(torch.uint8).numpy().tobytes() if found.dim() else bytes(str(found.item()), "ascii")
+    return f"{found.dtype} {list(found.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+class Loaded(Callback):
+    """Fingerprints of all tensors, gathered, before the first step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every rank gathers; parameters by name, then buffers, those that no file holds too."""
+        state = trainer.strategy.lightning_module_state_dict()
+        for name, tensor in [*state.items(), *pl_module.named_buffers()]:
+            clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
+            if clean.startswith("_val_metrics") or clean.startswith("_test_metrics"):
+                continue
+            self.found[clean] = fingerprint(whole(tensor))
+
+
+def load_and_fingerprint(model: str, engine: str, seed: int = 11) -> dict[str, str]:
+    """Fingerprints of the whole model by name, from a folder or a config."""
+    loaded = Loaded()
+    fit(module_for(model), {"engine": engine, "precision": "fp32"}, [loaded], steps=1, seed=seed)
+    return loaded.found

@@ -1,4 +1,4 @@
-"""Runs with adapters, and the plain loop of peft they are held against."""
+"""Runs with adapters or added tokens, and the plain loops they are held against."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import peft
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoModelForCausalLM
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint import export as export_module
@@ -15,9 +16,10 @@ from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel import activation
-from tests.dist.jobs import fit, module_for, program, whole
+from tests.dist.jobs import FromStep, Rows, TinyData, fit, module_for, program, whole
 from tests.dist.reference import global_batch, loop, step_loss
 
 SEED = 11
@@ -112,3 +114,60 @@ def tampered_export(words: list[str], cwd: str) -> None:
 
     export_module._write_file = flipping
     program(words, cwd)
+
+
+TOKENS = ["<|tool|>", "<|think|>"]
+FIRST = len(miniature_tokenizer())
+
+
+def with_new_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The reference's batch with two of its ids replaced by those of the new tokens."""
+    return {
+        name: tensor if name == "attention_mask" else tensor.where((tensor != 5) & (tensor != 9), FIRST + tensor // 9)
+        for name, tensor in batch.items()
+    }
+
+
+class _Rows(Rows):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return with_new_tokens(super().__getitem__(index))
+
+
+class GrownData(TinyData):
+    """:class:`TinyData` with new tokens in every batch."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        rows = _Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
+        return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=torch.Generator())
+
+
+def train_grown(
+    folder: str, strategy: dict[str, Any], run: str, ckpt_path: str | None = None, **model: Any
+) -> list[float]:
+    """Losses of six steps, or of what is left of them; saves every third step in ``run``."""
+    module, saving = module_for(folder, {"add_tokens": TOKENS, **model}), Checkpoint(every_steps=3)
+    _, found = fit(module, strategy, [saving], GrownData(), ckpt_path, 6, SEED, default_root_dir=run)
+    return found["losses"]
+
+
+def grown_model(folder: str) -> PreTrainedModel:
+    """Plain transformers: the model resized, its new rows set to the mean of the old ones."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    means = [module.weight.detach().double().mean(0).float() for module in ends]
+    model.resize_token_embeddings(FIRST + len(TOKENS), mean_resizing=False)
+    for module, mean in zip((model.get_input_embeddings(), model.get_output_embeddings()), means, strict=True):
+        module.weight.data[FIRST:] = mean
+    return model.train()
+
+
+def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
+    """Plain PyTorch, and peft from the same random adapters, in one process: the loss of each global batch."""
+    model: Any = grown_model(folder)
+    if lora is not None:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        model = with_adapters(model, ModelConfig(name=folder, add_tokens=TOKENS), lora).model
+        for module in ends:
+            module.requires_grad_(True)
+    return loop(model, lambda step: step_loss(model, with_new_tokens(global_batch(step))), 6)

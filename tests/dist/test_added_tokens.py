@@ -22,7 +22,7 @@ from transformers import (
 from lit_fsdp.models.generate import chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import command, on_ranks
-from tests.dist.grown_jobs import FIRST, TOKENS, grown_losses
+from tests.dist.lora_jobs import FIRST, TOKENS, grown_losses
 from tests.dist.matrix import worst_difference
 from tests.dist.reference import TINY, save_tiny
 

@@ -14,8 +14,8 @@ from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
+from tests.dist.choice_jobs import fingerprint
 from tests.dist.forks import on_ranks
-from tests.dist.loading_jobs import fingerprint
 from tests.dist.reference import TINY, UNTIED
 
 SEED = 11
