@@ -19,7 +19,6 @@ from typing import Any
 from lit_fsdp.host import free_port
 from tests.benchmarks.record import ROOT, together
 
-ALLOWANCE = 300_000_000
 MB = 1_000_000
 _LIMIT_SECONDS = 300
 
@@ -71,7 +70,7 @@ def above_imports(record: dict[str, Any]) -> int:
     return record["peak_bytes"] - record["imported_bytes"]
 
 
-def bound(record: dict[str, Any], allowance: int = ALLOWANCE) -> int:
+def bound(record: dict[str, Any], allowance: int) -> int:
     """The aim in bytes: the rank's shard, the largest unit in fp32, and an allowance."""
     return record["held_bytes"] + 4 * record["largest_unit"] + allowance
 

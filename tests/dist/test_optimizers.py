@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
-from tests.dist.reference import TINY
+from tests.dist.reference import TINY, save_tiny
 from tests.runs import check_recipe
 
 MUON = {"optimizer": "lit_fsdp.MuonWithAdamW", "lr": 0.02, "schedule": "wsd"}
@@ -23,12 +21,9 @@ EIGHT_BITS = {"optimizer": "torchao.optim.AdamW8bit", "lr": 1e-3, "schedule": "w
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of its matrices have rows of whole blocks of 256, half have not; with dropout."""
-    folder = tmp_path_factory.mktemp("wide") / "model"
     sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "attention_dropout": 0.1}
-    torch.manual_seed(2)
-    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), **sizes, "head_dim": 64})).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
-    return folder
+    config = LlamaConfig(**{**TINY.to_dict(), **sizes, "head_dim": 64})
+    return save_tiny(tmp_path_factory.mktemp("wide") / "model", config, seed=2)
 
 
 def audited(folder: Path, optim: dict[str, Any]) -> dict[str, Any]:
@@ -71,15 +66,11 @@ def test_a_resume_is_bit_equal(wide_model: Path, tmp_path: Path, optim: dict[str
         assert sums == pytest.approx([sums[0]] * 3, rel=1e-12)
 
 
-def test_noise_on_an_embedding_that_is_a_unit(tmp_path: Path) -> None:
-    folder = tmp_path / "untied"
-    torch.manual_seed(4)
-    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": False})).save_pretrained(folder)
-    miniature_tokenizer().save_pretrained(folder)
+def test_noise_on_an_embedding_that_is_a_unit(untied_model: Path, tmp_path: Path) -> None:
     found = {}
     for engine, alpha in (("fsdp2", None), ("fsdp2", 5.0), ("fsdp1", 5.0), ("ddp", 5.0)):
         model = {"neftune_alpha": alpha, "optim": {"lr": 1e-3}}
-        job = {"folder": str(folder), "run": str(tmp_path / f"{engine}{alpha}"), "strategy": {"engine": engine}}
+        job = {"folder": str(untied_model), "run": str(tmp_path / f"{engine}{alpha}"), "strategy": {"engine": engine}}
         found[engine, alpha] = on_ranks("optimized_run", 2, steps=4, model=model, **job)[0]["losses"]
     plain, *noisy = found.values()
     for losses in noisy:
