@@ -69,22 +69,6 @@ class ForeignNet(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class MetaForeignNet(LightningModule):
-    """The same, built on meta in configure_model."""
-
-    def configure_model(self) -> None:
-        """On meta; the strategy fills it."""
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = ForeignNet()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    training_step, test_step = ForeignNet.training_step, ForeignNet.test_step
-    configure_optimizers = ForeignNet.configure_optimizers
-
-
 class ForeignNetWithValidation(ForeignNet):
     """Adds what people add: a validation step and a schedule."""
 
@@ -144,14 +128,14 @@ def plain_losses(
 
 
 def train_foreign(
-    strategy: dict[str, Any], steps: int, accumulate_grad_batches: int = 1, meta: bool = False, **options: Any
+    strategy: dict[str, Any], steps: int, accumulate_grad_batches: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Train somebody's module; on rank 1 it starts from other weights, which must not matter."""
-    torch.manual_seed(11 if meta else 11 + here()[0])
+    torch.manual_seed(11 + here()[0])
     losses, parts = StepLosses(), accumulate_grad_batches
     trainer = trainer_for(strategy, [losses], max_steps=steps, accumulate_grad_batches=parts, **options)
     batches = [own_part(step, parts, part) for step in range(steps) for part in range(parts)]
-    module = MetaForeignNet() if meta else ForeignNet()
+    module = ForeignNet()
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     live: Any = trainer.strategy
     tested = trainer.test(module, loader([0]), verbose=False)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Adafactor
 
 from lit_fsdp.errors import ConfigError
-from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader
+from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows, loader
 from tests.dist.jobs import trainer_for, whole
 
 
@@ -291,6 +291,20 @@ class PartlyMeta(ForeignNetWithValidation):
         torch.manual_seed(3 + int(os.environ["RANK"]))
         self.head.reset_parameters()
         self.layers.to("meta")
+
+
+class WhollyMeta(LightningModule):
+    """Built on meta in configure_model; the strategy fills it."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = ForeignNet()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    training_step, configure_optimizers = ForeignNet.training_step, ForeignNet.configure_optimizers
 
 
 class Tuned(ForeignNetWithValidation):

@@ -46,13 +46,6 @@ def test_losses_equal_a_plain_loop(engine: str, accumulate: int, clip: float | N
 
 
 @engines
-def test_meta_weights_are_reset_alike_on_all_ranks(engine: str) -> None:
-    results = on_ranks("train_foreign", 2, strategy={"engine": engine, "precision": "fp32"}, steps=3, meta=True)
-    assert results[0]["losses"] == results[1]["losses"]
-    assert all(0 < loss < 100 for loss in results[0]["losses"])
-
-
-@engines
 def test_options_of_the_trainer(engine: str, tmp_path: Path) -> None:
     """Clipping by value, overfit_batches, limit_val_batches, early stopping, a monitor of the learning rate."""
     clipped = trained(engine, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=4)

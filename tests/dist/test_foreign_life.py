@@ -157,10 +157,12 @@ def test_autocast_and_optimizer_state_of_somebody_else() -> None:
         assert text.startswith("ContractError: precision contract broken: optimizer state after the first step")
 
 
+@pytest.mark.parametrize("module", ["PartlyMeta", "WhollyMeta"])
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_a_module_of_which_a_part_is_on_meta_is_the_same_on_all_ranks(engine: str) -> None:
+def test_a_module_that_is_on_meta_is_the_same_on_all_ranks(engine: str, module: str) -> None:
     for sharding, ranks, more in (("no_shard", 2, {}), ("hybrid_shard", 4, {"replicate_degree": 2})):
         strategy = {"engine": engine, "precision": "fp32", "sharding": sharding, **more}
-        first, *others = on_ranks("live", ranks, module="PartlyMeta", strategy=strategy)
+        first, *others = on_ranks("live", ranks, module=module, strategy=strategy)
+        assert all(abs(weight) < 2 for weights in first["weights"].values() for weight in weights)
         for other in others:
             assert other["weights"] == first["weights"]
