@@ -1,4 +1,4 @@
-"""Checkpoints that Lightning and Accelerate wrote go on here: the same tensors bit for bit, the same next losses."""
+"""What Lightning and Accelerate wrote goes on here: the same tensors bit for bit, the same next losses and units."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from lit_fsdp.__main__ import main
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.store import load_state
+from lit_fsdp.convert import convert_file
 from tests.dist.forks import command, on_ranks
 from tests.dist.reference import LEARNING_RATE
 from tests.runs import records
@@ -172,3 +174,48 @@ def test_a_recipe_goes_on_from_an_import(tiny_model: Path, tmp_path: Path, capsy
         assert state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 2
         rates = [float(row["lr"]) for row in records(run / "metrics.csv") if row.get("lr")]
         assert rates == pytest.approx([0.001 * (1 - n / 12) for n in range(step, 12)])
+
+
+CONVERTED_STEPS = 4
+# fp32 sums in another order; under bf16 Accelerate adds autocast to FSDP's own casts.
+CONVERTED_TOLERANCE = {"no": 1e-5, "bf16": 3e-3}
+
+
+def converted(folder: Path, fsdp_config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The recipe's trainer."""
+    file = folder / "accelerate.yaml"
+    file.write_text(
+        yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": fsdp_config, **more})
+    )
+    found = convert_file("accelerate", file)
+    assert not found.differs
+    return found.recipe["trainer"]
+
+
+@pytest.mark.parametrize(("mixed_precision", "reshard"), [("no", True), ("bf16", False)])
+def test_the_converted_recipe_trains_as_accelerate_does(
+    tiny_model: Path, tmp_path: Path, mixed_precision: str, reshard: bool
+) -> None:
+    config: dict[str, Any] = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+    pytest.importorskip("accelerate")
+    strategy = converted(tmp_path, config, mixed_precision=mixed_precision)["strategy"]["init_args"]
+    env = {name.upper(): str(value) for name, value in config.items()}
+    env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = env.pop("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
+    env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+    job = {"folder": tiny_model, "mixed_precision": mixed_precision, "steps": CONVERTED_STEPS, "groups": 2}
+    theirs = on_ranks("train_with_stock_accelerate", 2, env=env, **job)[0]
+    ours = on_ranks("train", 2, folder=tiny_model, strategy=strategy, steps=CONVERTED_STEPS)[0]
+
+    assert (theirs["sharded"], theirs["dtypes"]) == (True, ["torch.float32"])
+    blocks = [f"model.layers.{index}" for index in range(3)]
+    assert [name for name in theirs["units"] if ".layers." in name] == blocks
+    units = [unit["name"] for unit in ours["audit"]["units"] if "layers." in unit["name"]]
+    assert [f"model.{name[name.index('layers.') :]}" for name in units] == blocks
+    assert set(ours["dtypes"]["realized"]["parameters after set-up"]) == {"fp32"}
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=CONVERTED_TOLERANCE[mixed_precision])

@@ -1,7 +1,9 @@
-"""srun and torchrun by hand, without a script of ours: the same losses, wrong mixtures refused by all ranks."""
+"""srun and torchrun by hand, without a script of ours: the same losses, wrong mixtures refused, and ``doctor``."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from typing import Any
 
@@ -81,3 +83,34 @@ def test_one_task_starts_two_ranks_and_both_hear_a_signal(cluster: Cluster) -> N
     assert state["ExitCode"] == "75:0", log.read_text()
     assert log.read_text().count("stopped by a signal after step") == 1
     assert checkpoints(cluster.folder / "one")[-1].step == max(losses(cluster.folder / "one")) + 1
+
+
+DOCTOR = [sys.executable, "-m", "lit_fsdp", "doctor", "--json"]
+
+
+def test_all_tasks_of_two_nodes_measure_and_save(cluster: Cluster):
+    recipe = cluster.recipe("examined", trainer={"devices": 2})
+    done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", *DOCTOR, "--config", str(recipe))
+    report = json.loads(done.stdout)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert done.returncode == report["exit_code"], done.stderr
+    assert rows["ranks"]["found"] == "4 on node1, node2"
+    assert rows["shared run folder"]["grade"] == rows["trial save"]["grade"] == "ok"
+    assert {rate["ranks"] for rate in report["rates"]} == {4}
+    assert not list(cluster.folder.glob(".lit-fsdp-doctor-*"))
+    assert not (cluster.folder / "examined").exists()
+
+
+def test_a_node_that_sees_another_folder_is_named(cluster: Cluster):
+    hidden = cluster.folder / "hidden"
+    hidden.mkdir()
+    recipe = cluster.recipe("blind", trainer={"default_root_dir": str(hidden / "run")})
+    mounted = f'[ "$SLURM_NODEID" = 0 ] || mount -t tmpfs lit_fsdp_test {hidden}; exec "$@"'
+    words = ["unshare", "--mount", "--propagation", "private", "bash", "-c", mounted, "_"]
+    done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *words, *DOCTOR, "--config", str(recipe))
+    report = json.loads(done.stdout)
+    (row,) = (row for row in report["rows"] if row["name"] == "shared run folder")
+    assert (done.returncode, row["grade"]) == (1, "fail")
+    assert row["found"].endswith("is not the same on node2")
+    assert report["rates"] == []  # nothing was started that would have waited
+    assert os.listdir(hidden) == []
