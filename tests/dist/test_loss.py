@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.dist.forks import on_ranks
-from tests.dist.loss_jobs import samples
+from tests.dist.packing_jobs import samples
 
 _LLAMA = {
     "model_type": "llama",
