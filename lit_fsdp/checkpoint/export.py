@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,10 @@ import torch
 import yaml
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint import staging
-from lit_fsdp.checkpoint.export_plan import Delta, ExportPlan, OpenBase, plan_export
-from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from lit_fsdp.checkpoint.pieces import Pieces, open_pieces
-from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
+from lit_fsdp.checkpoint.export_plan import BASE, Base, Delta, ExportPlan, OpenBase, plan_export
+from lit_fsdp.checkpoint.files import MANIFEST
+from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
+from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, opened, read_tensor
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, return_freed_memory
@@ -32,6 +31,9 @@ _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
 _HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapter merged"}
+_PIECE_BYTES = 1 << 26
+Pieces = Callable[[str], Iterator[torch.Tensor]]
+"""Gives the rows of a tensor of the checkpoint in order, each piece in memory of its own, in the dtype saved."""
 Check = Callable[[Path, Manifest, ExportPlan], list[str]]
 """Compares a written folder with its checkpoint and says in what they differ; see ``export_verify``."""
 
@@ -103,7 +105,7 @@ def export(
             lines = "\n".join(f"  {line}" for line in differences[:20])
             raise CheckpointError(f"{out}: not published, it differs from {ckpt}:\n{lines}")
         files = sorted(path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file())
-        staging.publish(draft, out)
+        disk.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -189,6 +191,36 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
     for file, names in plan.files.items():
         _write_file(draft / file, plan, names, pieces)
         return_freed_memory()
+
+
+def open_pieces(manifest: Manifest, base: Base | None = None) -> Pieces:
+    """A reader of a checkpoint of either layout, in pieces of about 64 MiB, and of its base, in whole tensors.
+
+    No mapping of a file stays open, since it would count as this process's memory.
+    """
+
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        if name.startswith(BASE):
+            assert base is not None
+            yield base.read(name.removeprefix(BASE))
+            return
+        shape, chunks = manifest.tensors[name].shape, sorted(manifest.chunks[name], key=lambda chunk: chunk.offsets)
+        if not all(shape) or not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):
+            # without rows, a number, or cut by columns
+            yield read_tensor(manifest, name)
+            return
+        row_bytes = torch.Size(shape[1:]).numel() * getattr(torch, manifest.tensors[name].dtype).itemsize
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for chunk in chunks:
+            for start in range(0, chunk.sizes[0], step):  # a piece is held by nobody here
+                yield _some_rows(manifest.file(chunk.file), name, slice(start, start + step))
+
+    return pieces
+
+
+def _some_rows(path: Path, name: str, rows: slice) -> torch.Tensor:
+    with opened(path) as file:
+        return file.get_slice(name)[rows].clone()
 
 
 def _write_file(path: Path, plan: ExportPlan, names: list[str], pieces: Pieces) -> None:

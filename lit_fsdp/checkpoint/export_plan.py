@@ -6,13 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
-from lit_fsdp.checkpoint.pieces import BASE, Base
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB
@@ -20,6 +19,20 @@ from lit_fsdp.host import GIB
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Dtypes of an export, by the words of the command line."""
 Form = Literal["model", "adapter", "merge"]
+BASE = "base/"
+"""What begins the name of a tensor that is not in the checkpoint, but in the base of its adapters."""
+
+
+class Base(Protocol):
+    """The frozen weights beside which adapters were trained; see ``lit_fsdp.models.base``."""
+
+    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Dtype and shape by the names of plain transformers."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU, in memory of its own."""
+
+
 OpenBase = Callable[[Manifest], Base]
 """Opens the base that a checkpoint of adapters names."""
 _MODEL = "model/"

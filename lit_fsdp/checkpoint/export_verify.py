@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lit_fsdp.checkpoint.export_plan import ExportPlan, OpenBase, base_name
+from lit_fsdp.checkpoint.export_plan import Base, ExportPlan, OpenBase, base_name
 from lit_fsdp.checkpoint.manifest import Manifest
-from lit_fsdp.checkpoint.pieces import Base, read_tensor
+from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.errors import CheckpointError
 
 _ROWS, _LENGTH = 2, 16

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_fsdp.checkpoint.files import FileEntry, checked_name, inside, naming, replace_bytes
+from lit_fsdp.checkpoint.files import MANIFEST, FileEntry, checked_name, inside, naming, replace_bytes
 from lit_fsdp.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 FORMAT = "lit_fsdp.checkpoint"
 VERSION = 3
 Layout = Literal["sharded", "full"]

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lit_fsdp.checkpoint import staging
-from lit_fsdp.checkpoint.files import naming, sync_folder
-from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, not_a_checkpoint, read_manifest
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint.files import MANIFEST, naming, sync_folder
+from lit_fsdp.checkpoint.manifest import Manifest, not_a_checkpoint, read_manifest
 from lit_fsdp.config.run import CheckpointConfig, RunConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, require
 from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
@@ -107,7 +107,7 @@ def choose(
     word = str(word_or_path)
     if word not in ("last", "best"):
         path = Path(word_or_path).expanduser()
-        staging.restore(path)
+        disk.restore(path)
         read_manifest(path)
         return Choice(path)
     found, broken = checkpoints(run_folder), damaged(run_folder)
@@ -288,7 +288,7 @@ def remove(folder: Path) -> None:
             return
         if not (folder / MANIFEST).is_file():
             raise CheckpointError(f"not removed: {not_a_checkpoint(folder)}")
-        hidden = staging.hidden_name(folder, "removed")
+        hidden = disk.hidden_name(folder, "removed")
         os.rename(folder, hidden)
     sync_folder(folder.parent)
     try:
@@ -301,10 +301,10 @@ def remove(folder: Path) -> None:
 def sweep(run_folder: Path) -> None:
     """Delete what killed saves and removals have left in a run, whose lock the caller holds; says what it found."""
     parent = run_folder / FOLDER
-    for path, name, kind in staging.hidden_folders(parent):
+    for path, name, kind in disk.hidden_folders(parent):
         if kind == "replaced":
-            staging.restore(parent / name)
-        staging.discard(path)
+            disk.restore(parent / name)
+        disk.discard(path)
         if os.path.lexists(path):
             _log.warning("%s: left by a killed save or removal, and cannot be deleted; delete it by hand", path)
         else:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lit_fsdp.checkpoint.files import FileEntry, HashedFile
-from lit_fsdp.checkpoint.manifest import TensorSpec
+from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.errors import CheckpointError
 
 _CODES = {
@@ -110,3 +110,14 @@ def opened(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
+    """One whole tensor on the CPU, in memory of its own."""
+    spec = manifest.tensors[name]
+    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    for chunk in manifest.chunks[name]:
+        where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        with opened(manifest.file(chunk.file)) as file:
+            whole[where].copy_(file.get_tensor(name))
+    return whole

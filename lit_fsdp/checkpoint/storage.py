@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from lit_fsdp.checkpoint import files, staging
-from lit_fsdp.checkpoint.files import FileEntry
-from lit_fsdp.checkpoint.manifest import MANIFEST, Chunk, Layout, Manifest, TensorSpec
+from lit_fsdp.checkpoint import files
+from lit_fsdp.checkpoint.files import MANIFEST, FileEntry
+from lit_fsdp.checkpoint.manifest import Chunk, Layout, Manifest, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import tell_job
@@ -120,7 +120,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the hidden folder, on rank 0, and tell every rank its name."""
         self._rank_states = [plan.storage_data for plan in plans]
-        self._draft = staging.stage(self._snapshot.folder)
+        self._draft = files.stage(self._snapshot.folder)
         return [dataclasses.replace(p, storage_data=(rank, self._draft.name)) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -168,13 +168,13 @@ class Writer(StorageWriter):
             extra={**extra, "save_seconds": round(time.monotonic() - self._began, 3)},  # all ranks' files are synced
         )
         files.write_bytes(self._draft / MANIFEST, manifest.dumps())
-        staging.publish(self._draft, snapshot.folder)
+        files.publish(self._draft, snapshot.folder)
         tell_job("saved")
 
     def discard(self) -> None:
         """Remove what an unfinished save has written; on rank 0."""
         if self._draft is not None:
-            staging.discard(self._draft)
+            files.discard(self._draft)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import state as state_json
-from lit_fsdp.checkpoint.manifest import MANIFEST, Layout, Manifest, TensorSpec, checked_extra, read_manifest
-from lit_fsdp.checkpoint.pieces import read_tensor
+from lit_fsdp.checkpoint.files import MANIFEST
+from lit_fsdp.checkpoint.manifest import Layout, Manifest, TensorSpec, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks, reason
-from lit_fsdp.checkpoint.safetensors_file import spec_of
+from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
 from lit_fsdp.checkpoint.storage import (
     FOLDER,
     FULL_FILE,

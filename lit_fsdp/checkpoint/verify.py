@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_fsdp.checkpoint import staging
-from lit_fsdp.checkpoint.files import hash_file
-from lit_fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint.files import MANIFEST, hash_file
+from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def sound_checkpoint(
     Raises:
         CheckpointError: On every rank; all are damaged, and each file that differs is named.
     """
-    ranks.first(f"looking for {folder}", lambda: staging.restore(folder))
+    ranks.first(f"looking for {folder}", lambda: disk.restore(folder))
     if not others:
         ranks.first(f"reading {folder}", lambda: read_manifest(folder))
     damaged: dict[Path, str] = {}

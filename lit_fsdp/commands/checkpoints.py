@@ -1,7 +1,4 @@
-"""``ckpt ls`` and ``ckpt verify``: which checkpoints a run has, and whether they are what was written; no torch.
-
-``ckpt import`` stands in :mod:`lit_fsdp.commands.importing`.
-"""
+"""``ckpt ls`` and ``ckpt verify``, which need no torch, and ``ckpt import``, which makes others' checkpoints ours."""
 
 from __future__ import annotations
 
@@ -9,18 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from lit_fsdp.checkpoint.manifest import MANIFEST, read_manifest
+from lit_fsdp.checkpoint.files import MANIFEST, hidden_folders
+from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import folder_of_checkpoints, looks_like_one, moved_aside, ranked, survey
-from lit_fsdp.checkpoint.staging import hidden_folders
 from lit_fsdp.checkpoint.verify import describe, sha256_of, verify
-from lit_fsdp.commands.importing import run_import
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
+
+if TYPE_CHECKING:
+    from lit_fsdp.checkpoint.importing import Target
 
 _USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
        lit-fsdp ckpt verify PATH [--json] [--sha256]
@@ -36,11 +35,16 @@ lit-fsdp ckpt VERB --help explains one of them
 example:
   lit-fsdp ckpt ls runs/smoke
 """
+_IMPORT = (
+    "Write a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
+    "Trainer as a folder for lit-fsdp fit --ckpt_path. Nothing in it is run. To start from a Hugging Face folder, "
+    "name it as model.name in the recipe instead."
+)
 
 
 def run_ckpt(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt …`` and return the exit code."""
-    return run_one_of("ckpt", {"ls": _ls, "verify": _verify, "import": run_import}, _USAGE, argv)
+    return run_one_of("ckpt", {"ls": _ls, "verify": _verify, "import": _import}, _USAGE, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:
@@ -156,3 +160,44 @@ def _checkpoints_in(field: str, path: Path) -> Path:
     """The folder of checkpoints that ``path`` means."""
     require(path.is_dir(), field, f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
     return folder_of_checkpoints(path)
+
+
+def _import(argv: Sequence[str]) -> int:
+    example = "lit-fsdp ckpt import out/checkpoint-500 -o imported --model out/checkpoint-500"
+    parser = verb_parser("ckpt import", _IMPORT, example)
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder that the other tool wrote")
+    parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
+    parser.add_argument("--model", required=True, help="the model it is of: folder, hub name or config .json")
+    parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer; default: the model's")
+    parser.add_argument("--prefix", help="what stands before the model's names in it; default: found by matching")
+    parser.add_argument("--step", type=int, help="optimizer steps done; default: what the source says")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of weights and moments; default: the source's")
+    parser.add_argument("--allow-surplus", action="store_true", help="leave out what the model does not have")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code from the hub")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    options = parse(parser, argv)
+    require(options.step is None or options.step >= 0, "--step", options.step, ">= 0", "write 0, or leave it out")
+    from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
+
+    source = open_source(options.source)  # before a model is looked for
+    target = _target(options.model, options.tokenizer, options.trust_remote_code)
+    choices = {name: getattr(options, name) for name in ("prefix", "allow_surplus", "step", "dtype")}
+    report = import_checkpoint(source, options.out, target, **choices)
+    print(json.dumps(vars(report), indent=1) if options.json else report)
+    return 0
+
+
+def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Target:
+    """Names, shapes and ties of the model, with its config and tokenizer; nothing of it is in memory."""
+    from lit_fsdp.checkpoint.importing import Target
+    from lit_fsdp.models.export_files import model_entry
+    from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.parallel.units import tied_names
+
+    module = CausalLMModule(name=model, tokenizer=tokenizer, trust_remote_code=trust_remote_code).build()
+    built = module.model
+    assert built is not None
+    ties = tied_names(built)
+    shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if name not in ties}
+    entry = model_entry(module.source, {}, None)
+    return Target(shapes=shapes, ties=ties, files=module.checkpoint_files(), entry=entry)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lit_fsdp.checkpoint import run_folder, store
-from lit_fsdp.checkpoint.importing.sources import read_lightning_file
+from lit_fsdp.checkpoint.importing import read_lightning_file
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.state import refused as refused_in

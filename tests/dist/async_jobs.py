@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint import staging
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
@@ -106,7 +105,7 @@ def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) ->
 def tensors_of(run: str) -> dict[str, dict[str, str]]:
     """Hashes of every tensor and state file of every checkpoint of a run, read on one rank."""
     from lit_fsdp.checkpoint.manifest import read_manifest
-    from lit_fsdp.checkpoint.pieces import read_tensor
+    from lit_fsdp.checkpoint.safetensors_file import read_tensor
     from lit_fsdp.checkpoint.store import verify_files
 
     found: dict[str, dict[str, str]] = {}
@@ -126,7 +125,7 @@ def _hash(tensor: torch.Tensor) -> str:
 
 def _hurt(fault: str, rank: int, run: Path) -> None:
     """Let the end of a save wait for the step after it, or take long, or rank 1 fail to write its shard of step 6."""
-    publish, write = staging.publish, disk.HashedFile.write
+    publish, write = disk.publish, disk.HashedFile.write
 
     def next_step_first(place: Path, folder: Path) -> None:
         step = int(folder.name.removeprefix("step-"))
@@ -147,8 +146,8 @@ def _hurt(fault: str, rank: int, run: Path) -> None:
         return write(self, data)
 
     if fault == "slow":
-        staging.publish = next_step_first  # type: ignore[assignment]
+        disk.publish = next_step_first  # type: ignore[assignment]
     if fault in ("raise", "signal"):
-        staging.publish = slow  # type: ignore[assignment]
+        disk.publish = slow  # type: ignore[assignment]
     if fault == "full disk":
         disk.HashedFile.write = failing  # type: ignore[method-assign]

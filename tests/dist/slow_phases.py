@@ -54,7 +54,7 @@ def main() -> int:
         return run()
     from lit_fsdp import datamodule, module
     from lit_fsdp.__main__ import main as run
-    from lit_fsdp.checkpoint import staging
+    from lit_fsdp.checkpoint import files as disk
     from lit_fsdp.parallel import base
 
     places: dict[str, tuple[Any, str]] = {
@@ -63,7 +63,7 @@ def main() -> int:
         "setup": (base.EngineStrategy, "_check_optimized"),
         "validation": (module.CausalLMModule, "on_validation_epoch_end"),
         "test": (module.CausalLMModule, "on_test_epoch_end"),
-        "save": (staging, "publish"),
+        "save": (disk, "publish"),
     }
     if phase == "exit":
         atexit.register(begin)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lit_fsdp.checkpoint.export import open_pieces
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.pieces import open_pieces
 from lit_fsdp.models import generate
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import peft_losses

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint import run_folder, store
+from lit_fsdp.checkpoint import importing, run_folder, store
 from lit_fsdp.checkpoint.export import export
-from lit_fsdp.checkpoint.importing import untrusted
-from lit_fsdp.checkpoint.manifest import MANIFEST, Chunk, Manifest, read_manifest
+from lit_fsdp.checkpoint.files import MANIFEST
+from lit_fsdp.checkpoint.manifest import Chunk, Manifest, read_manifest
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.errors import CheckpointError
 
@@ -85,7 +85,7 @@ def test_a_pickle_as_description(victim: Path, marker: Path) -> None:
             metadata.write_bytes(pickle.dumps(content))
             store.load_tensors(victim, blank(victim))
             with pytest.raises(CheckpointError, match="refused"):
-                untrusted.read_dcp(metadata.parent, bool)
+                importing.read_dcp(metadata.parent, bool)
             assert not marker.exists()
 
 
@@ -112,7 +112,7 @@ def test_torch_files_of_others(marker: Path, tmp_path: Path) -> None:
             for content in (payload, {"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": payload}):
                 torch.save(content, path, _use_new_zipfile_serialization=as_zip)
                 with pytest.raises(CheckpointError, match="nothing of it was run"):
-                    untrusted.read_torch(path)
+                    importing.read_torch(path)
                 assert not marker.exists()
 
 
@@ -144,7 +144,7 @@ def test_safetensors_headers(victim: Path) -> None:
         with pytest.raises(CheckpointError):
             store.load_tensors(victim, blank(victim))
         with pytest.raises(CheckpointError):
-            untrusted.read_safetensors(path)
+            importing.read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/lit_fsdp_outside", "hf/../../../outside", "hf/..", "a\\..\\b", ""])
@@ -168,7 +168,7 @@ def test_names_that_lead_outside(victim: Path, tmp_path: Path, name: str) -> Non
         )
     (victim / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError):
-        untrusted.read_safetensors(victim / "m.safetensors.index.json")
+        importing.read_safetensors(victim / "m.safetensors.index.json")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_relative_to(victim)}
     assert {path: after[path] for path in before if path.is_file()} == {p: t for p, t in before.items() if p.is_file()}
     assert after.keys() == before.keys()
@@ -206,6 +206,6 @@ def test_a_zip_that_names_files_elsewhere(tmp_path: Path, marker: Path) -> None:
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("../marker", "evil")
     with contextlib.suppress(CheckpointError):
-        untrusted.read_torch(path)
+        importing.read_torch(path)
     assert not marker.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt"]

@@ -7,7 +7,6 @@ import os
 import pytest
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint import staging
 from lit_fsdp.errors import CheckpointError
 
 
@@ -17,7 +16,7 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     place = tmp_path / "p"
     place.mkdir()
     disk.write_bytes(place / "sub" / "f", b"1")
-    staging.publish(place, tmp_path / "final")
+    disk.publish(place, tmp_path / "final")
     expected = [place / "sub" / "f", place, place / "sub", tmp_path]
     assert synced == [str(path) for path in expected]
 
@@ -30,7 +29,7 @@ def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path):
     for path in dead + others:
         (path / "sub").mkdir(parents=True)
     (tmp_path / "step-1" / "manifest.json").touch()
-    draft = staging.stage(tmp_path / "step-1")
+    draft = disk.stage(tmp_path / "step-1")
     assert not any(path.exists() for path in dead)
     assert all(path.is_dir() for path in [*others, draft])
 
@@ -39,14 +38,14 @@ def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine").touch()
     with pytest.raises(CheckpointError, match="not replaced, because it is no checkpoint"):
-        staging.stage(tmp_path / "notes")
+        disk.stage(tmp_path / "notes")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("notes")
     for name in ("empty", "file", "link"):
-        place = staging.stage(tmp_path / name)
+        place = disk.stage(tmp_path / name)
         (place / "new").touch()
-        staging.publish(place, tmp_path / name)
+        disk.publish(place, tmp_path / name)
         assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "link", "notes"]
     assert (tmp_path / "notes" / "mine").exists()

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from lit_fsdp.checkpoint.importing.convert import ImportReport, Target, import_checkpoint
-from lit_fsdp.checkpoint.importing.sources import open_source
+from lit_fsdp.checkpoint.importing import ImportReport, Target, import_checkpoint, open_source
 from lit_fsdp.errors import CheckpointError
 
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 4), "a.bias": (4,), "b.weight": (4, 4), "b.bias": (4,)}

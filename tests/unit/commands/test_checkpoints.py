@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lit_fsdp import commands
-from lit_fsdp.checkpoint import staging
+from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -97,8 +97,8 @@ def test_the_best_by_the_runs_own_recipe(run: Callable[..., Path], capsys: Out):
 
 def test_what_else_lies_there(run: Callable[..., Path], capsys: Out):
     parent = run(1).parent
-    dead = staging.hidden_name(parent / "step-00000002", "tmp")
-    gone = staging.hidden_name(parent / "step-00000000", "removed")
+    dead = disk.hidden_name(parent / "step-00000002", "tmp")
+    gone = disk.hidden_name(parent / "step-00000000", "removed")
     for folder in (dead, gone, parent / "damaged-step-00000003-20260101T000000000000"):
         folder.mkdir()
     assert commands.run(["ckpt", "ls", "run"]) == 0

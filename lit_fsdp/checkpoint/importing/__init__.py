@@ -1,1 +1,0 @@
-"""Checkpoints of other tools as checkpoints of ours: read without trusting a pickle, matched name by name."""
