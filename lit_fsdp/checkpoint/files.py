@@ -234,7 +234,8 @@ def restore(folder: Path) -> None:
     """Give ``folder`` its name back if a kill came while it was being replaced."""
     for path, name, kind in hidden_folders(folder.parent):
         if (name, kind) == (folder.name, "replaced") and not os.path.lexists(folder):
-            os.rename(path, folder)
+            with naming(folder):
+                os.rename(path, folder)
 
 
 def discard(hidden: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -49,3 +50,14 @@ def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "link", "notes"]
     assert (tmp_path / "notes" / "mine").exists()
+
+
+def test_an_old_one_that_cannot_get_its_name_back_is_named(tmp_path, monkeypatch):
+    (tmp_path / ".step-1.replaced-0123456789abcdef").mkdir()
+
+    def refused(*paths: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(CheckpointError, match=r"/step-1: Read-only file system"):
+        disk.restore(tmp_path / "step-1")
