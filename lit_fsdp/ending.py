@@ -23,9 +23,7 @@ from lit_fsdp.redaction import OutputError, guarded_streams
 def ended(act: Callable[[], int], debug: bool = False) -> int:
     """Run ``act`` and return its exit code, which a job is told too; see :func:`lit_fsdp.__main__.main`.
 
-    Args:
-        act: Returns its own exit code, or raises.
-        debug: Also show the traceback of what a user can fix.
+    With ``debug`` the traceback of what a user can fix is shown too.
     """
     code = 1  # of an exception that nobody catches
     try:

@@ -65,9 +65,7 @@ def is_requeued() -> bool:
 def tell_job(name: str, text: str = "") -> None:
     """Leave a small file for the batch script of this job, whole or not at all; nothing outside of one.
 
-    Args:
-        name: ``exit.RANK`` with an exit code, or ``saved`` once a checkpoint has been committed.
-        text: What the file says.
+    It is ``exit.RANK`` with an exit code, or ``saved`` once a checkpoint has been committed.
     """
     if folder := os.environ.get(EXIT_DIR):
         with suppress(OSError):  # then srun's exit code alone decides
@@ -142,11 +140,7 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
 
     Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
     is killed, the next takes over. Where locks hold on one machine only, each makes its own and the first one stays.
-
-    Args:
-        folder: Its name must identify the content, as an existing one is used as it is.
-        make: Called with an empty folder to fill.
-        what: Named in the log, for those who wait.
+    The folder's name must identify the content, as an existing one is used as it is; the log names ``what``.
 
     Raises:
         CheckpointError: The disk is full, or the folder cannot be written or locked.
@@ -175,19 +169,20 @@ def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
         make(partial)
         for path in [*partial.rglob("*"), partial]:
             path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its owner alone
-            _sync(path)
+            sync(path)
         try:
             partial.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another machine was first
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _log.info("%s: done in %.1f s", what, time.monotonic() - start)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

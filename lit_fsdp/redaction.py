@@ -61,7 +61,12 @@ def is_secret_variable(name: str) -> bool:
 
 def remember(values: Any, name: str = "") -> None:
     """Hide from now on, in every text of this process, what a recipe says under keys that name secrets."""
-    _remembered.update(str(value) for _, key, value in _leaves(values, name=name) if _hides(key, value))
+
+    def note(path: str, key: str, value: Any) -> None:
+        if _hides(key, value):
+            _remembered.add(str(value))
+
+    _mapped(values, note, name=name)
 
 
 def redact(text: str) -> str:
@@ -76,32 +81,31 @@ def redact(text: str) -> str:
 
 def redact_values(values: Any, name: str = "") -> Any:
     """A copy of a recipe or of JSON data with ``***`` in place of secrets; keys and numbers elsewhere stay."""
-    if isinstance(values, Mapping):
-        return {key: redact_values(value, name if is_secret_key(name) else str(key)) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        hidden = [redact_values(value, name) for value in values]
-        return tuple(hidden) if type(values) is tuple else hidden
-    if _hides(name, values) and values != "":
-        return HIDDEN
-    return redact(values) if isinstance(values, str) else values
+
+    def shown(path: str, key: str, value: Any) -> Any:
+        if _hides(key, value) and value != "":
+            return HIDDEN
+        return redact(value) if isinstance(value, str) else value
+
+    return _mapped(values, shown, name=name)
 
 
-def hidden_keys(values: Any) -> Iterator[str]:
+def hidden_keys(values: Any) -> list[str]:
     """Paths of the values in which a secret was replaced when they were written."""
-    return (path for path, _, value in _leaves(values) if isinstance(value, str) and HIDDEN in value)
+    found: list[str] = []
+    _mapped(values, lambda path, _, value: found.append(path) if isinstance(value, str) and HIDDEN in value else None)
+    return found
 
 
-def _leaves(values: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every value inside of nested data: its path, the key that it has (or the one above, if that names a secret)."""
+def _mapped(values: Any, act: Callable[[str, str, Any], Any], path: str = "", name: str = "") -> Any:
+    """Nested data with ``act`` of the path, the key (or the one above, if that names a secret) and each value."""
     if isinstance(values, Mapping):
-        for key, value in values.items():
-            inner = f"{path}.{key}" if path else str(key)
-            yield from _leaves(value, inner, name if is_secret_key(name) else str(key))
-    elif isinstance(values, (list, tuple)):
-        for index, value in enumerate(values):
-            yield from _leaves(value, f"{path}[{index}]", name)
-    else:
-        yield path, name, values
+        name_of = {key: name if is_secret_key(name) else str(key) for key in values}
+        return {k: _mapped(v, act, f"{path}.{k}" if path else str(k), name_of[k]) for k, v in values.items()}
+    if isinstance(values, (list, tuple)):
+        found = [_mapped(value, act, f"{path}[{index}]", name) for index, value in enumerate(values)]
+        return tuple(found) if type(values) is tuple else found
+    return act(path, name, values)
 
 
 @contextlib.contextmanager

@@ -46,10 +46,7 @@ class SignalFlags:
     """Remembers signals from :meth:`install` until the process ends.
 
     A thread listens, because Python's handlers wait for a call into C++ to return, and a rank may be waiting for its
-    peers there.
-
-    Args:
-        can_save: Whether the command trains.
+    peers there. ``can_save``: the command trains.
     """
 
     def __init__(self, can_save: bool = True) -> None:

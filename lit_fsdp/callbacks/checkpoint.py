@@ -153,12 +153,8 @@ class Checkpoint(ModelCheckpoint):
     def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
         """Save the current step on all ranks, once; returns its folder, which may be written for a while yet.
 
-        Args:
-            trainer: Whose step it is.
-            on_signal: Whether only a signal is the reason, so that the next of these replaces it.
-
-        Raises:
-            CheckpointError: On every rank: this save could not begin, or the one before it has failed.
+        With ``on_signal`` nothing else is the reason, and the next of these replaces it. A CheckpointError comes on
+        every rank: this save could not begin, or the one before it has failed.
         """
         folder = self._folder(trainer.global_step)
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
@@ -335,11 +331,7 @@ def _count_in_micro_batches_of(
     Three things are mended. After the end of an epoch Lightning goes on counting from its last micro-batch, and would
     step too early where that accumulation was a short one. Saved at a validation inside an accumulation, the data begin
     that global batch again. And other ranks mean another accumulation for the same step (``saved``: micro-batches per
-    step when it was saved, if anybody noted that).
-
-    Returns:
-        The callback that sets the accumulation of each epoch, if any: Lightning calls it when an epoch starts, so not
-        for one that is resumed in the middle.
+    step when it was saved, if anybody noted that). Returns the callback that sets the accumulation of each epoch.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]

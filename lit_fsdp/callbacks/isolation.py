@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 import lit_fsdp
 from lit_fsdp.callbacks.records import gathered, write_json
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
 from lit_fsdp.parallel.base import EngineStrategy
@@ -74,7 +74,7 @@ class IsolationProof(Callback):
         record = remembered or self.prove(trainer, batch)
         if trainer.is_global_zero:
             if path is not None and not remembered:
-                with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a second
+                with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
                     write_json(path, record)
             verb = trainer.state.fn.value if trainer.state.fn else "fit"
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
@@ -217,8 +217,5 @@ def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON through a temporary file, so that a reader never sees half of it; secrets as ``***``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(redact_values(content), indent=1) + "\n")
-    os.replace(temporary, path)
+    """Write JSON that a reader never sees half of; secrets as ``***``."""
+    replace_bytes(path, f"{json.dumps(redact_values(content), indent=1)}\n".encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 import sys
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 
 from lit_fsdp.callbacks.isolation import run_aside, untouched
 from lit_fsdp.callbacks.records import gathered
+from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
 from lit_fsdp.data.prompts import Prompt
@@ -110,15 +111,13 @@ def _text(tokenizer: Any, ids: list[int] | None) -> str:
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
     """Add the rows of one step, in place of what an earlier start has written of this step and later ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept: list[list[str]] = []
     if path.is_file():
         with path.open(newline="", encoding="utf-8") as file:
             kept = [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) < rows[0][0]]
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([_COLUMNS, *kept, *rows])
-    os.replace(temporary, path)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([_COLUMNS, *kept, *rows])
+    replace_bytes(path, text.getvalue().encode())
 
 
 def _table(rows: list[list[Any]]) -> Table:

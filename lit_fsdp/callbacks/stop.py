@@ -22,13 +22,9 @@ from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED, SignalFlags
 
 
 class StopRequested(Exception):
-    """Training ended at a step boundary because of a signal; nothing of it is lost.
+    """Training ended at a step boundary because of a signal; ``is_saved``: with a checkpoint of ``step``.
 
-    Args:
-        exit_code: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1.
-        step: The step that training has reached.
-        is_saved: Whether there is a checkpoint of it.
-        is_new: Whether this run has taken a step.
+    ``exit_code`` is 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1; ``is_new``: this run has taken a step.
     """
 
     def __init__(self, exit_code: int, step: int, is_saved: bool = True, is_new: bool = True) -> None:
@@ -42,10 +38,7 @@ class StopRequested(Exception):
 
 
 class StopOnSignal(Callback):
-    """Lets all ranks agree on a signal that any of them received, save once and stop.
-
-    Args:
-        flags: Set by the handlers of this process.
+    """Lets all ranks agree on a signal that any of them received (``flags``), save once and stop.
 
     Raises:
         StopRequested: On every rank, out of ``Trainer.fit``, when any rank got a signal.

@@ -31,11 +31,7 @@ def checkpoint_bytes(
     """Bytes of one checkpoint before there is one: its tensors, those that the optimizer will have too, and 2 %.
 
     An optimizer is taken to keep two tensors per trained parameter, as AdamW does; SGD keeps its momentum, if any.
-
-    Args:
-        model: What is saved of the model, by name; DTensors count as a whole.
-        params: Names (as in ``model``) and live parameters, of which a rank may hold a part only.
-        optimizers: Of the run.
+    DTensors of ``model`` count as a whole; ``params`` are live ones by the same names, perhaps only a part of each.
     """
     specs = {name: spec_of(tensor) for name, tensor in model.items()}
     sizes = {id(param): num_bytes(specs[name]) for name, param in params if name in specs}
@@ -67,13 +63,8 @@ def peak_count(
 ) -> int | None:
     """How many checkpoints there are at most at the same time, the one being written included; None: not known.
 
-    With ``keep_last: -1`` any validation may be the best so far and add one that stays.
-
-    Args:
-        config: The ``checkpoint`` section.
-        steps: Optimizer steps at the end of the run; None if nobody knows.
-        validates: Whether validations may add checkpoints at other steps than ``every_steps``.
-        validation_steps: After which they come, as far as that is known.
+    The run ends after so many optimizer ``steps``, if that is known. With ``keep_last: -1`` any validation may be the
+    best so far and add one that stays; ``validation_steps`` are those after which one comes, as far as is known.
     """
     every = config.every_steps
     adds = validates and config.keep_best > 0
@@ -92,12 +83,8 @@ def check_room(
 ) -> str:
     """Compare what checkpoints need with what is there, and say both, for the log.
 
-    Args:
-        config: The ``checkpoint`` section.
-        run_folder: Decides which file system.
-        there: The run's complete checkpoints: they take no more space, and go only after a new one stands.
-        checkpoint_bytes: Of the next one. That of the largest one there counts instead, for it is measured.
-        count: How many there will be at the same time, those that are there included; None: not known.
+    The complete ones that are ``there`` take no more space, and go only after a new one stands; the largest of them
+    counts in place of ``checkpoint_bytes``, for it is measured. ``count`` (None: not known) includes them.
 
     Raises:
         CheckpointError: The file system has not enough room.

@@ -13,19 +13,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import yaml
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.export_plan import BASE, Base, Delta, ExportPlan, OpenBase, plan_export
+from lit_fsdp.checkpoint.export_plan import BASE, Delta, ExportPlan, OpenBase, plan_export
 from lit_fsdp.checkpoint.files import MANIFEST
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, opened, read_tensor
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, return_freed_memory
+
+if TYPE_CHECKING:
+    from lit_fsdp.models.base import BaseWeights
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
@@ -193,7 +196,7 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
         return_freed_memory()
 
 
-def open_pieces(manifest: Manifest, base: Base | None = None) -> Pieces:
+def open_pieces(manifest: Manifest, base: BaseWeights | None = None) -> Pieces:
     """A reader of a checkpoint of either layout, in pieces of about 64 MiB, and of its base, in whole tensors.
 
     No mapping of a file stays open, since it would count as this process's memory.

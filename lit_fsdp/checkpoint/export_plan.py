@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -16,6 +16,9 @@ from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB
 
+if TYPE_CHECKING:
+    from lit_fsdp.models.base import BaseWeights
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Dtypes of an export, by the words of the command line."""
 Form = Literal["model", "adapter", "merge"]
@@ -23,17 +26,7 @@ BASE = "base/"
 """What begins the name of a tensor that is not in the checkpoint, but in the base of its adapters."""
 
 
-class Base(Protocol):
-    """The frozen weights beside which adapters were trained; see ``lit_fsdp.models.base``."""
-
-    specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape by the names of plain transformers."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU, in memory of its own."""
-
-
-OpenBase = Callable[[Manifest], Base]
+OpenBase = Callable[[Manifest], "BaseWeights"]
 """Opens the base that a checkpoint of adapters names."""
 _MODEL = "model/"
 _ADAPTER = "default"
@@ -72,7 +65,7 @@ class ExportPlan:
     """Names by weight file, as transformers numbers them."""
     tied: dict[str, str]
     """Names that are not stored because the model shares them, and the name each is shared with."""
-    base: Base | None = None
+    base: BaseWeights | None = None
     """What is merged with; opened for nothing else."""
 
     @property
@@ -115,7 +108,7 @@ def plan_export(
     form: Form = (lora or "adapter") if adapter else "model"
     deltas: dict[str, Delta] = {}
     available, kept = dict(manifest.tensors), DTYPES.get(dtype or "")
-    base: Base | None = None
+    base: BaseWeights | None = None
     if form == "merge":
         assert open_base is not None
         base = open_base(manifest)

@@ -7,7 +7,7 @@ in memory at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,18 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lit_fsdp.checkpoint.export_plan import Base, ExportPlan, OpenBase, base_name
+from lit_fsdp.checkpoint.export_plan import ExportPlan, OpenBase, base_name
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.base import BaseWeights
+from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
 
 _ROWS, _LENGTH = 2, 16
 _BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
-AddAdapters = Callable[[Any, Mapping[str, Any]], Callable[[], Any]]
-"""Puts adapters into a model by their saved configuration and gives the function that merges them."""
-LoadAdapter = Callable[[Any, Path], nn.Module]
-"""A model with the adapter of a folder, as a user of it would load it."""
 
-
-def find_export_differences(
-    folder: Path,
-    manifest: Manifest,
-    plan: ExportPlan,
-    add_adapters: AddAdapters,
-    load_adapter: LoadAdapter,
-    open_base: OpenBase,
-) -> list[str]:
+def find_export_differences(folder: Path, manifest: Manifest, plan: ExportPlan, open_base: OpenBase) -> list[str]:
     """In what the exported ``folder`` differs from its checkpoint: keys, any tensor, the logits of a fixed input.
 
     Memory: the whole model twice, in the dtype of the export (in fp32 while adapters are merged).
@@ -47,21 +37,21 @@ def find_export_differences(
     base = plan.base or (None if plan.form == "model" else open_base(manifest))
     try:
         if plan.form == "adapter":
-            found, lines = _reloaded_adapter(folder, manifest, plan, base, load_adapter)
+            found, lines = _reloaded_adapter(folder, manifest, plan, base)
         else:
             found, lines = _reloaded_model(folder, plan)
-        return lines or _compare(_rebuilt(manifest, plan, base, add_adapters), found)
+        return lines or _compare(_rebuilt(manifest, plan, base), found)
     except CheckpointError:
         raise
     except Exception as error:  # whatever keeps a user from loading the folder
         return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
 
 
-def _rebuilt(manifest: Manifest, plan: ExportPlan, base: Base | None, add_adapters: AddAdapters) -> Any:
+def _rebuilt(manifest: Manifest, plan: ExportPlan, base: BaseWeights | None) -> Any:
     """The model of the checkpoint: built from its config and filled, adapters in place or merged."""
     model, merge = _bare(manifest, plan), None
     if plan.form != "model":
-        merge = add_adapters(model, plan.entry["adapter"])
+        merge = apply_saved_lora(model, plan.entry["adapter"])
     _fill(model, manifest, plan, base, {})
     if plan.form == "merge":
         assert merge is not None
@@ -80,7 +70,9 @@ def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _fill(model: nn.Module, manifest: Manifest, plan: ExportPlan, base: Base | None, names: Mapping[str, str]) -> None:
+def _fill(
+    model: nn.Module, manifest: Manifest, plan: ExportPlan, base: BaseWeights | None, names: Mapping[str, str]
+) -> None:
     """Give every parameter and buffer its value in the checkpoint or else in the base, one at a time.
 
     ``names`` has the name in the checkpoint by that in ``model``, where they differ.
@@ -123,7 +115,7 @@ def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
 
 
 def _reloaded_adapter(
-    folder: Path, manifest: Manifest, plan: ExportPlan, base: Base | None, load_adapter: LoadAdapter
+    folder: Path, manifest: Manifest, plan: ExportPlan, base: BaseWeights | None
 ) -> tuple[nn.Module, list[str]]:
     """The base of the checkpoint with the folder's adapter; what peft warns of (keys that are missing) counts."""
     bare = _bare(manifest, plan)
@@ -135,7 +127,7 @@ def _reloaded_adapter(
     _fill(bare, manifest, plan, base, names)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = load_adapter(bare, folder)
+        model = load_adapter_folder(bare, folder)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         stored = set(file.keys())
     lines = [f"adapter: {' '.join(str(w.message).split())[:300]}" for w in caught if "keys" in str(w.message)]

@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import xxhash
 
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.host import sync
 
 MANIFEST = "manifest.json"
 """A folder without it is no checkpoint."""
@@ -44,12 +45,8 @@ class FileEntry:
 class HashedFile:
     """A new binary file that is hashed while it is written, and synced where its ``with`` block ends well.
 
-    Args:
-        path: Must not exist yet; parents are made.
-        at_once: Let the disk begin while the rest is hashed, for somebody who waits; it slows training down.
-
-    Raises:
-        CheckpointError: The file cannot be created, written or synced; names it.
+    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down. Parents
+    are made; a file that is there, or cannot be written or synced, is a CheckpointError that names it.
     """
 
     def __init__(self, path: Path, at_once: bool = True) -> None:
@@ -122,11 +119,6 @@ def replace_bytes(path: Path, data: bytes) -> None:
         raise
 
 
-def hash_of(data: bytes) -> str:
-    """XXH3-128 of ``data`` in hex."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def hash_file(path: Path, kind: Any = xxhash.xxh3_128) -> str:
     """XXH3-128 of a file in hex, or another hash, e.g. ``hashlib.sha256``."""
     with naming(path), path.open("rb") as file:
@@ -136,25 +128,11 @@ def hash_file(path: Path, kind: Any = xxhash.xxh3_128) -> str:
 def sync_folder(folder: Path) -> None:
     """Make the names inside ``folder`` durable."""
     with naming(folder):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def sync_tree(folder: Path) -> None:
-    """Make the names in ``folder`` and all folders under it durable."""
-    for path, _, _ in os.walk(folder):
-        sync_folder(Path(path))
+        sync(folder)
 
 
 def checked_name(name: str) -> str:
-    """``name`` if it is a plain relative POSIX path (``hf/config.json``) that stays inside its folder.
-
-    Raises:
-        CheckpointError: It is absolute, has ``..``, empty or dot components, backslashes or control characters.
-    """
+    """``name`` if it is a plain relative POSIX path; else (``..``, backslashes, control characters) CheckpointError."""
     parts = name.split("/") if isinstance(name, str) else []
     plain = all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in parts)
     if not parts or not plain or str(PurePosixPath(name)) != name:
@@ -163,11 +141,7 @@ def checked_name(name: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The regular file ``name`` under ``folder``.
-
-    Raises:
-        CheckpointError: It is missing, is no regular file, or a symbolic link leads out of ``folder``.
-    """
+    """The regular file ``name`` under ``folder``; CheckpointError if there is none or a link leads out of it."""
     path = folder / checked_name(name)
     with naming(path):
         real = path.resolve(strict=True)
@@ -213,7 +187,8 @@ def publish(draft: Path, folder: Path) -> None:
 
     After a kill in between, the older one gets its name back when it is asked for, or at the next save there.
     """
-    sync_tree(draft)
+    for path, _, _ in os.walk(draft):
+        sync_folder(Path(path))
     _refuse_other(folder)
     old = hidden_name(folder, "replaced") if os.path.lexists(folder) else None
     with naming(folder):

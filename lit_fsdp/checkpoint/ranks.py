@@ -27,14 +27,10 @@ class Ranks:
         return self.rank == 0
 
     def run(self, what: str, step: Callable[[], T]) -> list[T]:
-        """The results of ``step`` of all ranks, by rank.
-
-        Args:
-            what: Begins the error: what was being done, and where.
-            step: Runs on every rank. If it is collective itself, all ranks must reach the collective.
+        """The results of ``step`` of all ranks, by rank; one that is collective must be reached by all.
 
         Raises:
-            CheckpointError: On every rank when ``step`` failed on any; names the ranks and what failed.
+            CheckpointError: On every rank when ``step`` failed on any; names ``what``, the ranks and what failed.
         """
         own: BaseException | None = None
         result: T | None = None

@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that a word or a path means, as far as manifests and sizes of files tell."""
+    """What :func:`choose` finds, as far as manifests and sizes of files tell."""
 
     path: Path
     others: tuple[Path, ...] = ()
@@ -92,14 +92,9 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
 def choose(
     word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
 ) -> Choice:
-    """The checkpoint folder meant by ``last``, ``best`` or a path, and what may take its place.
+    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means, and the next.
 
-    Args:
-        word_or_path: ``last`` is the newest complete step, ``best`` has the best value of ``monitor``.
-        run_folder: Whose checkpoints the words speak of.
-        monitor: Metric that decides what is best.
-        mode: Whether a smaller (min) or a larger (max) value is better.
-        fallback: Whether a word may pass over what is visibly damaged; a path never is.
+    With ``fallback`` a word may pass over what is visibly damaged; a path is never replaced.
 
     Raises:
         CheckpointError: There is none, the path is no checkpoint, or without ``fallback`` a damaged one may come first.
@@ -169,15 +164,8 @@ class Resume:
 def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
     """The checkpoint that ``ckpt_path`` stands for, before any ranks meet; what rank 0 finds counts when they load.
 
-    Args:
-        verb: ``fit`` refuses a run folder that holds checkpoints when ``word`` is None.
-        word: ``last``, ``best`` or a path; a requeued job without any checkpoint starts afresh.
-        run_folder: Of the run.
-        config: ``monitor`` and ``mode`` decide what is best.
-        fallback: See :func:`choose`, which raises what is wrong.
-
-    Raises:
-        ConfigError: The run folder is in use.
+    Without a ``word`` (see :func:`choose`) ``fit`` refuses a run folder that holds checkpoints, by a ConfigError. A
+    requeued job that asks for the last one where there is none starts afresh.
     """
     there = survey(run_folder / FOLDER)
     if not word:

@@ -21,13 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Keeps other jobs out of a run folder from now until :meth:`release`, or until this process ends.
+    """Keeps other jobs out of a run folder (made if need be) until :meth:`release`, or until this process ends.
 
     The same process may hold a folder several times; the last release counts. On a file system without locks there is
     a warning, and nothing is kept out.
-
-    Args:
-        run_folder: Made if it is not there.
 
     Raises:
         CheckpointError: Another job holds it (named), or the file cannot be written.

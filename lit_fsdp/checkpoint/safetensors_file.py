@@ -44,16 +44,10 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 class TensorFile:
-    """A safetensors file in the making, complete and synced after its ``with`` block.
+    """A safetensors file of ``specs`` in the making, complete and synced after its ``with`` block.
 
-    Args:
-        path: Must not exist yet.
-        specs: Every tensor the file will hold.
-        metadata: Text entries of the header.
-        at_once: See :class:`lit_fsdp.checkpoint.files.HashedFile`.
-
-    Raises:
-        CheckpointError: A dtype safetensors does not know, or the file cannot be written.
+    ``metadata`` are text entries of the header. A dtype that safetensors does not know is a CheckpointError; for the
+    rest see :class:`lit_fsdp.checkpoint.files.HashedFile`.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -233,18 +234,10 @@ class Reader(HuggingFaceStorageReader):
             raise CheckpointError(f"{self.path}: not a whole safetensors file ({error})") from None
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What the reader wants to know of a part."""
-
-    relative_path: str
-
-
 def _described(manifest: Manifest) -> Metadata:
     """DCP's description of the tensors, whose files are there and have their sizes."""
-    places = {
-        name: _Place(str(manifest.file(name))) for name in {c.file for cs in manifest.chunks.values() for c in cs}
-    }
+    files = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
+    places = {name: SimpleNamespace(relative_path=str(manifest.file(name))) for name in files}  # all that is read
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for name, spec in manifest.tensors.items():

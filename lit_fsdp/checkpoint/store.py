@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -90,9 +91,7 @@ def save_checkpoint(
 class BackgroundSaver:
     """Writes checkpoints in a thread, one at a time; made by all ranks together, whose threads have a group of theirs.
 
-    Args:
-        device: Where training computes; copies off a CUDA device go to pinned memory.
-        timeout_seconds: How long a collective of the save waits for another rank.
+    Copies off a CUDA device go to pinned memory; a collective of the save waits ``timeout_seconds`` for another rank.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -178,12 +177,8 @@ class BackgroundSaver:
 def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
     """Fill ``into`` in place from either layout, whatever ranks and sharding wrote it; collective.
 
-    Sizes of files are compared with the manifest, hashes not: that is :func:`verify_files`.
-
-    Args:
-        folder: The checkpoint.
-        into: Tensors and DTensors by name; a DTensor may have any mesh, with ``Shard`` and ``Replicate`` placements.
-        skip: Names in the checkpoint that are left out.
+    Sizes of files are compared with the manifest, hashes not: that is :func:`verify_files`. A DTensor may have any
+    mesh, with ``Shard`` and ``Replicate`` placements; ``skip`` are names in the checkpoint that are left out.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ (all are listed), or a file cannot be read.
@@ -198,7 +193,8 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     what = f"reading {folder}"
     reader = ranks.own(what, prepare)
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    here = {name: tensor for name, tensor in into.items() if _local(tensor).numel()}
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
+    here = {name: tensor for name, tensor in into.items() if local[name].numel()}
     try:
         dcp.load(here, storage_reader=reader, planner=planner)
     except CheckpointException as error:
@@ -351,10 +347,6 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _refuse(folder: Path, differences: Any) -> None:
     if differences:
         raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
@@ -365,7 +357,7 @@ def _states(folder: Path) -> dict[str, Any]:
     path = manifest.file(STATE)
     with disk.naming(path):
         content = path.read_bytes()
-    if disk.hash_of(content) != manifest.files[STATE].xxh3:
+    if xxhash.xxh3_128_hexdigest(content) != manifest.files[STATE].xxh3:
         raise CheckpointError(f"{path}: xxh3 differs from the manifest; this checkpoint is damaged, use another one")
     try:
         return {**json.loads(content)}

@@ -31,13 +31,9 @@ _WAY_OUT = (
 def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) -> dict[str, str]:
     """What is wrong with each file of a checkpoint that differs from its manifest, by its path; nothing if it is sound.
 
-    An unreadable manifest is the only difference then.
-
-    Args:
-        folder: The checkpoint.
-        hashes: Compare the content of each file, not only its size.
-        ranks: Each takes a part of the files, and all get the same answer (collective); files that are not listed are
-            looked for without ranks only: a run reads none.
+    An unreadable manifest is the only difference then; without ``hashes`` only sizes are compared. Of ``ranks`` each
+    takes a part of the files, and all get the same answer (collective); files that are not listed, of which a run
+    reads none, are looked for without ranks only.
     """
     folder = Path(folder)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +42,27 @@ def run_export(argv: Sequence[str]) -> int:
         saved = manifest.extra["model"]["base"]
         return open_base(saved, manifest.folder, options.base, options.trust_remote_code)
 
+    def check(place: Path, manifest: Manifest, plan: Any) -> list[str]:
+        from transformers.utils.logging import disable_progress_bar
+
+        from lit_fsdp.checkpoint.export_verify import find_export_differences
+
+        disable_progress_bar()
+        return find_export_differences(place, manifest, plan, base_of)
+
     report = export(
         options.ckpt,
         options.out,
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
         lora="adapter" if options.adapter else "merge" if options.merge else None,
-        check=_export_check(base_of) if options.verify else None,
+        check=check if options.verify else None,
         open_base=base_of,
     )
     print(report)
     if hub_name:
         print(push(options.out, hub_name, options.private))
     return 0
-
-
-def _export_check(open_base: Callable[[Any], Any]) -> Callable[..., list[str]]:
-    from transformers.utils.logging import disable_progress_bar
-
-    from lit_fsdp.checkpoint.export_verify import find_export_differences
-    from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
-
-    disable_progress_bar()
-
-    def check(place: Path, manifest: Manifest, plan: Any) -> list[str]:
-        return find_export_differences(place, manifest, plan, apply_saved_lora, load_adapter_folder, open_base)
-
-    return check
 
 
 def run_generate(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.base import base_of_folder, describe_base, open_base, weights_hash
-from lit_fsdp.models.lora import apply_lora, apply_saved_lora, load_adapter_folder
+from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.resolve import resolve_model
 
 IDS = torch.arange(14).reshape(2, 7)
@@ -50,9 +50,7 @@ def _base_of(manifest: Manifest) -> Any:
     return open_base(manifest.extra["model"]["base"], manifest.folder)
 
 
-CHECK = functools.partial(
-    find_export_differences, add_adapters=apply_saved_lora, load_adapter=load_adapter_folder, open_base=_base_of
-)
+CHECK = functools.partial(find_export_differences, open_base=_base_of)
 
 
 class Saved:
