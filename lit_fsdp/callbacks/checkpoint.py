@@ -43,7 +43,7 @@ class Checkpoint(ModelCheckpoint):
         **options: The fields of :class:`lit_fsdp.config.run.CheckpointConfig`.
 
     Raises:
-        ConfigError: An unknown option or a wrong value.
+        ConfigError: An unknown option, a wrong value, or in ``fit`` a strategy that is not of ``fsdp_strategy``.
     """
 
     FILE_EXTENSION = ""
@@ -57,7 +57,7 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._pending: Path | None = None
         self._late_metrics: dict[str, float] = {}
-        self._checkpoint_bytes: int | None = None
+        self._checkpoint_bytes = 0
         self._lock: RunLock | None = None
         self._agreed = True
         self.resumes: bool | None = None
@@ -70,20 +70,20 @@ class Checkpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
+        strategy: Any = trainer.strategy
         root = Path(trainer.default_root_dir)
         self.dirpath = str(root / FOLDER)
+        given, allowed = f"{type(strategy).__name__} with lit_fsdp.Checkpoint", "a strategy of lit_fsdp.fsdp_strategy()"
+        fix = "give the Trainer strategy=lit_fsdp.fsdp_strategy(engine=...), or Lightning's ModelCheckpoint"
+        require(isinstance(strategy, EngineStrategy) or stage != "fit", "trainer.strategy", given, allowed, fix)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             self._agreed = True
-            strategy: Any = trainer.strategy
-            is_ours, wanted = hasattr(strategy, "open_background"), self.config.async_save
-            given = f"true with {type(strategy).__name__}"
-            fits = is_ours or not wanted
-            require(fits, "checkpoint.async_save", given, "a strategy of fsdp_strategy()", "set it to false")
+            wanted = self.config.async_save
             if wanted is None:
-                wanted = is_ours and strategy.root_device.type == "cuda"
+                wanted = strategy.root_device.type == "cuda"
             self._background = strategy.open_background() if wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,7 +94,7 @@ class Checkpoint(ModelCheckpoint):
         self._seen_step = self._saved_step = trainer.global_step
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_score = torch.tensor(top[0].metrics[self.config.monitor], dtype=torch.float64) if top else None
-        if isinstance(trainer.strategy, EngineStrategy) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._check_room(trainer, pl_module, found)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -264,7 +264,8 @@ class Checkpoint(ModelCheckpoint):
         Raises:
             CheckpointError: A new run has to begin in a folder without checkpoints.
         """
-        root, step, strategy = Path(trainer.default_root_dir), trainer.global_step, trainer.strategy
+        strategy: Any = trainer.strategy
+        root, step = Path(trainer.default_root_dir), trainer.global_step
         found = run_folder.checkpoints(root)
         if found and step == 0:
             raise CheckpointError(
@@ -272,7 +273,7 @@ class Checkpoint(ModelCheckpoint):
                 "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
             )
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            moved = run_folder.move_newer_aside(root, step, getattr(strategy, "damaged_checkpoints", ()))
+            moved = run_folder.move_newer_aside(root, step, strategy.damaged_checkpoints)
             for old, new in moved.items():
                 _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
         return [entry for entry in found if entry.step <= step]
@@ -292,8 +293,6 @@ class Checkpoint(ModelCheckpoint):
 
     def _check_next(self, trainer: Trainer) -> None:
         """Compare for the checkpoint that is written next; collective."""
-        if self._checkpoint_bytes is None:
-            return  # its checkpoints are not ours, and their size is not known here
         root, size = Path(trainer.default_root_dir), self._checkpoint_bytes
 
         def check() -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel.ddp import ReplicatedStrategy
 
 
 class Run:
@@ -19,7 +25,8 @@ class Run:
     def __init__(self, folder: Path, max_steps: int = -1, **options: Any) -> None:
         self.default_root_dir, self.max_steps, self.global_step = str(folder), max_steps, 0
         self.sanity_checking = self.fast_dev_run = False
-        self.strategy = SimpleNamespace()  # somebody else's: it cannot save in the background
+        device = torch.device("cpu")
+        self.strategy = mock.create_autospec(ReplicatedStrategy, root_device=device, damaged_checkpoints={})
         self.is_global_zero, self.current_epoch = True, 0
         self.state = SimpleNamespace(fn="fit")
         progress = SimpleNamespace(is_last_batch=False)
@@ -27,6 +34,7 @@ class Run:
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.saved: list[int] = []
         self.callback: Any = Checkpoint(**options)
+        self.callback._check_room = self.callback._check_next = lambda *_: None
         self.callback.setup(self, None, "fit")
         self.callback.on_train_start(self, None)
 
@@ -101,3 +109,12 @@ def test_hyperparameters_are_saved_without_secrets(tmp_path: Path):
     checkpoint = {"hyper_parameters": {"lr": 0.1, "api_key": "canary", "layers": (1, 2)}}
     run.callback.on_save_checkpoint(run, None, checkpoint)
     assert checkpoint["hyper_parameters"] == {"lr": 0.1, "api_key": "***", "layers": (1, 2)}
+
+
+def test_a_strategy_that_writes_other_files_is_refused(tmp_path: Path):
+    """They would neither be tidied away nor found by ``ckpt_path="last"``."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(callbacks=[Checkpoint()], default_root_dir=tmp_path, accelerator="cpu", max_steps=2, **quiet)
+    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy with lit_fsdp.Checkpoint(.|\n)*ModelCheckpoint"):
+        trainer.fit(BoringModel())
+    assert not (tmp_path / "checkpoints").exists()
