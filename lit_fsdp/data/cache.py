@@ -40,7 +40,7 @@ ARRAYS: dict[str, str] = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 10
+_VERSION = 11
 """Of what is written; another one is another folder."""
 _NAMED = 20
 _CONTENT: dict[RowFormat, tuple[str, ...]] = {

@@ -173,7 +173,8 @@ def to_conversation(
             messages = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in messages]
         messages += _messages(row["completion"], f"{location}: completion")
     else:
-        messages = _messages(row["messages" if row_format == "messages" else "conversations"], location)
+        column = "messages" if row_format == "messages" else "conversations"
+        messages = _messages(_from_json(row[column], f"{location}: {column}"), location)
     if row.get("system"):
         system = _message("system", row["system"], location)
         if messages[0]["role"] not in ("system", "developer"):

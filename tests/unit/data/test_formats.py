@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lit_fsdp.data.formats import Conversation, find_format, read_text, read_tokens, to_conversation
+from lit_fsdp.data.readers import file_part
 from lit_fsdp.errors import DataError
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
@@ -84,6 +87,19 @@ def test_calls_and_tools():
     assert _messages(said, {"from": "observation", "value": "2"})[0] == older[0]
     for tools, schemas in (([{"name": "f"}], [{"name": "f"}]), ('[{"name": "f"}]', [{"name": "f"}]), ("", None)):
         assert to_conversation({"messages": [HI], "tools": tools}, "messages", "x").tools == schemas
+
+
+def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
+    turns = [HI, {**YO, "train": False}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages", "id"], [json.dumps(turns), "1"], ["[{", "2"]])
+    (part,) = file_part(str(tmp_path / "rows.csv")).chunks()
+    (where, row), (other, broken) = part.rows()
+    assert to_conversation(row, "messages", where).messages == turns  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"rows\.csv: row 1: messages are not JSON"):
+        to_conversation(broken, "messages", other)  # type: ignore[arg-type]
+    alone = {"conversations": json.dumps([{"from": "human", "value": "a"}])}
+    assert to_conversation(alone, "sharegpt", "x").messages == [{"role": "user", "content": "a"}]
 
 
 def test_a_bad_row_is_named():
