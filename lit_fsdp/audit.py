@@ -40,23 +40,19 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         ConfigError: A model whose config is not at hand, or units that the model does not have.
     """
     assert run.world_size is not None
-    strategy = settled_strategy(run)
+    strategy, model_config, optim = settled_strategy(run), run.model, run.model.optim
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
-    config = strategy.precision_config
-    attention = run.model.attn_implementation
-    model_config = run.model
+    attention, row = model_config.attn_implementation, strategy.precision_config.row
     if attention in FLASH_ATTENTION:  # its package need not be installed here, and parameters do not depend on it
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
-    hf_config = resolve_architecture(model_config)
-    model = build_trainable(hf_config, model_config)[0]
-    given, allowed = f"{attention} for {model.config.model_type}", "an attention that the model has"
+    model = build_trainable(resolve_architecture(model_config), model_config)[0]
     fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
-    require(fits, "model.attn_implementation", given, allowed, "leave attn_implementation out")
+    require(fits, "model.attn_implementation", f"{attention} for {model.config.model_type}", "one that the model has")
     module = CausalLMModule(model)
     frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
     prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
-    kept, known_as = state_bytes(run.model.optim, model, TORCH_DTYPES[config.row.param].itemsize)
+    kept, known_as = state_bytes(optim, model, TORCH_DTYPES[row.param].itemsize)
     state = state_per_rank(module, plan, strategy, shards, kept)
     return {
         **audit(plan, shards, recompute_by_unit(plan)),
@@ -65,10 +61,10 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "sharding": strategy.sharding,
         "ranks": run.world_size,
         "replicate_degree": copies,
-        "precision": {"mode": config.mode, "declared": declared_dtypes(config.row, frozen)},
+        "precision": {"mode": strategy.precision_config.mode, "declared": declared_dtypes(row, frozen)},
         "state_per_rank": state,
-        "optimizer": run.model.optim.optimizer,
-        "optimizer_bytes_of": known_as,
+        "optimizer": optim.optimizer,
+        "optimizer_bytes_of": known_as,  # AdamW's for one that is not known
         "replaced": strategy.replaced,
     }
 
@@ -92,15 +88,12 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
     sharding = record["sharding"] if not record["replaced"] else "no_shard"
-    named, shown = record["optimizer"], record["optimizer_bytes_of"]
-    guessed = [] if named == shown else [f"optimizer {named}: what it keeps is not known here; shown is {shown}'s"]
-    copies, shards = record["replicate_degree"], record["shard_degree"]
     lines = [
         f"{parameter_counts(record)} in {record['num_units']} units",
-        f"{record['engine']} {sharding} on {record['ranks']} ranks: {copies} {'copy' if copies == 1 else 'copies'} of "
-        f"the model, each over {shards} {'rank' if shards == 1 else 'ranks'}",
+        f"{record['engine']} {sharding} on {record['ranks']} ranks: replicate_degree {record['replicate_degree']}, "
+        f"shard_degree {record['shard_degree']}",
         f"precision {record['precision']['mode']} declares {dtypes}",
-        *guessed,
+        f"optimizer {record['optimizer']}, with the state of {record['optimizer_bytes_of']}",
         *(f"not split, for weights tied to others: {name}" for name in record["kept_together_by_tied_weights"]),
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
@@ -120,23 +113,19 @@ _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 def state_per_rank(
     model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept | None = None
 ) -> list[dict[str, int]]:
-    """What the ranks that share one copy of the model keep between steps; every copy repeats it.
+    """What the ranks that share one copy of the model keep between steps, with the engine's padding, by rank.
 
-    Counts what is there at rest, with the engine's padding; not what is gathered for a moment, nor activations.
     ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
     of its elements, by default AdamW's.
 
     Returns:
-        ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` by rank;
-        frozen parameters have no optimizer state. With a base in 4 bits also ``quantization_bytes``: its scales, whole
-        on each.
+        ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``; with a base in 4
+        bits also ``quantization_bytes``: its scales, whole on each.
     """
     held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
-    row = config.precision_config.row
-    size = TORCH_DTYPES[row.param].itemsize
-    kept = kept or state_bytes(OptimConfig(), model, size)[0]
+    row, packed = config.precision_config.row, packed_weights(model)
+    kept = kept or state_bytes(OptimConfig(), model, TORCH_DTYPES[row.param].itemsize)[0]
     seen: set[int] = set()
-    packed = packed_weights(model)
     for unit in plan.units:
         module = plan.modules[unit.name] if unit.name else model
         own = [param for param in module.parameters() if id(param) not in seen]

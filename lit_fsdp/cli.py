@@ -45,7 +45,7 @@ from lit_fsdp.config.parser import (
     use_loader,
 )
 from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunConfig
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.ending import ended
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
@@ -56,7 +56,6 @@ from lit_fsdp.models.build import check_attention
 from lit_fsdp.models.optimizers import optimizer_class
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.precision import check_device
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.plan.search import advice, is_out_of_memory
@@ -353,9 +352,9 @@ class RecipeCLI(LightningCLI):
             require(not others, "samples.prompts", given, "our own model, data and strategy", "drop samples")
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(ranks, parsed.trainer.accumulate_grad_batches)
-        if ours["trainer.strategy"]:
-            mesh_shape(run.strategy, trainer.num_nodes, ranks, STRATEGY)
-            check_device(run.strategy, strategy.root_device.type, STRATEGY)
+        if isinstance(strategy, EngineStrategy):
+            strategy.in_recipe = True
+            strategy.check_environment(trainer, model, str(self.verb))
         if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
             optimizer_class(run.model.optim)
@@ -392,7 +391,6 @@ class RecipeCLI(LightningCLI):
             if isinstance(callback, Checkpoint):
                 callback.resumes = self.resume.path is not None
         if isinstance(strategy, EngineStrategy):
-            strategy.in_recipe = True
             strategy.verify_on_load = parsed.resume.verify
             strategy.fallback_checkpoints = tuple(self.resume.others)
             if verb == "fit":

@@ -7,12 +7,13 @@ token counts together and the gradients are scaled once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
-from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
@@ -42,8 +41,9 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.grads import local_grads
+from lit_fsdp.parallel.grads import scale_grads
 from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,6 @@ class CausalLMModule(LightningModule):
         self._adapter_config: dict[str, Any] | None = None
         self._kept_with_adapter: list[str] = []
         self._base: dict[str, Any] | None = None
-        self._source: ModelSource | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decayed: set[str] = set()
         self._hidden: set[str] = set()
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
@@ -89,21 +87,17 @@ class CausalLMModule(LightningModule):
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
         self._noise: EmbeddingNoise | None = None
-        self._val_metrics, self._test_metrics = SumMetric(4, eval_means), SumMetric(4, eval_means)
+        self._eval_metrics: Any = SumMetric(4, eval_means)
 
-    @property
+    @functools.cached_property
     def source(self) -> ModelSource:
         """Where config, weights and tokenizer come from; found (and converted) at the first use."""
-        if self._source is None:
-            self._source = resolve_model(self.config, torch.initial_seed())
-        return self._source
+        return resolve_model(self.config, torch.initial_seed())
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer with its chat template."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.source, self.config)
-        return self._tokenizer
+        return load_tokenizer(self.source, self.config)
 
     def build(self) -> CausalLMModule:
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
@@ -142,9 +136,7 @@ class CausalLMModule(LightningModule):
             device = strategy.root_device if isinstance(strategy, EngineStrategy) else None
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed, device)
         if not isinstance(strategy, EngineStrategy):
-            materializer = Materializer(self, self.read_tensor, torch.device("cpu"))
-            for module in self.modules():
-                materializer.fill(module)
+            Materializer(self, self.read_tensor, torch.device("cpu")).fill_all()
 
     def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         """One tensor of the model, or only its rows, for whoever fills the meta model."""
@@ -193,9 +185,7 @@ class CausalLMModule(LightningModule):
         self.step_totals, self._window = totals, None
         if window is not None:
             undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
-            scale = (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32)
-            if local := local_grads(optimizer):
-                torch._foreach_mul_(local, scale.to(local[0].device))  # offloaded ones are on the host
+            scale_grads(optimizer, (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32))
             for name, value in self._step_metrics(totals).items():
                 self.log(name, value, prog_bar=name == "train_loss")
         self.log("lr", optimizer.param_groups[0]["lr"])
@@ -219,7 +209,7 @@ class CausalLMModule(LightningModule):
         groups: dict[tuple[bool, bool], list[torch.Tensor]] = {(True, True): [], (False, True): [], (False, False): []}
         for name, param in self.named_parameters():
             if param.requires_grad:
-                clean = name.replace("_fsdp_wrapped_module.", "")
+                clean = clean_name(name)
                 groups[splits and clean in self._hidden, clean in self._decayed].append(param)
         options = [
             {"params": params, "weight_decay": optim.weight_decay if decayed else 0.0}
@@ -235,10 +225,7 @@ class CausalLMModule(LightningModule):
         if cls is torch.optim.AdamW:
             # Lightning's own strategies clip no fused one
             arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
-        try:
-            optimizer = cls(options, **{"lr": optim.lr} | arguments)
-        except (TypeError, ValueError) as error:
-            raise ConfigError("model.optim", f"{optim.optimizer}: {error}", "what its constructor accepts") from error
+        optimizer = cls(options, **{"lr": optim.lr} | arguments)
         total = self._total_steps(optim)
         scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
@@ -261,20 +248,19 @@ class CausalLMModule(LightningModule):
     # -- evaluation
 
     def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the validation metrics."""
-        self._evaluate(self._val_metrics, batch, dataloader_idx)
+        """Add a batch to the metrics."""
+        self._evaluate(batch, dataloader_idx)
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised validation tokens of all ranks."""
-        self._log_means(self._val_metrics, "val")
+        """Log loss, perplexity, token accuracy and entropy over all supervised tokens of all ranks."""
+        stage = "test" if self.trainer.testing else "val"
+        means = {f"{stage}_{name}": value for name, value in self._eval_metrics.compute().items()}
+        self._eval_metrics.reset()
+        self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
 
-    def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the test metrics."""
-        self._evaluate(self._test_metrics, batch, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised test tokens of all ranks."""
-        self._log_means(self._test_metrics, "test")
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -284,24 +270,19 @@ class CausalLMModule(LightningModule):
         ``row`` is its number in the batch's ``row``; batches of somebody else's need none.
         """
         assert self.model is not None
-        inputs = model_inputs(batch, self.attn_implementation)
-        sums, tokens = sample_losses(self.model, inputs, self._loss_plan)
-        numbers = [{"row": row} for row in batch["row"].tolist()] if "row" in batch else [{}] * len(sums)
-        rows = zip(numbers, sums.tolist(), tokens.tolist(), strict=True)
-        scores = [{**number, "loss_sum": loss, "supervised_tokens": num} for number, loss, num in rows]
-        for score in scores:
-            score["perplexity"] = math.exp(min(score["loss_sum"] / max(1, score["supervised_tokens"]), 700))
-        return [score for score in scores if score.get("row", 0) >= 0]
+        sums, tokens = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        numbers = batch["row"].tolist() if "row" in batch else [None] * len(sums)
+        return [
+            {"loss_sum": loss, "supervised_tokens": num, "perplexity": math.exp(min(loss / max(1, num), 700))}
+            | ({} if row is None else {"row": row})
+            for row, loss, num in zip(numbers, sums.tolist(), tokens.tolist(), strict=True)
+            if row is None or row >= 0
+        ]
 
-    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
+    def _evaluate(self, batch: Mapping[str, torch.Tensor], loader: int) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
-        metrics.update(torch.stack([value.double() for value in sums]), loader)
-
-    def _log_means(self, metrics: Metric, stage: str) -> None:
-        means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}
-        metrics.reset()
-        self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
+        self._eval_metrics.update(torch.stack([value.double() for value in sums]), loader)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""
@@ -320,11 +301,6 @@ class CausalLMModule(LightningModule):
         return generate_ids(self.model, self.tokenizer, prompts, max_new_tokens, self.device, in_step)
 
     # -- checkpoints
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:  # type: ignore[override]
-        """:func:`lit_fsdp.load_weights` for a new module; the ``model`` section of the run's recipe is its options."""
-        return load_weights(cls(**options), checkpoint_path)
 
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""

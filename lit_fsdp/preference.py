@@ -62,7 +62,7 @@ class PreferenceModule(CausalLMModule):
         super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})
         self.config = PreferenceModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
         means = functools.partial(pair_metrics, config=self.config.preference)
-        self._val_metrics, self._test_metrics = (SumMetric(len(PAIR_COUNTS), means) for _ in range(2))
+        self._eval_metrics = SumMetric(len(PAIR_COUNTS), means)
         self._references: dict[str, torch.Tensor] = {}
         self._identity: str | None = None
 
@@ -84,8 +84,8 @@ class PreferenceModule(CausalLMModule):
         means = pair_metrics(totals[len(STEP_COUNTS) :], self.config.preference)
         return {f"train_{name}": value for name, value in means.items()}
 
-    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
-        metrics.update(*self._forward(batch)[1], loader)
+    def _evaluate(self, batch: Mapping[str, torch.Tensor], loader: int) -> None:
+        self._eval_metrics.update(*self._forward(batch)[1], loader)
 
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
-from lit_fsdp.checkpoint import store
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
@@ -27,7 +23,7 @@ _ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {
 }
 
 
-def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
+def fsdp_strategy(**kwargs: Any) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
     The strategy wraps by itself, before the optimizers are configured; weights that are there already are broadcast
@@ -35,8 +31,7 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
     ranks, and Lightning's own settings (accumulation, clipping) hold.
 
     Args:
-        *args: The fields of :class:`lit_fsdp.config.strategy.StrategyConfig`, in their order; each is described there.
-        **kwargs: The same by name: ``engine="fsdp1", sharding="hybrid_shard"``.
+        **kwargs: The fields of :class:`lit_fsdp.config.strategy.StrategyConfig`, each described there.
 
     Returns:
         A subclass of Lightning's ``ModelParallelStrategy`` (fsdp2), ``FSDPStrategy`` (fsdp1) or ``DDPStrategy``.
@@ -44,29 +39,12 @@ def fsdp_strategy(*args: Any, **kwargs: Any) -> Strategy:
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.
     """
-    config = build(StrategyConfig, _SIGNATURE.bind(*args, **kwargs).arguments, "fsdp_strategy")
+    config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES[config.engine](config)
 
 
-_TYPES, _EITHER = typing.get_type_hints(StrategyConfig), inspect.Parameter.POSITIONAL_OR_KEYWORD
-_FIELDS = inspect.signature(StrategyConfig).parameters.values()
-# That of the dataclass, by position too: what ``help()`` and a recipe's parser are told.
-_SIGNATURE = inspect.Signature(
-    [field.replace(kind=_EITHER, annotation=_TYPES[field.name]) for field in _FIELDS], return_annotation=Strategy
+_TYPES, _FIELDS = typing.get_type_hints(StrategyConfig), inspect.signature(StrategyConfig).parameters.values()
+# What ``help()`` and a recipe's parser are told.
+fsdp_strategy.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [field.replace(annotation=_TYPES[field.name]) for field in _FIELDS], return_annotation=Strategy
 )
-fsdp_strategy.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-
-
-def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Lightning's reader behind ``MyModule.load_from_checkpoint``, which knows files alone, for checkpoints of ours."""
-
-    @functools.wraps(read)
-    def read_either(path: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(path, (str, Path)) or not Path(path).is_dir():
-            return read(path, *args, **options)
-        return {**store.load_state(Path(path)), "state_dict": store.whole_model(path)}
-
-    return read_either
-
-
-saving.pl_load = _read_folders_too(saving.pl_load)

@@ -21,7 +21,7 @@ from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data_tables import print_data
-from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table, wide_console
 
 _log = logging.getLogger(__name__)
 PENDING_RECIPE = ".recipe.yaml"
@@ -101,10 +101,6 @@ class RunRecord(Callback):
             record = {**strategy.audit, "peak_host_memory_per_rank": ranks, "versions": versions()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
             print_audit(record)
-        if strategy.rank_summary is not None:
-            ranks = gathered(trainer, strategy.rank_summary)
-            if trainer.is_global_zero:
-                wide_console(sys.stderr).print(places_table(ranks))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

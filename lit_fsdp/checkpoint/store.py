@@ -206,8 +206,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 def load_weights(module: Module, path: Path | str) -> Module:
     """Put the weights of a checkpoint into a plain module, in one process, and return it.
 
-    Lightning's ``MyModule.load_from_checkpoint(path)`` works too, and makes the module itself with the
-    hyper-parameters that were saved. A module that builds its layers in ``configure_model`` does so here, and reads the
+    A module that builds its layers in ``configure_model`` does so here, and reads the
     base of adapters there; with ``strict_loading = False`` what the checkpoint lacks stays as it is.
 
     Args:

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.parallel.units import UnitPlan
 
 BACKEND = "inductor"
 """Of ``torch.compile``; any name that it knows."""
-_EVERY_N_DEFAULT = 2
 # Matrix products and attention in all their kernels; which of them exist depends on the build of torch. Collectives
 # inside a block (tensor or expert parallel layers) are dear too.
 _KEPT_OPS = """
@@ -37,8 +36,6 @@ higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_
 _c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
 """.split()
 
-Op = Any  # torch._ops.OpOverload or HigherOrderOperator
-
 
 def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
@@ -47,28 +44,28 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
     freed first, so recomputing it would save nothing at the peak. Eager losses and gradients are bit-equal in all
     modes: recomputation restores the RNG state of the forward.
     """
-    keep = kept_ops() if config.mode == "selective" else ()
+    what: str = "no" if config.mode == "none" else config.mode
+    backend: Any = BACKEND if compile else None
+    if config.mode == "memory_budget":
+        budget = 0.5 if config.memory_budget is None else config.memory_budget
+        what, backend = f"budget {budget}", backend and _within(budget)
     for index, block in enumerate(blocks):
-        forward: Any = getattr(block.forward, "_original", block.forward)
-        original = forward
-        words = {"full": "full", "selective": "selective", "memory_budget": f"budget {config.memory_budget}"}
         if config.mode == "every_n":
-            words["every_n"] = "no" if index % (config.n or _EVERY_N_DEFAULT) else "full"
-        what = words.get(config.mode, "no")
+            what = "no" if index % (config.n or 2) else "full"
+        forward: Any = getattr(block.forward, "_original", block.forward)
+        original, words = forward, what
         if what in ("full", "selective"):
-            forward = _recompute(block, forward, _without_products_of_experts(keep, block))
-        if compile:
-            backend = BACKEND if config.memory_budget is None else _within_budget(BACKEND, config.memory_budget)
+            forward = _recomputed(block, forward, _kept_ops(block) if what == "selective" else [])
+        if backend is not None:
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
             # pinned copies lose the strides that compiled code counts on
-            forward = _offload(block, forward, pin_memory=torch.cuda.is_available() and not compile)
-            what = f"{what}, offloaded"
+            pin_memory = torch.cuda.is_available() and backend is None
+            forward, words = _offloaded(block, forward, pin_memory), f"{what}, offloaded"
         if forward is not original:
-            forward._activations, forward._original = what, original
+            forward._activations, forward._original = words, original
+        if forward is not original or hasattr(block.forward, "_original"):
             block.forward = forward
-        elif hasattr(block.forward, "_original"):
-            block.forward = original
 
 
 def recomputes(block: nn.Module) -> str:
@@ -79,52 +76,50 @@ def recomputes(block: nn.Module) -> str:
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
     """What each unit does again in the backward pass: a unit inside a block shares its word, see :func:`recomputes`.
 
-    One around blocks that are no units says how many of them do what.
+    One around blocks that are no units says how many of them do something.
     """
     around = {module: block for block in plan.blocks for module in block.modules()}
     found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
-    units = set(plan.modules.values())
-    enclosed: dict[str, Counter[str]] = {}
-    for block in plan.blocks:
-        if block not in units:
-            enclosing = [name for name, m in plan.modules.items() if m is not block and block in set(m.modules())]
-            enclosed.setdefault(max(enclosing, key=len, default=""), Counter())[recomputes(block)] += 1
-    for name, words in enclosed.items():
-        if set(words) != {"no"}:
-            found[name] = ", ".join(f"{count} blocks {word}" for word, count in words.items())
-    return found
+    inside: Counter[tuple[str, str]] = Counter()
+    for block in set(plan.blocks).difference(plan.modules.values()):
+        units = (name for name, module in plan.modules.items() if block in set(module.modules()))
+        inside[max(units, key=len, default=""), recomputes(block)] += 1
+    return found | {unit: f"{count} blocks {word}" for (unit, word), count in inside.items() if word != "no"}
 
 
-def _without_products_of_experts(keep: tuple[Op, ...], block: nn.Module) -> tuple[Op, ...]:
-    """Of experts with biases (GPT-OSS) transformers adds these in place, and what is kept must not change."""
-    if not any(getattr(module, "has_bias", False) is True for module in block.modules()):
-        return keep
-    return tuple(op for op in keep if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default))
+def _kept_ops(block: nn.Module) -> list[Any]:
+    """What ``selective`` does not compute again, as far as torch has it."""
+    found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in _KEPT_OPS)]
+    kept = [getattr(op, "default", op) for op in found if op is not None]
+    if any(getattr(module, "has_bias", False) is True for module in block.modules()):
+        # transformers adds these to products of experts (GPT-OSS) in place, and what is kept must not change
+        kept = [op for op in kept if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default)]
+    return kept
 
 
-def _recompute(block: nn.Module, forward: Callable[..., Any], keep: tuple[Op, ...]) -> Callable[..., Any]:
+def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (changed if block.training and torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return call
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], keep: list[Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        if not keep:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         # put together here and not outside: the compiler must see the parts
-        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
+        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep)) if keep else noop_context_fn
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    return checkpointed
+    return _in_training(block, forward, checkpointed)
 
 
-def _offload(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
-    @functools.wraps(forward)
+def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
         with _SaveOnHost(block, pin_memory):
             return forward(*args, **kwargs)
 
-    return offloaded
+    return _in_training(block, forward, offloaded)
 
 
 class _SaveOnHost(torch.autograd.graph.save_on_cpu):
@@ -138,50 +133,30 @@ class _SaveOnHost(torch.autograd.graph.save_on_cpu):
         self.unpack_hook = lambda packed: packed if torch.is_tensor(packed) else unpack(packed)
 
 
-@functools.lru_cache
-def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend under the budget, a global setting of torch that is read while a block is compiled.
-
-    One object per budget, since compiled code is not shared between backends.
-    """
+def _within(budget: float) -> Callable[..., Any]:
+    """A backend under the budget, a global setting of torch that is read while a block is compiled."""
     import torch._functorch.config as functorch_config
     from torch._dynamo.backends.registry import lookup_backend
 
-    compiler: Any = lookup_backend(backend)
-
     def compile_within_budget(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         with functorch_config.patch(activation_memory_budget=budget):
-            return compiler(graph, inputs, **options)
+            return lookup_backend(BACKEND)(graph, inputs, **options)
 
     return compile_within_budget
 
 
-@functools.lru_cache
-def kept_ops() -> tuple[Op, ...]:
-    """What ``selective`` does not compute again: matrix products, attention, collectives, as far as torch has them."""
-    names = (name.split(".") for name in _KEPT_OPS)
-    found = [getattr(getattr(torch.ops, namespace), name, None) for namespace, name in names]
-    return tuple(getattr(op, "default", op) for op in found if op is not None)
-
-
-def resolve_gradient_checkpointing(
-    module: nn.Module, config: ActivationConfig, path: str = "trainer.strategy.init_args.activation_checkpointing"
-) -> ActivationConfig:
+def resolve_gradient_checkpointing(module: nn.Module, config: ActivationConfig, path: str) -> ActivationConfig:
     """The mode to apply when the model has transformers' own ``gradient_checkpointing`` switched on, which goes off.
 
     Both at once would compute every block three times. ``none`` becomes ``full``, any other mode of ours holds.
     """
-    flagged = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    flagged: list[Any] = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not flagged:
         return config
     for child in flagged:
-        child.gradient_checkpointing = False  # type: ignore[assignment]
+        child.gradient_checkpointing = False
     ours = dataclasses.replace(config, mode="full") if config.mode == "none" else config
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(
-            f"gradient checkpointing is set in two places, and {path} decides: {ours.mode}. The model's own "
-            f"(gradient_checkpointing_enable() or its config; {len(flagged)} modules) is switched off: drop it, and "
-            f"write activation_checkpointing: {ours.mode}",
-            stacklevel=2,
-        )
+    if dist.get_rank() == 0:
+        text = f"the model's own gradient_checkpointing is switched off, as {path} decides: {ours.mode}"
+        warnings.warn(text, stacklevel=2)
     return ours

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import re
 import socket
 import threading
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
@@ -31,11 +30,10 @@ from torch.utils.data import DataLoader
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
 from lit_fsdp.errors import ConfigError, ContractError, require
-from lit_fsdp.host import free_port
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
-from lit_fsdp.parallel.grads import GuardedSteps, LossScale, StepGuard
+from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
@@ -48,13 +46,11 @@ from lit_fsdp.parallel.precision import (
     check_device,
     dtype_name,
     settle_precision,
-    without_autocast,
 )
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
     clean_name,
-    engines_already_there,
     owners_by_unit,
     packed_weights,
     plan_for,
@@ -70,9 +66,8 @@ _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
 _FREE_CHOICES = (
-    *("process_group_backend", "timeout_seconds", "state_dict", "verbose", "contract"),
-    *("nonfinite_gradients", "max_skipped_steps"),
-)
+    "process_group_backend", "timeout_seconds", "state_dict", "verbose", "contract", "nonfinite_gradients",
+)  # fmt: skip
 """Arguments in which the strategies of two Trainers that share a module may differ."""
 _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
 """Callbacks of Lightning that average or sort whole weights, but a rank has only shards."""
@@ -87,33 +82,45 @@ def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeo
     if replicate_degree == 1:
         return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
-    groups = []
-    for along in (ranks.T, ranks):  # ranks that hold the same shard of different copies; ranks that share one copy
-        own, _ = dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)
-        groups.append(own)
+    # ranks that hold the same shard of different copies; ranks that share one copy
+    groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
-class Redirection(_ForwardRedirection):
-    """Lightning's way from a strategy's root to ``training_step`` and its siblings, which knows when it is taken."""
+class Entrance:
+    """The ``forward`` of a module that an engine has wrapped: calls from outside go through the engine's root.
 
-    is_inside = False
+    The root calls the module again, which then runs what was asked for: its own forward, or a step of the Trainer.
+    """
 
-    def __init__(self, free: Callable[[], None]) -> None:
-        self._free = free
+    def __init__(self, strategy: EngineStrategy, module: nn.Module) -> None:
+        self.strategy, self.forward = strategy, module.forward
+        self._asked: Callable[..., Any] | None = None
+        self._is_inside = False
+        functools.update_wrapper(self, module.forward)
 
-    def __call__(self, wrapper_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the step inside the root's forward; without a backward pass, free what it has gathered.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            return asked(*args, **kwargs)
+        if self._is_inside:
+            return self.forward(*args, **kwargs)
+        return self.enter(self.forward, *args, **kwargs)
+
+    def enter(self, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the module between the root's hooks; without a backward pass, free what they gathered.
 
         What callbacks then see and change are the shards.
         """
-        before, self.is_inside = self.is_inside, True
+        before, self._is_inside, self._asked = self._is_inside, True, asked
+        root: Any = self.strategy._root
         try:
-            result = super().__call__(wrapper_module, *args, **kwargs)
+            with self.strategy.precision_plugin.forward_context():
+                result = root(*args, **kwargs)
         finally:
-            self.is_inside = before
+            self._is_inside, self._asked = before, None
         if not torch.is_grad_enabled():
-            self._free()
+            self.strategy.reshard()
         return result
 
 
@@ -131,15 +138,12 @@ class EngineStrategy(Checkpoints):
     num_processes: int
     world_size: int
     global_rank: int
-    _launcher: Any
     _layer_sync: Any
-    _forward_redirection: Any
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
-        scale = LossScale() if config.precision_config.row.compute == "fp16" else None
-        guard = StepGuard(config.nonfinite_gradients, config.max_skipped_steps or 10, scale)
-        self._plugin = GuardedSteps(guard, self)
+        is_fp16 = config.precision_config.row.compute == "fp16"
+        self._plugin = GuardedSteps(config.nonfinite_gradients, is_fp16, self)
         self._root = None
         self._owner: Any = None
         self._broadcast_done: dict[int, torch.Tensor] = {}
@@ -148,7 +152,6 @@ class EngineStrategy(Checkpoints):
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
         self.checkpoint_files: dict[str, Path] = {}
-        self.rank_summary: dict[str, Any] | None = None
         self.replicated: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
@@ -156,7 +159,8 @@ class EngineStrategy(Checkpoints):
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
-        self._forward_redirection = Redirection(self.reshard)
+        if config.is_sharded:
+            self._forward_redirection: Any = self._step_inside
 
     # -- what an engine has of its own
 
@@ -172,7 +176,7 @@ class EngineStrategy(Checkpoints):
 
     def realized_units(self) -> list[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
-        return [*units_already_wrapped(self._owner), ""]
+        return [*units_already_wrapped(self.lightning_module), ""]
 
     def _start_process_group(self) -> None:
         super().setup_environment()  # type: ignore[misc]
@@ -187,12 +191,7 @@ class EngineStrategy(Checkpoints):
     @property
     def loss_divisor(self) -> float:
         """What a module that runs backward on sums divides by beforehand, so that nothing overflows in fp16."""
-        return 1024.0 if self.guard.loss_scale is not None else 1.0
-
-    @property
-    def guard(self) -> StepGuard:
-        """Counts skipped steps and, for fp16, holds the loss scale."""
-        return self._plugin.guard
+        return 1024.0 if self._plugin.loss_scale is not None else 1.0
 
     @property
     def precision_plugin(self) -> Any:
@@ -202,74 +201,44 @@ class EngineStrategy(Checkpoints):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         given = "32-true" if plugin is None else plugin.precision
-        allowed = "nothing: precision is the strategy's (mixed, low_precision, fp32)"
-        fix = "drop it and write fsdp_strategy(precision='mixed')"
-        require(given == "32-true", "Trainer(precision=...)", given, allowed, fix)
+        require(given == "32-true", "Trainer(precision=...)", given, "nothing beside fsdp_strategy(precision=...)")
 
-    def _configure_launcher(self) -> None:
-        """Check what only the Trainer knows before its launcher starts further processes, and not in each of them."""
-        super()._configure_launcher()  # type: ignore[misc]
-        if self._launcher is None:
-            return
-        launch = self._launcher.launch
-
-        @functools.wraps(launch)
-        def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-            self._check_environment(trainer)
-            module = self.lightning_module
-            if any(True for _ in module.parameters()) and _sharded_by(module) is None:
-                plan_for(module, self.config, self.path)
-            if not self.cluster_environment.creates_processes_externally and "STANDALONE_PORT" not in os.environ:
-                os.environ.setdefault("MASTER_PORT", str(free_port()))  # Lightning's choice may be taken by then
-            return launch(function, *args, trainer=trainer, **kwargs)
-
-        self._launcher.launch = launch_checked
-
-    def _check_environment(self, trainer: Any = None) -> None:
-        mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
-        check_device(self.config, self.root_device.type, self.path)
-        if not self.config.is_sharded:
-            return
-        trainer, engine = trainer or self.lightning_module.trainer, self.config.engine
-        for callback in trainer.callbacks:
+    def check_environment(self, trainer: Any, module: Any, verb: str) -> None:
+        """Refuse what goes wrong on these ranks and devices, or with this Trainer; needs no process group."""
+        config = self.config
+        mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
+        check_device(config, self.root_device.type, self.path)
+        for callback in trainer.callbacks if config.is_sharded else ():
             name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
-            given = f"{name} with engine {engine}: it needs whole weights, but a rank has only shards"
-            allowed = "callbacks that do without whole weights; this one with engine ddp or single"
-            fix = f"drop {name}, or work on exported checkpoints afterwards"
-            require(not name, "trainer.callbacks", given, allowed, fix)
-        manual = trainer.state.fn == "fit" and not self.lightning_module.automatic_optimization
-        given = f"fsdp1 with manual optimization ({type(self.lightning_module).__name__}), whose root counts on one "
-        given += "backward pass after the step"
-        wrong = manual and engine == "fsdp1"
-        require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single", "set engine: fsdp2")
+            given = f"{name} with engine {config.engine}"
+            require(not name, "trainer.callbacks", given, "what does without whole weights, or engine ddp or single")
+        # the root counts on one backward pass, after which the step comes
+        wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
+        given = f"fsdp1 with manual optimization ({type(module).__name__})"
+        require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
 
     def setup_environment(self) -> None:
         """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""
-        self._check_environment()
-        with self._rendezvous():
+        trainer = self.lightning_module.trainer
+        self.check_environment(trainer, self.lightning_module, trainer.state.fn)
+        seconds, environment = self.config.timeout_seconds, self.cluster_environment
+        text = f"{socket.gethostname()} still waits for all {self.num_nodes * self.num_processes} ranks to meet at "
+        text += f"{environment.main_address}:{environment.main_port}, at most {seconds:.0f} s"
+        timer = threading.Timer(_QUIET_SECONDS, _log.warning, (text,))
+        timer.daemon = True
+        timer.start()
+        try:
             self._start_process_group()
+        finally:
+            timer.cancel()
         if self.plan is None:
             on_all: Callable[[bool], bool] = self.reduce_boolean_decision  # type: ignore[attr-defined]
             self.config = settle_precision(self.config, self.root_device.type, on_all)
             self.contract = DtypeContract(self.config)
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
-        timeout = timedelta(seconds=self.config.timeout_seconds)
-        self.mesh = build_mesh(self.root_device.type, replicas, shards, timeout)
+        self.mesh = build_mesh(self.root_device.type, replicas, shards, timedelta(seconds=seconds))
+        self.lightning_module._device_mesh = self.mesh
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
-
-    @contextmanager
-    def _rendezvous(self) -> Iterator[None]:
-        """Around the start of the process group, which waits in silence: say once what for, if it takes long."""
-        environment, node = self.cluster_environment, socket.gethostname()
-        where = f"{environment.main_address}:{environment.main_port}"
-        text = f"{node} still waits for all {self.num_nodes * self.num_processes} ranks to meet at {where}, at most "
-        timer = threading.Timer(_QUIET_SECONDS, _log.warning, (f"{text}{self.config.timeout_seconds:.0f} s",))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     # -- the model
 
@@ -282,20 +251,21 @@ class EngineStrategy(Checkpoints):
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
-        module, fitting = self.lightning_module, trainer.state.fn == "fit"
-        if fitting:
-            self.check_hyperparameters(trainer)
+        module = self.lightning_module
         if self._owner is not module:
             is_ours = hasattr(module, "read_tensor")
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"
-            before = _sharded_by(module)
-            self._setup_module(module, is_ours) if before is None else self._take_over(before)
+            if isinstance(module.forward, Entrance):
+                self._take_over(module.forward)
+            else:
+                self._setup_module(module, is_ours)
+            self._owner = module
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
         self._check_parameters("after set-up")
         self.contract.check("buffers", module.named_buffers(), self.config.precision_config.buffer_dtype)
-        if fitting:
+        if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
             self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             self._check_optimized()
@@ -303,39 +273,37 @@ class EngineStrategy(Checkpoints):
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:
         config, manual = self.config, self.config.wrap_config.manual
-        there = bool(units_already_wrapped(module)) and not manual
-        fix = "remove wrap() or fully_shard() from the LightningModule, or set wrap: manual"
-        allowed = "a model without FSDP units, or wrap: manual"
-        require(not there, f"{self.path}.wrap", "a model that is already wrapped", allowed, fix)
+        fits = manual or not units_already_wrapped(module)
+        require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
+        kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
+        alike = not any(isinstance(inner, kinds) for inner in module.modules())
+        require(alike, f"{self.path}.wrap", "manual with units of another engine", config.engine)
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             self._layer_sync.apply(module)
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
-        others = ", ".join(engines_already_there(module) - {config.engine})
-        require(not others, f"{self.path}.wrap", f"manual with units of {others}", config.engine, "change engine")
         plan = self.plan = self._prepare(module)
         self._ties = tied_names(module)
+        recompute = recompute_by_unit(plan)
         seed = self.broadcast(torch.initial_seed())  # type: ignore[attr-defined]  # replicas would differ
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(seed)
-        recompute = recompute_by_unit(plan)
         materializer = Materializer(module, reader, torch.device("cpu") if config.offloads else self.root_device)
         if not config.cpu_ram_efficient_loading:
-            for child in list(module.modules()):
-                materializer.fill(child)
+            materializer.fill_all()
         if not manual:  # torch splits dim 0, which these have not, and DDP passes over what is frozen by now
             params = module.parameters()
             self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
-            self._redirect_forward(module)
+            module.forward = Entrance(self, module)
+            fp32 = {plan.modules[unit.name] for unit in plan.units if unit.keeps_fp32}
             for unit, owners in owners_by_unit(module, plan).items():
-                self._note_use(unit, owners)
+                self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module, plan)
         self._broadcast_done.clear()
         self._to_device(module)
         if config.precision_config.buffer_dtype is not None:
             cast_buffers(module, TORCH_DTYPES[config.precision_config.buffer_dtype])
-        self._owner = module
         shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
         self.audit = {
             **audit(plan, shards, recompute),
@@ -348,16 +316,12 @@ class EngineStrategy(Checkpoints):
         different = set(self.realized_units()) ^ {unit.name for unit in plan.units}
         if config.is_sharded and different:
             raise ContractError(f"FSDP units differ from the plan: {sorted(different)}")
-        if config.is_sharded and len(plan.units) == 1 and dist.get_rank() == 0:
-            _log.warning("the whole model is one FSDP unit (by %s): every rank gathers all of it at once", plan.source)
         if config.verbose:
-            folder = Path(module.trainer.default_root_dir)
-            self.rank_summary = write_rank(folder, module, self._root, self.mesh, str(self.root_device))
-        if self.contract.watching:
-            self.contract.watch(plan.modules, {unit.name for unit in plan.units if unit.keeps_fp32})
+            write_rank(Path(module.trainer.default_root_dir) / "debug", module, self._root, self.mesh)
 
     def _prepare(self, module: Any) -> UnitPlan:
         config, precision = self.config, self.config.precision_config
+        compute = TORCH_DTYPES[precision.row.compute]
         if not config.wrap_config.manual:  # sharded already: the contract compares what is there
             self.contract.frozen = cast_parameters(module, config)
             layers = quantized_layers(module)
@@ -365,10 +329,7 @@ class EngineStrategy(Checkpoints):
             if layers:
                 check_quantized(config, self.path)
             for layer in layers.values():
-                cast_inputs(layer, TORCH_DTYPES[precision.row.compute])  # in which it computes then
-            frozen, compute = self.contract.frozen, precision.row.compute
-            if config.engine == "fsdp1" and frozen == "fp32" and compute == "bf16" and dist.get_rank() == 0:
-                _log.info("the frozen base rests in fp32: fsdp1 makes one tensor of a unit; others keep it in bf16")
+                cast_inputs(layer, compute)  # in which it computes then
         if precision.mode == "fp8":
             apply_float8(module, precision.fp8_skip, f"{self.path}.precision")
         plan = plan_for(module, config, self.path)
@@ -377,37 +338,14 @@ class EngineStrategy(Checkpoints):
         prepare_blocks(plan.blocks, activation, config.compile)
         for unit in plan.units:
             if unit.keeps_fp32:
-                cast_outputs(plan.modules[unit.name], TORCH_DTYPES[precision.row.compute])
+                cast_outputs(plan.modules[unit.name], compute)
         if config.engine == "fsdp2" and not module.automatic_optimization:
             inner = {p for unit in plan.modules.values() for p in unit.parameters()}
             left = (n for n, p in module.named_parameters() if p.requires_grad and p.dim() and p not in inner)
             name = next(left, "")  # the root is gathered once per step, not once per backward pass
-            given = f"False with the parameter {name}, which is in no child module that is called"
-            allowed, fix = "parameters in child modules, each with a forward of its own", "use engine ddp or single"
-            require(not name, f"{type(module).__name__}.automatic_optimization", given, allowed, fix)
+            given, allowed = f"False with the parameter {name}", "all in child modules with a forward, or engine ddp"
+            require(not name, f"{type(module).__name__}.automatic_optimization", given, allowed)
         return plan
-
-    def _redirect_forward(self, module: Any) -> None:
-        """Let ``module(...)`` outside of every step, called by all ranks, go through the root."""
-        forward, redirection, root = module.forward, self._forward_redirection, self._root
-        assert root is not None
-
-        @functools.wraps(forward)
-        def through_the_root(*args: Any, **kwargs: Any) -> Any:
-            if redirection.is_inside:
-                return forward(*args, **kwargs)
-            redirection.is_inside = True
-            try:
-                with self.precision_plugin.forward_context():
-                    result = root(*args, **kwargs)
-            finally:
-                redirection.is_inside = False
-            if not torch.is_grad_enabled():
-                self.reshard()
-            return result
-
-        through_the_root.strategy = self  # type: ignore[attr-defined]
-        module.forward = through_the_root
 
     def _to_device(self, module: nn.Module) -> None:
         """Move what is there already; offloaded shards stay on the host."""
@@ -439,36 +377,39 @@ class EngineStrategy(Checkpoints):
         own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
         """
         row, units = self.config.precision_config.row, plan.modules.values()
-        if row.compute == "fp32" or (row.compute != row.param and not self.config.is_sharded):
+        mixes = row.compute != row.param
+        if row.compute == "fp32" or (mixes and not self.config.is_sharded):
             return
-        inside = {inner for unit in units for inner in unit.modules()} if row.compute != row.param else set()
+        inside = {inner for unit in units for inner in unit.modules()} if mixes else set()
         for child in module.modules():
             own = any(p is not None and p.dim() for p in child._parameters.values())
             if child is not module and child not in inside and (own or is_parametrized(child)):
                 cast_inputs(child, TORCH_DTYPES[row.compute])
-        if row.compute != row.param:
+        if mixes:
             self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
             for unit in units:
-                without_autocast(unit, self.root_device.type)
+                unit.forward = torch.autocast(self.root_device.type, enabled=False)(unit.forward)
 
-    def _take_over(self, before: EngineStrategy) -> None:
+    def _take_over(self, entrance: Entrance) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
-        theirs = dataclasses.replace(before.config, **{name: getattr(self.config, name) for name in _FREE_CHOICES})
-        if (theirs, before.world_size) != (self.config, self.world_size):
-            fields = (field.name for field in dataclasses.fields(theirs))
-            name = next((n for n in fields if getattr(theirs, n) != getattr(self.config, n)), "shard_degree")
-            given = f"{getattr(self.config, name)} for a module that another Trainer has sharded otherwise"
-            allowed = f"{getattr(theirs, name)}, on {before.world_size} ranks"
-            fix = "make a new module; lit_fsdp.load_weights(module, path) brings a checkpoint into it"
-            raise ConfigError(f"{self.path}.{name}", given, allowed, fix)
-        names = ("plan", "audit", "mesh", "replicated", "_root", "_ties")
-        for name in (*names, "_forward_redirection", "_used", "_noted"):  # the last three are known to hooks
+        before = entrance.strategy
+        for field in dataclasses.fields(self.config):
+            ours, theirs = getattr(self.config, field.name), getattr(before.config, field.name)
+            given = f"{ours} for a module that another Trainer has sharded with {theirs}"
+            allowed = f"{theirs}; or a new module, into which lit_fsdp.load_weights(module, path) brings a checkpoint"
+            require(ours == theirs or field.name in _FREE_CHOICES, f"{self.path}.{field.name}", given, allowed)
+        allowed = f"{before.world_size}, by which the module is sharded"
+        require(self.world_size == before.world_size, "trainer.devices", self.world_size, allowed)
+        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # known to hooks
             setattr(self, name, getattr(before, name))
-        self._plugin.autocast = before._plugin.autocast
+        self._plugin.autocast, entrance.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
-        self._owner = self.lightning_module
 
     # -- a step
+
+    def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:
+        """What Lightning calls for each of its steps."""
+        return module.forward.enter(getattr(module, step), *args, **kwargs)
 
     def _check_optimized(self) -> None:
         """Refuse an optimizer of tensors that are no parameters of the sharded model: it would train nothing."""
@@ -479,27 +420,34 @@ class EngineStrategy(Checkpoints):
             if is_known and self.shard_group is not None:
                 check_optimizer(f"{kind.__module__}.{kind.__name__}", self.config.engine, f"{self.path}.engine")
             check_packed_state(optimizer, self.config.offloads, self._names)
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(param) not in self._names:
-                    given = f"optimizer {index} moves a tensor of shape {tuple(param.shape)}"
-                    fix = "make the optimizer in configure_optimizers, of self.parameters()"
-                    raise ContractError(f"{given} that is no parameter of the sharded model\n  fix:     {fix}")
+            strays = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
+            if strays:
+                text = (
+                    f"optimizer {index} moves a tensor of shape {tuple(strays[0].shape)} that is no parameter of the "
+                )
+                raise ContractError(text + "sharded model: make it in configure_optimizers, of self.parameters()")
 
-    def _note_use(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
-        """From now on, note which parameters of a unit, those of ``owners``, take part in a backward pass."""
+    def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
+        """Before each forward of a unit, whose parameters are those of ``owners``, look at what it has gathered.
+
+        Until the first step at the dtypes; from then on, too, at which parameters take part in a backward pass.
+        """
 
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
-            for name, attribute, param in ((n, a, p) for n, owner in owners for a, p in owner._parameters.items()):
-                if param is None or not param.requires_grad or isinstance(param, DTensor):
-                    continue
-                note = functools.partial(_add, self._used, f"{name}.{attribute}" if name else attribute)
-                if not param.is_leaf:
+            named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
+            gathered = [(name, p) for name, p in named if p is not None and not isinstance(p, DTensor)]
+            if self.contract.watching:
+                split = [(name, p) for name, p in gathered if p.dim()]
+                self.contract.check_parameters("gathered parameters in the forward", split, dtype)
+            for name, param in gathered:
+                note = functools.partial(_add, self._used, name)
+                if param.requires_grad and not param.is_leaf:
                     param.register_hook(note)
-                elif self._noted.get(id(param)) is not param:
+                elif param.requires_grad and self._noted.get(id(param)) is not param:
                     self._noted[id(param)] = param
                     param.register_post_accumulate_grad_hook(note)
 
-        getattr(unit, "_fsdp_wrapped_module", unit).register_forward_pre_hook(hook)
+        unit.register_forward_pre_hook(hook)
 
     def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
@@ -511,9 +459,8 @@ class EngineStrategy(Checkpoints):
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         # in an order that all ranks share, whatever their optimizers hold
         params = [held.get(key) for key in self._names]
-        has_grad = [p is not None and self._has_grad(p) for p in params]
-        self._used.difference_update(self._names[key] for key in held if key in self._names)
-        found = self._on_any_rank(has_grad)
+        found = self._on_any_rank([p is not None and self._has_grad(p) for p in params])
+        self._used.difference_update(self._names[key] for key in held)
         rows = [row for row, p in enumerate(params) if p is not None]
         return [p for p in params if p is not None], found[rows]
 
@@ -538,12 +485,10 @@ class EngineStrategy(Checkpoints):
 
         Lightning gives no row of ``predict`` to two ranks, so one may well have a batch more.
         """
-        if not self.config.is_sharded:
-            return
-        found = Ranks().run("counting batches", lambda: getattr(self.lightning_module.trainer, of))
-        allowed = f"as many on every rank with engine {self.config.engine}, whose ranks compute each batch together"
-        fix = "take another batch size, use_distributed_sampler=False with a sampler of your own, or engine ddp"
-        require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed, fix)
+        if self.config.is_sharded:
+            found = Ranks().run("counting batches", lambda: getattr(self.lightning_module.trainer, of))
+            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"
+            require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
 
     def on_train_start(self) -> None:
         """Train in as many steps on every rank."""
@@ -594,7 +539,7 @@ class EngineStrategy(Checkpoints):
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             self.contract.check("gradients", grads, self.contract.row.param)
             self._check_parameters("after the first step", [optimizer])
-            self.contract.finish_first_step()
+            self.contract.watching = False
         return result
 
     def on_exception(self, exception: BaseException) -> None:
@@ -606,10 +551,6 @@ class EngineStrategy(Checkpoints):
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
             exception.add_note(lost if is_lost else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]
-
-
-def _sharded_by(module: Any) -> Any:
-    return getattr(module.forward, "strategy", None)
 
 
 def _add(names: set[str], name: str, _: torch.Tensor) -> None:

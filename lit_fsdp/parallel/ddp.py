@@ -52,11 +52,9 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         row = self.config.precision_config.row
         if row.compute != row.param:
-            self.contract.watch_autocast(module)
             self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
         self._broadcast(module)  # what is there; each rank reads the rest itself
-        for child in module.modules():
-            materializer.fill(child)
+        materializer.fill_all()
         if self.config.engine == "single" or not any(p.requires_grad for p in module.parameters()):
             return module
         on_device = None if self.root_device.type == "cpu" else [self.root_device]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -53,10 +54,10 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""
-        if not self.config.wrap_config.manual:
-            yield
-            return
-        with self._quietly(), enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()):
+        with ExitStack() as stack:
+            if self.config.wrap_config.manual:
+                stack.enter_context(_quietly())
+                stack.enter_context(enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()))
             yield
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -67,23 +68,21 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         is_meta, on_cpu = any(p.is_meta for p in module.parameters()), self.root_device.type == "cpu"
         if on_cpu or is_meta:
             self._broadcast(module)  # sync_module_states refuses tensors on the CPU and on meta
-        row = self.config.precision_config.row
-        norms = {plan.modules[unit.name] for unit in plan.units if unit.keeps_fp32}
-        # for units that are recomputed, by ours or by somebody's own: FSDP1 casts nothing once backward has begun
-        for unit in plan.modules.values() if row.compute != row.param else ():
-            cast_inputs(unit, TORCH_DTYPES["fp32" if unit in norms else row.compute])
         own: Any = self.unit_options()
-        mixed, sharding = own["mixed_precision"], own["sharding_strategy"]
+        row, mixed, sharding = self.config.precision_config.row, own["mixed_precision"], own["sharding_strategy"]
         in_fp32 = MixedPrecision(TORCH_DTYPES["fp32"], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
-        options: dict[nn.Module, Any] = {
-            child: {"mixed_precision": in_fp32 if child in norms else mixed} for child in plan.modules.values()
-        }
+        options: dict[nn.Module, Any] = {}
+        for unit in plan.units[:-1]:
+            options[plan.modules[unit.name]] = {"mixed_precision": in_fp32 if unit.keeps_fp32 else mixed}
+            if row.compute != row.param:  # FSDP1 casts nothing once backward has begun, for what is recomputed then
+                dtype = "fp32" if unit.keeps_fp32 else row.compute
+                cast_inputs(plan.modules[unit.name], TORCH_DTYPES[dtype])
         if (last := last_unit(plan, module)) is not None:
             options[last]["sharding_strategy"] = _KEPT.get(sharding, sharding)
         if mixed is not None:
             mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
-        with self._quietly():
+        with _quietly():
             root = FullyShardedDataParallel(
                 module,
                 auto_wrap_policy=policy,
@@ -113,7 +112,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             )
         assert not isinstance(config.backward_prefetch, int)
         return {
-            "device_mesh": self._fsdp1_mesh(),
+            "device_mesh": self._fsdp1_mesh,
             "sharding_strategy": _SHARDING[self._realized_sharding()],
             "mixed_precision": mixed,
             "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
@@ -124,13 +123,6 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             "use_orig_params": True,
         }
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        with warnings.catch_warnings():
-            # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
-            warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
-            yield
-
     def _realized_sharding(self) -> Sharding:
         """What hybrid sharding is at its ends: FSDP1 would not average copies of one rank, nor accept a single copy."""
         if self.mesh.size(self.mesh.ndim - 1) == 1:
@@ -138,15 +130,11 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         sharding = self.config.sharding
         return _ONE_COPY.get(sharding, sharding) if self.mesh.ndim == 1 else sharding
 
+    @functools.cached_property
     def _fsdp1_mesh(self) -> Any:
         """The 2-D mesh only for hybrid sharding; FSDP1 replicates ``no_shard`` over a 1-D mesh."""
-        if self.mesh.ndim == 1 or self._realized_sharding() in _ONE_COPY:
-            return self.mesh
-        if self._flat_mesh is None:
-            self._flat_mesh = init_device_mesh(self.root_device.type, (self.world_size,))
-        return self._flat_mesh
-
-    _flat_mesh: Any = None
+        is_it = self.mesh.ndim == 1 or self._realized_sharding() in _ONE_COPY
+        return self.mesh if is_it else init_device_mesh(self.root_device.type, (self.world_size,))
 
     def reshard(self) -> None:
         """Free what is still gathered."""
@@ -165,24 +153,32 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         # a rank that holds nothing of a parameter has no state either
         is_held = self._on_any_rank([id(p) in held for p in params]).tolist()
         has_state = self._on_any_rank([p in own.state for p in params]).tolist()
-        alone = [p for p, here in zip(params, is_held, strict=True) if not here]
-        unused = [p for p, here, has in zip(params, is_held, has_state, strict=True) if here and not has]
-        unused = unused if any(has_state) else []
-        model = next((p for p in params if p in own.state and p.dim()), None)
+        found = list(zip(params, is_held, has_state, strict=True))
+        alone = [p for p, here, _ in found if not here]
+        unused = [p for p, here, has in found if here and not has and any(has_state)]
+        like: Any = next((own.state[p] for p in params if p in own.state and p.dim()), {})
         for param in unused:
             own.state[param] = {
                 key: torch.zeros_like(param) if torch.is_tensor(value) and value.dim() else value
-                for key, value in (own.state[model] if model is not None else {}).items()
+                for key, value in like.items()
             }
         try:
             for param in alone:
                 param.requires_grad_(False)
-            found = super().optimizer_state(optimizer, is_template)
+            state = super().optimizer_state(optimizer, is_template)
         finally:
             for param in unused:
                 del own.state[param]
             for param in alone:
                 param.requires_grad_(True)
         for param in unused:
-            found["state"].pop(self._names[id(param)], None)
-        return found
+            state["state"].pop(self._names[id(param)], None)
+        return state
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
+        warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
+        yield

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.parallel.base import EngineStrategy
@@ -27,13 +25,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
     def _start_process_group(self) -> None:
         ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh
         self._setup_distributed()
-
-    def setup_environment(self) -> None:
-        """Start the process group and build the mesh; ``device_mesh`` of the LightningModule has Lightning's names."""
-        super().setup_environment()
-        world: Any = dist.group.WORLD  # so that no further group is made
-        self._device_mesh = DeviceMesh.from_group(world, self.root_device.type, mesh_dim_names=("data_parallel",))
-        self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -62,6 +53,5 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         root = apply_fully_shard(module, plan, self.config, self.unit_options(), self.replicated, self._broadcast)
-        for child in module.modules():
-            materializer.fill(child)
+        materializer.fill_all()
         return root

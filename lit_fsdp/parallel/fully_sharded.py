@@ -28,10 +28,7 @@ class _Root(nn.Module):
 
 
 class _OneRank:
-    """What stands for a reduce-scatter in a group of one rank, where torch copies the gradients of a unit once more.
-
-    It asks for a buffer to reduce from and for one to reduce into, and gets the same one.
-    """
+    """A reduce-scatter of one rank: torch asks for buffers to reduce from and into, and gets the same one."""
 
     _buffer: torch.Tensor | None = None
 
@@ -68,10 +65,7 @@ def apply_fully_shard(
     replicated: Collection[nn.Parameter],
     prepare: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """Shard a module unit by unit, in place, and return the root to call.
-
-    ``replicated`` stay whole on every rank; ``prepare`` is called with each unit, and with the module, before.
-    """
+    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` is called with each before."""
     options = {**options, "ignored_params": set(replicated)}
     reduce = TORCH_DTYPES[config.precision_config.row.reduce]
     norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)

@@ -1,8 +1,4 @@
-"""Real tensors for a model built on meta, read so that no rank ever holds more than its shards and one module.
-
-A reader gives one tensor, or only some of its rows in dim 0. Where the weights come from (a file, an initializer)
-is the reader's business; it is handed in by the module that is trained.
-"""
+"""Real tensors for a model built on meta, read so that no rank ever holds more than its shards and one module."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _TRIM_BYTES = 32 * 2**20
 
 
 class Reader(Protocol):
-    """Gives the tensors of a model, one at a time."""
+    """Gives the tensors of a model one at a time, from a file or an initializer."""
 
     def __call__(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         """The parameter or buffer ``attribute`` of ``module``, or its ``rows`` in dim 0, on the CPU."""
@@ -37,11 +33,15 @@ class Materializer:
         self._tied: dict[str, nn.Parameter] = {}
         self._read_bytes = 0
 
-    def fill(self, module: nn.Module) -> None:
-        """Replace the module's own meta parameters and buffers (not its children's) by filled ones.
+    def fill_all(self) -> None:
+        """:meth:`fill` every module."""
+        for module in self.names:
+            self.fill(module)
 
-        Sharded parameters (DTensors) get only this rank's rows. What was freed since then (copies of rows, and FSDP1's
-        gathered units) goes back to the system every now and then.
+    def fill(self, module: nn.Module) -> None:
+        """Replace the module's own meta parameters and buffers by filled ones, sharded ones (DTensors) by their rows.
+
+        What was freed since then (copies of rows, FSDP1's gathered units) goes back to the system every now and then.
         """
         if self._read_bytes > _TRIM_BYTES:
             return_freed_memory()
@@ -81,19 +81,13 @@ class Materializer:
 
 
 def reset_parameters_reader(seed: int) -> Reader:
-    """A reader for modules of other people on meta: each module's own ``reset_parameters``, seeded by its name.
-
-    Raises (when read):
-        RuntimeError: A module with parameters has no ``reset_parameters``.
-    """
+    """A reader for modules of other people on meta: each module's own ``reset_parameters``, seeded by its name."""
 
     def read(module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         reset = getattr(type(module), "reset_parameters", None)
         if reset is None:
-            raise RuntimeError(
-                f"{module_name or 'the root'} ({type(module).__name__}) has parameters on the meta device and no "
-                "reset_parameters(); build it on the CPU, or give it reset_parameters()"
-            )
+            where = f"{module_name or 'the root'} ({type(module).__name__})"
+            raise RuntimeError(f"{where} is on meta and has no reset_parameters(); build it on the CPU, or give it one")
         real = _emptied(module, "cpu")
         with seeded(seed, module_name):
             reset(real)

@@ -6,13 +6,13 @@ import contextlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lit_fsdp.config.strategy import DtypeName, DtypeRow, StrategyConfig
 from lit_fsdp.errors import ContractError, require
@@ -30,7 +30,7 @@ _FP8_MULTIPLE = 16  # fp8 kernels take dimensions that are multiples of this
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype: ``fp32``, ``bf16``, … or torch's own."""
+    """The short name of a dtype: ``fp32``, or torch's own."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -46,47 +46,35 @@ def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[
 
     Any other mode stays, with a warning where a CPU has to emulate its bf16. ``on_all`` is a collective.
     """
-    given, own = config.precision_config, has_bf16(device_type)
-    everywhere = on_all(own)
+    given, everywhere = config.precision_config, on_all(has_bf16(device_type))
     settled = config.on(everywhere)
+    what = f"{'every' if everywhere else 'not every'} {'CPU' if device_type == 'cpu' else 'GPU'} has bf16 instructions"
     if dist.get_rank() != 0:
         return settled
-    place = f"{'this' if everywhere or not own else 'another'} {'CPU' if device_type == 'cpu' else 'GPU'}"
-    what = f"{place} has {'' if everywhere else 'no '}bf16 instructions"
     if given.mode == "auto":
         _log.info("precision auto: %s, as %s", settled.precision_config.mode, what)
     elif device_type == "cpu" and not everywhere and given.row.compute == "bf16":
-        _log.warning(
-            "precision %s computes in bf16, about eight times slower than fp32, as %s (AVX512-BF16, AMX or Arm BF16); "
-            "set the strategy's precision to auto, or fp32", given.mode, what
-        )  # fmt: skip
+        text = "precision %s computes in bf16, about eight times slower than fp32, as %s; set it to auto, or fp32"
+        _log.warning(text, given.mode, what)
     return settled
 
 
 def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
-    """Refuse what this kind of device (``cpu`` or ``cuda``) cannot do.
-
-    Raises:
-        ConfigError: FSDP1's CPU offload without an accelerator, fp8 without a GPU that multiplies in it or without
-            torchao.
-    """
+    """Refuse what this kind of device (``cpu`` or ``cuda``) cannot do."""
     on_cpu = device_type == "cpu"
     wrong = config.cpu_offload and config.engine == "fsdp1" and on_cpu
-    given = "true with engine fsdp1 on CPU"
-    require(not wrong, f"{path}.cpu_offload", given, "a GPU, or engine fsdp2", "set engine: fsdp2")
+    require(not wrong, f"{path}.cpu_offload", "true with engine fsdp1 on CPU", "a GPU, or engine fsdp2")
     if config.precision_config.mode == "fp8":
         found = importlib.util.find_spec("torchao") is not None
-        allowed, fix = "fp8 with torchao installed", "pip install 'lit-fsdp[fp8]'"
-        require(found, f"{path}.precision", "fp8 without torchao", allowed, fix)
-        given = "fp8 on a CPU" if on_cpu else f"fp8 on {torch.cuda.get_device_name()}"
+        require(found, f"{path}.precision", "fp8 without torchao", "fp8 after pip install 'lit-fsdp[fp8]'")
         fits = not on_cpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
-        require(fits, f"{path}.precision", given, "an NVIDIA Hopper GPU or newer", "set precision: mixed")
+        require(fits, f"{path}.precision", "fp8 on this device", "an NVIDIA Hopper GPU or newer, or mixed")
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
-    """Cast all floating-point parameters (buffers stay) to their storage dtypes in place; ties are kept.
+    """Cast all floating-point parameters to their storage dtypes in place; ties are kept.
 
-    Returns the dtype of frozen parameters of a model with adapters of peft; ``None`` for others, whose are all alike.
+    Returns the dtype of frozen parameters beside adapters of peft; ``None`` without adapters, where all are alike.
     """
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
@@ -134,23 +122,14 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, values)
 
 
-def without_autocast(module: nn.Module, device_type: str) -> None:
-    """Let ``module.forward`` choose its dtypes by its weights alone, whatever autocast is on around it."""
-    module.forward = torch.autocast(device_type, enabled=False)(module.forward)
-
-
 def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:
-    """Replace the model's linear layers by torchao's float8 ones in place, before it is sharded.
-
-    ``skip`` are parts of paths of layers to leave alone, by default the output head.
-    """
+    """Replace linear layers by torchao's float8 ones in place, but those with a word of ``skip`` in their path."""
     words = _FP8_SKIP if skip is None else tuple(skip)
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
     fitting = [name for name, m in linears if not (m.in_features % _FP8_MULTIPLE or m.out_features % _FP8_MULTIPLE)]
     names = {name for name in fitting if not any(word in name for word in words)}
     allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
-    fix = "set precision: mixed, or shorten fp8_skip"
-    require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed, fix)
+    require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed)
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
@@ -161,26 +140,18 @@ class DtypeContract:
 
     def __init__(self, config: StrategyConfig) -> None:
         self.row, self.mode = config.precision_config.row, config.precision_config.mode
-        self.frozen: DtypeName | None = None
-        """Storage dtype of frozen parameters where it is declared apart."""
-        self.packed: dict[str, str] = {}
-        """Dtypes of packed weights, which nothing casts, by name."""
-        self._is_sharded = config.is_sharded
+        self.frozen: DtypeName | None = None  # of frozen parameters, where it is declared apart
+        self.packed: dict[str, str] = {}  # by name, of packed weights, which nothing casts
         self.is_error = config.contract != "warn"
-        """Whether a difference ends the run; else it is said once per kind."""
         self.realized: dict[str, dict[str, int]] = {}
-        self.watching = True
-        """Whether the first optimizer step is still to come."""
+        self.watching = True  # until the first optimizer step; later ones cost nothing
         self._warned: set[str] = set()
-        self._handles: list[Any] = []
 
     def check(self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None) -> None:
         """Count the dtypes of these floating-point tensors, and compare each with the one declared for them, if any.
 
-        ``what`` is the key in ``dtypes.json``.
-
         Raises:
-            ContractError: A tensor has another one, and differences are errors; names the first.
+            ContractError: A tensor has another one, and differences are errors; else that is said once.
         """
         found = [(name, dtype_name(tensor.dtype)) for name, tensor in named if tensor.is_floating_point()]
         wrong = next((f"{name} is {dtype}" for name, dtype in found if declared not in (None, dtype)), "")
@@ -188,8 +159,8 @@ class DtypeContract:
             text = (
                 f"precision contract broken: {what}: {wrong}\n"
                 f"  declared: {declared} (mode {self.mode})\n"
-                "  fix:      remove what casts it (trainer.precision, .half(), .bfloat16(), autocast), choose the "
-                "precision mode that says so, or set contract: warn"
+                "  fix:      remove what casts it (.half(), .bfloat16(), autocast), choose the precision mode that "
+                "says so, or set contract: warn"
             )
             if self.is_error:
                 raise ContractError(text)
@@ -216,66 +187,29 @@ class DtypeContract:
         for (which, dtype), params in kinds.items():
             self.check(f"{which}{what}", params, dtype)
 
-    def watch(self, units: Mapping[str, nn.Module], fp32_units: Collection[str] = ()) -> None:
-        """Look, in the next forward passes, at the parameters these units have gathered and at what they return."""
-        for name, module in units.items():
-            inner = tuple(f"{other.removeprefix(f'{name}.')}." for other in units if other.startswith(f"{name}."))
-
-            def before(module: nn.Module, args: Any, name: str = name, inner: tuple[str, ...] = inner) -> None:
-                named = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters())
-                own = [(f"{name}.{n}", p) for n, p in named if p.dim() and not n.startswith(inner)]
-                declared = "fp32" if name in fp32_units else self.row.compute
-                # autocast leaves them as they are
-                self.check_parameters("gathered parameters in the forward", own, declared if self._is_sharded else None)
-
-            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                tensors = [(name, leaf) for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
-                self.check("activations", tensors, None)  # a block may keep its residual stream in another dtype
-
-            self._handles.append(module.register_forward_pre_hook(before))  # after the gather
-            self._handles.append(module.register_forward_hook(after, prepend=True))
-
-    def watch_autocast(self, model: nn.Module) -> None:
-        """Compare, in the next forward passes, what linear layers return under autocast with the compute dtype."""
-
-        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
-            is_step = torch.is_autocast_enabled(output.device.type)  # a call outside of any step is not
-            if is_step and output.shape[-1] == module.out_features:  # a head may return the loss of its rows instead
-                self.check("linear layers under autocast", [(type(module).__name__, output)], self.row.compute)
-
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        self._handles.extend(module.register_forward_hook(hook, prepend=True) for module in linears)
-
     @contextlib.contextmanager
     def watch_reductions(self) -> Iterator[None]:
         """Compare, until the first step, the dtype of every reduction, which both engines look up in torch."""
-        seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # empty ones, that have the dtypes
         originals = {name: getattr(dist, name) for name in _REDUCTIONS if self.watching and hasattr(dist, name)}
 
-        def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 tensor = kwargs.get("tensor", kwargs.get("output", args[0] if args else None))
                 if torch.is_tensor(tensor):
                     seen[name, tensor.dtype] = torch.empty(0, dtype=tensor.dtype)
-                return original(*args, **kwargs)
+                return originals[name](*args, **kwargs)
 
             return call
 
-        for name, original in originals.items():
-            setattr(dist, name, recording(name, original))
+        for name in originals:
+            setattr(dist, name, recording(name))
         try:
             yield
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
         self.check("reductions", [(name, like) for (name, _), like in seen.items()], self.row.reduce)
-
-    def finish_first_step(self) -> None:
-        """Stop looking: hooks are removed, later steps cost nothing."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.watching = False
 
     def report(self) -> dict[str, Any]:
         """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""

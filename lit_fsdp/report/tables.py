@@ -62,18 +62,6 @@ def ranks_table(ranks: list[dict[str, int]]) -> Table:
     return table
 
 
-def places_table(ranks: list[dict[str, Any]]) -> Table:
-    """Where each rank of a live run is, and how much of the model it holds."""
-    columns = ("rank", "host", "process", "device", "copy", "shard", "not whole here", "elements held", "GiB")
-    table = _table("ranks, as they are (strategy verbose; more in debug/rank-N.json)", columns)
-    for found in ranks:
-        shard = f"{found['shard']} of {found['shards']}"
-        place = [str(found[name]) for name in ("rank", "host", "pid", "device", "copy")]
-        split = f"{found['split']} of {found['parameters']}"
-        table.add_row(*place, shard, split, f"{found['elements']:,}", f"{found['bytes'] / GIB:.3f}")
-    return table
-
-
 def dtypes_table(report: dict[str, Any]) -> Table:
     """The dtypes found in a live run, by what was looked at."""
     table = _table(None, ("what", "found"))

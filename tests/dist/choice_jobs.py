@@ -14,11 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel import activation, precision
+from lit_fsdp.parallel import activation, grads, precision
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for, whole
@@ -40,8 +39,8 @@ class Manual(ForeignNet):
         for i, layer in enumerate(self.layers):
             if self.how == "fully_shard":
                 fully_shard(layer, **strategy.unit_options())
-            elif self.how == "device_mesh":  # as the documentation of Lightning's ModelParallelStrategy has it
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            elif self.how == "bare":
+                fully_shard(layer)
             else:
                 from torch.distributed.fsdp.wrap import wrap
 
@@ -59,10 +58,10 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 class Poison(Callback):
-    """Writes a value into the gradient of one parameter, on one rank, before some of the optimizer steps."""
+    """Writes a value into the gradient of one parameter, on rank 1, before some of the optimizer steps."""
 
-    def __init__(self, steps: list[int], rank: int, value: float) -> None:
-        self.steps, self.rank, self.value = steps, rank, value
+    def __init__(self, steps: list[int], value: float) -> None:
+        self.steps, self.value = steps, value
         self.digests: list[str] = []
         self.step = -1
 
@@ -72,17 +71,18 @@ class Poison(Callback):
         """Before the module's own hook and before clipping."""
         self.step += 1
         self.digests.append(digest(pl_module, optimizer))
-        if self.step in self.steps and dist.get_rank() == self.rank:
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            next(g for g in map(local, grads) if g.numel()).view(-1)[0] = self.value
+        if self.step in self.steps and dist.get_rank() == 1:
+            found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            next(g for g in map(local, found) if g.numel()).view(-1)[0] = self.value
 
 
 def poisoned(
-    folder: str, strategy: dict[str, Any], steps: list[int], value: float, rank: int = 1, **options: Any
+    folder: str, strategy: dict[str, Any], steps: list[int], value: float, patience: int = 10, **options: Any
 ) -> dict[str, Any]:
     """A run of six steps in which one rank finds a bad value among its gradients."""
     torch.manual_seed(0)
-    poison, losses = Poison(steps, rank, value), Losses()
+    grads._SKIPPED_IN_A_ROW = patience
+    poison, losses = Poison(steps, value), Losses()
     trainer = trainer_for(strategy, [poison, losses], max_steps=6, **options)
     module, error = module_for(folder), ""
     try:
@@ -92,8 +92,7 @@ def poisoned(
     live: Any = trainer.strategy
     return {
         "error": error,
-        "guard": live.guard.state_dict(),
-        "skipped": live.guard.num_skipped_steps,
+        "guard": live.precision_plugin.state_dict(),
         "digests": [*poison.digests, "" if error else digest(module, trainer.optimizers[0])],
         "losses": losses.values,
     }
@@ -150,12 +149,9 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
-    found_mesh = module._device_mesh
     return found | {
         "reductions": counts.counts,
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
-        "is_over_all_ranks": found_mesh is not None and found_mesh["data_parallel"].get_group() is dist.group.WORLD,
-        "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()} - {"torch.float64"}),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
         "backward_prefetch": sorted({str(m.backward_prefetch) for m in fsdp1}),
         "forward_prefetch": sorted({m.forward_prefetch for m in fsdp1}),
@@ -164,7 +160,6 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "backward": [list(map(states.index, s._states_to_backward_prefetch)) for s in states],
         "offload": sorted({type(g.offload_policy).__name__ for s in states for g in s._fsdp_param_groups}),
         "reshards": sorted({str(g.post_forward_mesh_info is not None) for s in states for g in s._fsdp_param_groups}),
-        "guard": live.guard.state_dict(),
         "backend": str(dist.get_backend_config()),
         "reads_parts": any(parts),
         "timeouts": [
@@ -172,25 +167,6 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
             for dim in range(live.mesh.ndim)
         ],
     }
-
-
-class Copies(TorchDispatchMode):
-    """Notes how many elements are copied at once from one place to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
-            self.sizes.add(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
-def alone(folder: str, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """A run of one rank, and how many elements were copied at once."""
-    with Copies() as copies:
-        return fit(module_for(folder), strategy, **options)[1] | {"copied": sorted(copies.sizes)}
 
 
 def settled(
@@ -389,7 +365,7 @@ class Loaded(Callback):
         state = trainer.strategy.lightning_module_state_dict()
         for name, tensor in [*state.items(), *pl_module.named_buffers()]:
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
-            if clean.startswith("_val_metrics") or clean.startswith("_test_metrics"):
+            if clean.startswith("_eval_metrics"):
                 continue
             self.found[clean] = fingerprint(whole(tensor))
 

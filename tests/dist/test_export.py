@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from lit_fsdp import CausalLMModule
+from lit_fsdp import CausalLMModule, load_weights
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
@@ -59,7 +59,7 @@ def test_logits_of_the_live_model(
         live.load_state_dict({name: tensor.to(kept) for name, tensor in state.items()}, strict=not tied)
         with torch.no_grad():
             assert torch.equal(loaded(IDS).logits, live(IDS).logits)
-    module = CausalLMModule.load_from_checkpoint(checkpoint, name=str(folder)).model
+    module = load_weights(CausalLMModule(name=str(folder)), checkpoint).model
     assert all(torch.equal(module.state_dict()[name], tensor.float()) for name, tensor in state.items())
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out-fp32")

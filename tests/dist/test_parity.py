@@ -120,7 +120,6 @@ def test_realized_dtypes(tiny_model: Path, wanted: list[float], engine: str) -> 
         assert realized == {
             "parameters after set-up": {param},
             "gathered parameters in the forward": {compute},
-            "activations": {compute},
             "buffers": {"fp32"},
             "reductions": {reduce},
             "parameters after the first step": {param},

@@ -47,7 +47,7 @@ def test_each_precision(tiny_model: Path, engine: str) -> None:
         found = train(tiny_model, {"engine": engine, "precision": mode})
         for what in ("parameters after the first step", "gradients", "optimizer state after the first step"):
             assert found["realized"][what] == {param}, (mode, what)
-        assert found["realized"]["activations"] == {compute}
+        assert found["realized"]["gathered parameters in the forward"] == {compute}
         assert found["losses"] == pytest.approx(wanted, rel=tolerance), mode
 
 

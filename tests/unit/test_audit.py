@@ -60,7 +60,7 @@ def test_the_command_prints_tables_or_json(no_hub, capsys, monkeypatch):
     text, err = capsys.readouterr()
     assert err == ""
     assert "30 × LlamaDecoderLayer" in text
-    assert "fsdp2 hybrid_shard on 4 ranks: 2 copies of the model, each over 2 ranks" in text
+    assert "fsdp2 hybrid_shard on 4 ranks: replicate_degree 2, shard_degree 2" in text
     assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
 
 
@@ -81,6 +81,6 @@ def test_what_cannot_be_is_refused(no_hub, capsys):
 def test_what_is_replaced_and_what_does_not_fit_is_said(no_hub, capsys):
     assert main(["audit", "--config", str(SMALL), f"--{_ARGS}.engine", "ddp", "--ranks", "3"]) == 0
     out, err = capsys.readouterr()
-    assert "ddp no_shard on 3 ranks: 3 copies of the model, each over 1 rank" in out
+    assert "ddp no_shard on 3 ranks: replicate_degree 3, shard_degree 1" in out
     assert "replaced: sharding: full_shard → no_shard" in out
     assert "note: a run on 3 ranks would need other batch sizes: data.global_batch_size: got" in err

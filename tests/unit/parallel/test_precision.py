@@ -39,19 +39,6 @@ def test_a_tensor_of_another_dtype_is_named(contract: DtypeContract, caplog: pyt
     assert contract.realized["gradients"] == {"bf16": 2}
 
 
-def test_the_forward_is_watched_until_the_first_step(contract: DtypeContract):
-    block = nn.Linear(2, 2)
-    contract.watch({"block": block})
-    with pytest.raises(ContractError, match=r"gathered parameters in the forward: block\.weight is fp32"):
-        block(torch.zeros(1, 2))
-    block.bfloat16()  # as the engine gathers it
-    block(torch.zeros(1, 2, dtype=torch.bfloat16))
-    assert contract.realized == {"gathered parameters in the forward": {"bf16": 2}, "activations": {"bf16": 1}}
-    contract.finish_first_step()
-    assert not contract.watching
-    block.float()(torch.zeros(1, 2))
-
-
 def test_inputs_by_name_are_cast_too():
     layer = nn.Linear(2, 2).bfloat16()
     cast_inputs(layer, torch.bfloat16)
@@ -75,8 +62,4 @@ def test_a_frozen_weight_of_another_dtype_is_named(contract: DtypeContract):
         contract.check_parameters("parameters after set-up", net.named_parameters())
     net.weight.data = net.weight.data.bfloat16()
     contract.check_parameters("parameters after set-up", net.named_parameters())
-    assert contract.report()["declared"] == {"param": "fp32", "frozen": "bf16", "compute": "bf16", "reduce": "fp32"}
     assert contract.realized["frozen parameters after set-up"] == {"bf16": 1}
-    net.bias.data = net.bias.data.bfloat16()
-    with pytest.raises(ContractError, match="parameters after set-up: bias is bf16\n  declared: fp32"):
-        contract.check_parameters("parameters after set-up", net.named_parameters())
