@@ -32,13 +32,7 @@ class CausalLMModule(nn.Module):
 
 
 def audit_recipe(run: RunConfig) -> dict[str, Any]:
-    """What ``audit.json`` of this run would say about units, and what each rank would keep, by :func:`state_per_rank`.
-
-    Needs the model's config only, no weights, no process group and no memory for the model.
-
-    Raises:
-        ConfigError: A model whose config is not at hand, or units that the model does not have.
-    """
+    """What ``audit.json`` of this run would say about units, and what each rank would keep, from the model's config."""
     assert run.world_size is not None
     strategy, model_config, optim = settled_strategy(run), run.model, run.model.optim
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
@@ -116,11 +110,7 @@ def state_per_rank(
     """What the ranks that share one copy of the model keep between steps, with the engine's padding, by rank.
 
     ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
-    of its elements, by default AdamW's.
-
-    Returns:
-        ``num_params`` (without padding), ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``; with a base in 4
-        bits also ``quantization_bytes``: its scales, whole on each.
+    of its elements, by default AdamW's. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each.
     """
     held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
     row, packed = config.precision_config.row, packed_weights(model)

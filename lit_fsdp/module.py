@@ -1,8 +1,7 @@
 """The LightningModule for any transformers causal LM.
 
-The loss of a global batch is (sum over its supervised tokens) / (their number), whatever the ranks, the accumulation
-and the padding. ``training_step`` returns sums; just before the optimizer step one small all-reduce brings the
-token counts together and the gradients are scaled once.
+The loss of a global batch is (sum over its supervised tokens) / (their number): ``training_step`` returns sums; just
+before the optimizer step one small all-reduce brings the token counts together and the gradients are scaled once.
 """
 
 from __future__ import annotations
@@ -49,24 +48,15 @@ _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """A causal language model; its arguments are the ``model`` section of a recipe.
+    """A causal language model; its arguments, :class:`lit_fsdp.config.model.ModelConfig`, are a recipe's ``model``."""
 
-    Args:
-        **kwargs: The fields of :class:`lit_fsdp.config.model.ModelConfig`.
-
-    Raises:
-        ConfigError: An unknown option or a wrong value.
-    """
-
-    model: nn.Module | None
-    """The transformers model; ``None`` until ``configure_model``."""
-    attn_implementation: str
-    """The attention backend that it runs with, once it is built."""
-    takes_pairs = False
-    """Whether its rows are pairs of a chosen and a rejected completion."""
+    model: nn.Module | None  # the transformers model, once it is built
+    attn_implementation: str  # that it runs with then
+    takes_pairs = False  # of a chosen and a rejected completion
+    saved_names: set[str] | None = (
+        None  # with adapters: what a checkpoint holds of the model, beside its base; else all
+    )
     _divided_by = 0  # which of a step's sums the loss is a mean over
-    saved_names: set[str] | None = None
-    """With adapters: what a checkpoint holds of the model; the rest is its base, read from its source. None: all."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -172,9 +162,8 @@ class CausalLMModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients of the global batch from sums to the mean over its supervised tokens, or pairs.
 
-        Undoes what others divided by: the engine averages over ranks, Lightning divides by
-        ``accumulate_grad_batches`` (also in a short last window). A subclass whose ``training_step`` returns a mean
-        loss of its own, without that of this class, keeps Lightning's mean of means.
+        Undoes what others divided by: the engine by ranks, Lightning by ``accumulate_grad_batches`` (also in a short
+        last window).
         """
         window = self._window  # None: a subclass has a training step of its own, for which Lightning's mean holds
         counts = torch.zeros(len(STEP_COUNTS), dtype=torch.float64, device=self.device) if window is None else window
@@ -211,12 +200,12 @@ class CausalLMModule(LightningModule):
             if param.requires_grad:
                 clean = clean_name(name)
                 groups[splits and clean in self._hidden, clean in self._decayed].append(param)
-        options = [
-            {"params": params, "weight_decay": optim.weight_decay if decayed else 0.0}
-            | ({"use_muon": use_muon} if splits else {})
-            for (use_muon, decayed), params in groups.items()
-            if params
-        ]
+        options: list[dict[str, Any]] = []
+        for (use_muon, decayed), params in groups.items():
+            own_options = {"use_muon": use_muon} if splits else {}
+            options += (
+                [{"params": params, "weight_decay": optim.weight_decay * decayed} | own_options] if params else []
+            )
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         # Adafactor's eps are two
@@ -241,8 +230,7 @@ class CausalLMModule(LightningModule):
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream that only a time ends
         allowed = f"max_steps or max_epochs, which schedule {optim.schedule} falls towards"
-        fix = "set trainer.max_steps, or model.optim.schedule: constant"
-        require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed, fix)
+        require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
         return min(limits)
 
     # -- evaluation
@@ -265,10 +253,7 @@ class CausalLMModule(LightningModule):
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, float]]:
-        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out.
-
-        ``row`` is its number in the batch's ``row``; batches of somebody else's need none.
-        """
+        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
         assert self.model is not None
         sums, tokens = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
         numbers = batch["row"].tolist() if "row" in batch else [None] * len(sums)

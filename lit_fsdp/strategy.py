@@ -26,15 +26,11 @@ _ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {
 def fsdp_strategy(**kwargs: Any) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
-    The strategy wraps by itself, before the optimizers are configured; weights that are there already are broadcast
-    from rank 0, weights on meta are filled shard by shard. It scales no gradients: the engines average them over
-    ranks, and Lightning's own settings (accumulation, clipping) hold.
+    It wraps by itself, before the optimizers are configured; weights that are there already are broadcast from rank 0,
+    weights on meta are filled shard by shard. Gradients are averaged over ranks, and Lightning's own settings hold.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.strategy.StrategyConfig`, each described there.
-
-    Returns:
-        A subclass of Lightning's ``ModelParallelStrategy`` (fsdp2), ``FSDPStrategy`` (fsdp1) or ``DDPStrategy``.
 
     Raises:
         ConfigError: A value that does not exist, or values that do not go together.

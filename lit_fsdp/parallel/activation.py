@@ -1,9 +1,7 @@
 """What a block does with its activations, the same way for all engines: kept, recomputed, moved to the host, compiled.
 
-The block's own ``forward`` is replaced instead of wrapping the module: parameter names stay the model's own, and
-the recomputation happens inside the engine's hooks, so that it repeats no all-gather. From the outside in:
-host copies (hooks on saved tensors, which see what compiled code saves too), ``torch.compile``, the checkpointed
-region (the compiler must see it to recompute inside its own backward), the model's forward.
+The block's own ``forward`` is replaced: parameter names stay, and what is recomputed inside the engine's hooks repeats
+no all-gather. From the outside in: host copies, ``torch.compile``, the checkpointed region, the model's forward.
 """
 
 from __future__ import annotations
@@ -18,15 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.parallel.units import UnitPlan
 
-BACKEND = "inductor"
-"""Of ``torch.compile``; any name that it knows."""
-# Matrix products and attention in all their kernels; which of them exist depends on the build of torch. Collectives
-# inside a block (tensor or expert parallel layers) are dear too.
+BACKEND = "inductor"  # of torch.compile; any name that it knows
+# Matrix products, attention, collectives; which of them exist depends on the build of torch.
 _KEPT_OPS = """
 aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
 aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,9 +36,7 @@ _c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
 def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
 
-    ``every_n`` recomputes blocks 0, n, 2n, ... of the order given: the last block's activations are used first and
-    freed first, so recomputing it would save nothing at the peak. Eager losses and gradients are bit-equal in all
-    modes: recomputation restores the RNG state of the forward.
+    ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last one would save nothing at the peak.
     """
     what: str = "no" if config.mode == "none" else config.mode
     backend: Any = BACKEND if compile else None
@@ -55,7 +49,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
         forward: Any = getattr(block.forward, "_original", block.forward)
         original, words = forward, what
         if what in ("full", "selective"):
-            forward = _recomputed(block, forward, _kept_ops(block) if what == "selective" else [])
+            forward = _recomputed(block, forward, _kept_ops() if what == "selective" else [])
         if backend is not None:
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
@@ -74,10 +68,7 @@ def recomputes(block: nn.Module) -> str:
 
 
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
-    """What each unit does again in the backward pass: a unit inside a block shares its word, see :func:`recomputes`.
-
-    One around blocks that are no units says how many of them do something.
-    """
+    """What each unit does again in the backward pass, by the block around it, or by blocks in it that are no units."""
     around = {module: block for block in plan.blocks for module in block.modules()}
     found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
     inside: Counter[tuple[str, str]] = Counter()
@@ -87,14 +78,9 @@ def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
     return found | {unit: f"{count} blocks {word}" for (unit, word), count in inside.items() if word != "no"}
 
 
-def _kept_ops(block: nn.Module) -> list[Any]:
-    """What ``selective`` does not compute again, as far as torch has it."""
+def _kept_ops() -> list[Any]:
     found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in _KEPT_OPS)]
-    kept = [getattr(op, "default", op) for op in found if op is not None]
-    if any(getattr(module, "has_bias", False) is True for module in block.modules()):
-        # transformers adds these to products of experts (GPT-OSS) in place, and what is kept must not change
-        kept = [op for op in kept if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default)]
-    return kept
+    return [getattr(op, "default", op) for op in found if op is not None]
 
 
 def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,8 +93,10 @@ def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callabl
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], keep: list[Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not keep:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         # put together here and not outside: the compiler must see the parts
-        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep)) if keep else noop_context_fn
+        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return _in_training(block, forward, checkpointed)
@@ -146,10 +134,7 @@ def _within(budget: float) -> Callable[..., Any]:
 
 
 def resolve_gradient_checkpointing(module: nn.Module, config: ActivationConfig, path: str) -> ActivationConfig:
-    """The mode to apply when the model has transformers' own ``gradient_checkpointing`` switched on, which goes off.
-
-    Both at once would compute every block three times. ``none`` becomes ``full``, any other mode of ours holds.
-    """
+    """Switch transformers' own ``gradient_checkpointing`` off; it turns our ``none`` into ``full``."""
     flagged: list[Any] = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not flagged:
         return config

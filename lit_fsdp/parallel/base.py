@@ -1,7 +1,4 @@
-"""What all engines share: set-up in one order, the audit of the live units, the dtype contract.
-
-A mixin in front of a Lightning strategy.
-"""
+"""What all engines share, a mixin in front of a Lightning strategy: set-up, audit, dtype contract, steps."""
 
 from __future__ import annotations
 
@@ -74,24 +71,17 @@ _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAver
 
 
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
-    """A 1-D ``(dp_shard)`` mesh, or a 2-D ``(dp_replicate, dp_shard)`` one when there are several copies.
-
-    Neighboring ranks form a shard group, so that a group stays inside a node. The groups of a 2-D mesh are made here
-    because those that torch makes wait for its own default timeout.
-    """
+    """A 1-D ``(dp_shard)`` mesh, or ``(dp_replicate, dp_shard)``; neighboring ranks, of a node, form a shard group."""
     if replicate_degree == 1:
         return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
-    # ranks that hold the same shard of different copies; ranks that share one copy
+    # made here, as the groups that torch makes wait for its own default timeout
     groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
 class Entrance:
-    """The ``forward`` of a module that an engine has wrapped: calls from outside go through the engine's root.
-
-    The root calls the module again, which then runs what was asked for: its own forward, or a step of the Trainer.
-    """
+    """The ``forward`` of a sharded module: through the root, which calls it again for its own forward or for a step."""
 
     def __init__(self, strategy: EngineStrategy, module: nn.Module) -> None:
         self.strategy, self.forward = strategy, module.forward
@@ -108,10 +98,7 @@ class Entrance:
         return self.enter(self.forward, *args, **kwargs)
 
     def enter(self, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the module between the root's hooks; without a backward pass, free what they gathered.
-
-        What callbacks then see and change are the shards.
-        """
+        """Run a function of the module between the root's hooks; without a backward pass, free what they gathered."""
         before, self._is_inside, self._asked = self._is_inside, True, asked
         root: Any = self.strategy._root
         try:
@@ -128,22 +115,21 @@ class EngineStrategy(Checkpoints):
     """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`."""
 
     cluster_environment: Any
-    shard_group: dist.ProcessGroup | None
-    """The ranks that together hold one copy of the gradients; ``None``: each holds all of it."""
-    has_copies: bool
-    """Whether there are several copies, which must decide alike."""
-    in_recipe = False
-    """Whether the arguments come from a recipe, by whose paths errors name them."""
+    shard_group: dist.ProcessGroup | None  # of the ranks that together hold one copy; None: each holds all of it
+    has_copies: bool  # which must decide alike
+    in_recipe = False  # where the arguments come from, for the paths in errors
     num_nodes: int
     num_processes: int
     world_size: int
     global_rank: int
-    _layer_sync: Any
+    _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         is_fp16 = config.precision_config.row.compute == "fp16"
         self._plugin = GuardedSteps(config.nonfinite_gradients, is_fp16, self)
+        # by what a module that runs backward on sums divides beforehand, so that nothing overflows
+        self.loss_divisor = 1024.0 if is_fp16 else 1.0
         self._root = None
         self._owner: Any = None
         self._broadcast_done: dict[int, torch.Tensor] = {}
@@ -162,8 +148,6 @@ class EngineStrategy(Checkpoints):
         if config.is_sharded:
             self._forward_redirection: Any = self._step_inside
 
-    # -- what an engine has of its own
-
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         """Wrap the module, filled by then; the root that is called in every step."""
         raise NotImplementedError
@@ -174,24 +158,17 @@ class EngineStrategy(Checkpoints):
     def _no_sync(self) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
-    def realized_units(self) -> list[str]:
+    def realized_units(self) -> set[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
-        return [*units_already_wrapped(self.lightning_module), ""]
+        return {*units_already_wrapped(self.lightning_module), ""}
 
     def _start_process_group(self) -> None:
         super().setup_environment()  # type: ignore[misc]
-
-    # -- before the model
 
     @property
     def path(self) -> str:
         """Where the arguments stand, for errors."""
         return "trainer.strategy.init_args" if self.in_recipe else "fsdp_strategy"
-
-    @property
-    def loss_divisor(self) -> float:
-        """What a module that runs backward on sums divides by beforehand, so that nothing overflows in fp16."""
-        return 1024.0 if self._plugin.loss_scale is not None else 1.0
 
     @property
     def precision_plugin(self) -> Any:
@@ -240,8 +217,6 @@ class EngineStrategy(Checkpoints):
         self.lightning_module._device_mesh = self.mesh
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
-    # -- the model
-
     def process_dataloader(self, dataloader: object) -> object:
         """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
@@ -278,7 +253,7 @@ class EngineStrategy(Checkpoints):
         kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
         alike = not any(isinstance(inner, kinds) for inner in module.modules())
         require(alike, f"{self.path}.wrap", "manual with units of another engine", config.engine)
-        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+        if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
         plan = self.plan = self._prepare(module)
@@ -313,7 +288,7 @@ class EngineStrategy(Checkpoints):
             "replicate_degree": self.world_size // shards,
             "replaced": config.replaced,
         }
-        different = set(self.realized_units()) ^ {unit.name for unit in plan.units}
+        different = self.realized_units() ^ {unit.name for unit in plan.units}
         if config.is_sharded and different:
             raise ContractError(f"FSDP units differ from the plan: {sorted(different)}")
         if config.verbose:
@@ -371,11 +346,7 @@ class EngineStrategy(Checkpoints):
                     self._broadcast_done[id(tensor)] = tensor
 
     def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
-        """Cast what is given to layers that no engine casts for: those in the root, and all under low_precision.
-
-        Not at the root itself: its input is the batch with its targets and counts. What it computes with weights of its
-        own runs under autocast, as in Lightning's ``bf16-mixed``; units do not.
-        """
+        """Cast what is given to layers that no engine casts for, not the batch: in the root, or low_precision."""
         row, units = self.config.precision_config.row, plan.modules.values()
         mixes = row.compute != row.param
         if row.compute == "fp32" or (mixes and not self.config.is_sharded):
@@ -405,8 +376,6 @@ class EngineStrategy(Checkpoints):
         self._plugin.autocast, entrance.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
 
-    # -- a step
-
     def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:
         """What Lightning calls for each of its steps."""
         return module.forward.enter(getattr(module, step), *args, **kwargs)
@@ -414,24 +383,19 @@ class EngineStrategy(Checkpoints):
     def _check_optimized(self) -> None:
         """Refuse an optimizer of tensors that are no parameters of the sharded model: it would train nothing."""
         for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
-            kind = type(optimizer)
+            package, name = type(optimizer).__module__, type(optimizer).__name__
             # of others nobody knows what they make of shards
-            is_known = kind.__module__.partition(".")[0] in ("torch", "torchao", "transformers")
-            if is_known and self.shard_group is not None:
-                check_optimizer(f"{kind.__module__}.{kind.__name__}", self.config.engine, f"{self.path}.engine")
+            if package.partition(".")[0] in ("torch", "torchao", "transformers") and self.shard_group is not None:
+                check_optimizer(f"{package}.{name}", self.config.engine, f"{self.path}.engine")
             check_packed_state(optimizer, self.config.offloads, self._names)
-            strays = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._names]
-            if strays:
-                text = (
-                    f"optimizer {index} moves a tensor of shape {tuple(strays[0].shape)} that is no parameter of the "
-                )
-                raise ContractError(text + "sharded model: make it in configure_optimizers, of self.parameters()")
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            stray = next((f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names), None)
+            if stray:
+                text = f"optimizer {index} moves {stray} that is no parameter of the sharded model: make it in "
+                raise ContractError(text + "configure_optimizers, of self.parameters()")
 
     def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
-        """Before each forward of a unit, whose parameters are those of ``owners``, look at what it has gathered.
-
-        Until the first step at the dtypes; from then on, too, at which parameters take part in a backward pass.
-        """
+        """Note which parameters of a unit, those of ``owners``, a backward pass uses, and at first their dtypes."""
 
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
             named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
@@ -440,21 +404,20 @@ class EngineStrategy(Checkpoints):
                 split = [(name, p) for name, p in gathered if p.dim()]
                 self.contract.check_parameters("gathered parameters in the forward", split, dtype)
             for name, param in gathered:
+                if not param.requires_grad:
+                    continue
                 note = functools.partial(_add, self._used, name)
-                if param.requires_grad and not param.is_leaf:
+                if not param.is_leaf:
                     param.register_hook(note)
-                elif param.requires_grad and self._noted.get(id(param)) is not param:
+                elif self._noted.get(id(param)) is not param:
                     self._noted[id(param)] = param
                     param.register_post_accumulate_grad_hook(note)
 
         unit.register_forward_pre_hook(hook)
 
     def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective.
-
-        Engines put zeros there; without engines the optimizer passes such a parameter over instead of decaying it.
-        """
-        if not self.config.is_sharded:
+        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective."""
+        if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
             return [], torch.empty(0)
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         # in an order that all ranks share, whatever their optimizers hold
@@ -474,17 +437,14 @@ class EngineStrategy(Checkpoints):
         return found
 
     def _sync_buffers(self) -> None:
-        """Make the floating-point buffers that a checkpoint holds, such as running statistics, those of rank 0."""
+        """Make the floating-point buffers of a checkpoint, such as running statistics, those of rank 0."""
         for child in self.lightning_module.modules() if self.world_size > 1 else ():
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
                     dist.broadcast(buffer, src=0)
 
     def _check_batches(self, of: str) -> None:
-        """Refuse loaders with more batches on some ranks, which would wait for the others for good; collective.
-
-        Lightning gives no row of ``predict`` to two ranks, so one may well have a batch more.
-        """
+        """Refuse loaders with more batches on some ranks, which would wait for the others for good; collective."""
         if self.config.is_sharded:
             found = Ranks().run("counting batches", lambda: getattr(self.lightning_module.trainer, of))
             allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"

@@ -41,16 +41,11 @@ class Checkpoints:
     lightning_module: Any
     optimizers: list[Any]
     checkpoint_files: dict[str, Path]
-    """Further files of every checkpoint, by name."""
-    verify_on_load = True
-    """Whether every file's hash is compared before a checkpoint is loaded; sizes always are."""
-    fallback_checkpoints: Sequence[Path] = ()
-    """What the next load may take, in this order, where the checkpoint it is given is damaged."""
-    damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})
-    """What the last load passed over, with the reason."""
+    verify_on_load = True  # by hashes; sizes always are
+    fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
+    damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # passed over by the last load, with the reason
     loaded_checkpoint: Path | None = None
-    saves_on_signal = False
-    """Whether the save under way has no other reason than a signal; its manifest says so."""
+    saves_on_signal = False  # for no other reason; the manifest says so
     background: BackgroundSaver | None = None
     _in_background = False
     _root: nn.Module | None
@@ -82,10 +77,7 @@ class Checkpoints:
         super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Parameters and persistent buffers under the module's own names, sharded ones as DTensors; ties once.
-
-        Of a module with ``saved_names`` only these: what is frozen there can be read again from where it came.
-        """
+        """Parameters and persistent buffers (or ``saved_names``) under their own names, sharded ones as DTensors."""
         saved = getattr(self.lightning_module, "saved_names", None)
         return {name: tensor for name, tensor in self._whole_state().items() if saved is None or name in saved}
 
@@ -94,10 +86,7 @@ class Checkpoints:
         return {name: tensor for name, tensor in state.items() if name not in self._ties}
 
     def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
-        """``state`` by parameter name (DTensors) and ``param_groups`` by parameter name.
-
-        Before its first step an optimizer has no state; ``is_template`` gives it one to load into.
-        """
+        """Its state by parameter name; before a first step it has none, but ``is_template`` gives one to load into."""
         own = getattr(optimizer, "_optimizer", optimizer)
         is_new = self.reduce_boolean_decision(not own.state) and not is_template  # type: ignore[attr-defined]
         found = dcp_state.get_optimizer_state_dict(self._state_owner(), own)
@@ -246,10 +235,7 @@ class Checkpoints:
                 _log.warning("%s", error)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the RNG of the checkpoint just before the first batch after a resume.
-
-        A checkpoint inside an accumulation starts that global batch again, so with its RNG.
-        """
+        """Restore the RNG of the checkpoint just before the first batch after a resume, the first of a global batch."""
         saved, self._rng_after_load = self._rng_after_load, None
         if saved is not None:
             _set_rng_states(saved)
@@ -283,10 +269,7 @@ def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Ten
 
 @torch.no_grad()
 def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
-    """A moment as it is saved: as it is, or of torchao's 8-bit ones codes and scales, in the memory that they have.
-
-    Not as the numbers that these stand for: packed again they would give other scales.
-    """
+    """A moment as it is saved; of torchao's 8-bit ones codes and scales, as packing again would give others."""
     local: Any = value.to_local() if isinstance(value, DTensor) else value
     if not hasattr(local, "codes"):
         return {name: value}
@@ -304,10 +287,7 @@ def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
 
 
 def check_packed_state(optimizer: Any, offloads: bool, names: Mapping[int, str]) -> None:
-    """Refuse 8-bit state of torchao that no checkpoint could hold: offloaded, or packed on some ranks only.
-
-    ``names`` of parameters by ``id``.
-    """
+    """Refuse 8-bit state of torchao that no checkpoint could hold: offloaded, or packed on some ranks only."""
     if not type(optimizer).__module__.startswith("torchao."):
         return
     field, kind, block = "model.optim.class_path", type(optimizer).__name__, int(optimizer.block_size)

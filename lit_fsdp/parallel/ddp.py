@@ -1,8 +1,4 @@
-"""Whole models on every rank (``ddp``) or on the only one (``single``), behind the same recipe and the same checks.
-
-``mixed`` and ``fp16_mixed`` are torch's autocast here: parameters and their gradients are fp32, and each op chooses
-its compute dtype. The engines cast whole units instead, so losses agree to the rounding of the compute dtype only.
-"""
+"""Whole models on every rank (``ddp``) or on the only one (``single``); ``mixed`` is torch's autocast here."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ from lit_fsdp.parallel.units import UnitPlan
 
 
 class ReplicatedStrategy(EngineStrategy, DDPStrategy):
-    """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is.
-
-    Built by :func:`lit_fsdp.fsdp_strategy`.
-    """
+    """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

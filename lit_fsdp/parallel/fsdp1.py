@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,41 +23,22 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
-from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
 from lit_fsdp.parallel.units import UnitPlan, last_unit
 
-_SHARDING: dict[Sharding, ShardingStrategy] = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-_ONE_COPY: dict[Sharding, Sharding] = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
-_KEPT = {
-    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-"""Of the last unit, which the backward pass needs at once: what leaves it gathered after its forward."""
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
 class FSDP1Strategy(EngineStrategy, FSDPStrategy):
-    """``FullyShardedDataParallel`` around every unit and the LightningModule, always with original parameters.
-
-    Built by :func:`lit_fsdp.fsdp_strategy`.
-    """
+    """``FullyShardedDataParallel`` around every unit and the LightningModule, always with original parameters."""
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""
-        with ExitStack() as stack:
-            if self.config.wrap_config.manual:
-                stack.enter_context(_quietly())
-                stack.enter_context(enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()))
+        manual = self.config.wrap_config.manual
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()) if manual else nullcontext():
             yield
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -69,28 +50,26 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         if on_cpu or is_meta:
             self._broadcast(module)  # sync_module_states refuses tensors on the CPU and on meta
         own: Any = self.unit_options()
-        row, mixed, sharding = self.config.precision_config.row, own["mixed_precision"], own["sharding_strategy"]
-        in_fp32 = MixedPrecision(TORCH_DTYPES["fp32"], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
+        row, mixed = self.config.precision_config.row, own["mixed_precision"]
         options: dict[nn.Module, Any] = {}
         for unit in plan.units[:-1]:
-            options[plan.modules[unit.name]] = {"mixed_precision": in_fp32 if unit.keeps_fp32 else mixed}
+            dtype, wrapped = TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute], plan.modules[unit.name]
+            options[wrapped] = {"mixed_precision": mixed and dataclasses.replace(mixed, param_dtype=dtype)}
             if row.compute != row.param:  # FSDP1 casts nothing once backward has begun, for what is recomputed then
-                dtype = "fp32" if unit.keeps_fp32 else row.compute
-                cast_inputs(plan.modules[unit.name], TORCH_DTYPES[dtype])
-        if (last := last_unit(plan, module)) is not None:
-            options[last]["sharding_strategy"] = _KEPT.get(sharding, sharding)
+                cast_inputs(wrapped, dtype)
+        if (last := last_unit(plan, module)) is not None:  # which the backward pass needs at once
+            options[last]["sharding_strategy"] = self._sharding(stays=True)
         if mixed is not None:
             mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
         policy = None if self.config.wrap_config.manual else CustomPolicy(lambda child: options.get(child, False))
-        with _quietly():
-            root = FullyShardedDataParallel(
-                module,
-                auto_wrap_policy=policy,
-                param_init_fn=materializer.fill if is_meta else None,
-                sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
-                ignored_states=self.replicated,
-                **{**own, "mixed_precision": mixed},
-            )
+        root = FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=policy,
+            param_init_fn=materializer.fill if is_meta else None,
+            sync_module_states=self.config.sync_module_states and not is_meta and not on_cpu,
+            ignored_states=self.replicated,
+            **{**own, "mixed_precision": mixed},
+        )
         units = {m.module: m for m in root.modules() if isinstance(m, FullyShardedDataParallel)}
         for parent in list(root.modules()):  # torch wraps a module in the first of its places only
             for name, child in parent._modules.items():
@@ -100,8 +79,9 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
 
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
-        row, config = self.config.precision_config.row, self.config
-        mixed = None
+        row, config, mixed = self.config.precision_config.row, self.config, None
+        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
+        warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
         if row.compute != row.param or row.reduce != row.param:
             mixed = MixedPrecision(
                 param_dtype=TORCH_DTYPES[row.compute],
@@ -113,7 +93,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         assert not isinstance(config.backward_prefetch, int)
         return {
             "device_mesh": self._fsdp1_mesh,
-            "sharding_strategy": _SHARDING[self._realized_sharding()],
+            "sharding_strategy": self._sharding(config.sharding in ("shard_grad_op", "hybrid_shard_zero2")),
             "mixed_precision": mixed,
             "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
             "backward_prefetch": _PREFETCH[config.backward_prefetch],
@@ -123,18 +103,19 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             "use_orig_params": True,
         }
 
-    def _realized_sharding(self) -> Sharding:
-        """What hybrid sharding is at its ends: FSDP1 would not average copies of one rank, nor accept a single copy."""
+    def _sharding(self, stays: bool) -> ShardingStrategy:
+        """By the mesh; ``stays``: gathered from the forward to the backward pass."""
         if self.mesh.size(self.mesh.ndim - 1) == 1:
-            return "no_shard"
-        sharding = self.config.sharding
-        return _ONE_COPY.get(sharding, sharding) if self.mesh.ndim == 1 else sharding
+            return ShardingStrategy.NO_SHARD
+        if self.mesh.ndim == 2:
+            return ShardingStrategy._HYBRID_SHARD_ZERO2 if stays else ShardingStrategy.HYBRID_SHARD
+        return ShardingStrategy.SHARD_GRAD_OP if stays else ShardingStrategy.FULL_SHARD
 
     @functools.cached_property
     def _fsdp1_mesh(self) -> Any:
-        """The 2-D mesh only for hybrid sharding; FSDP1 replicates ``no_shard`` over a 1-D mesh."""
-        is_it = self.mesh.ndim == 1 or self._realized_sharding() in _ONE_COPY
-        return self.mesh if is_it else init_device_mesh(self.root_device.type, (self.world_size,))
+        """FSDP1 replicates ``no_shard`` over a 1-D mesh."""
+        is_flat = self.mesh.ndim == 1 or self.mesh.size(1) > 1
+        return self.mesh if is_flat else init_device_mesh(self.root_device.type, (self.world_size,))
 
     def reshard(self) -> None:
         """Free what is still gathered."""
@@ -174,11 +155,3 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         for param in unused:
             state["state"].pop(self._names[id(param)], None)
         return state
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
-        warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
-        yield

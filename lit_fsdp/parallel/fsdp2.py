@@ -17,10 +17,7 @@ from lit_fsdp.parallel.units import UnitPlan
 
 
 class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
-    """``fully_shard`` on every unit and on the LightningModule as the root, with parameters as DTensors.
-
-    Built by :func:`lit_fsdp.fsdp_strategy`.
-    """
+    """``fully_shard`` on every unit and on the LightningModule as the root, with parameters as DTensors."""
 
     def _start_process_group(self) -> None:
         ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh

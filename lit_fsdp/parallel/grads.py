@@ -1,8 +1,7 @@
 """What happens between the backward pass and the optimizer: loss scale, finite gradients, clipping, in one order.
 
-The engines' gradient scalers look at local shards, each in its own way; here one norm over all shards, the one an
-unsharded model would have, decides for all ranks, so that a step is taken everywhere or nowhere. Lightning refuses norm
-clipping under its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
+One norm over all shards, that of an unsharded model, decides for all ranks. Lightning refuses norm clipping under its
+FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ class GuardedSteps(Precision):
     Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
     """
 
-    last_grad_norm: torch.Tensor | None = None
-    """Of the last optimizer step, before clipping; an fp32 scalar, equal on all ranks of a copy."""
-    autocast: tuple[str, torch.dtype] | None = None
-    """Device type and dtype, where the LightningModule's steps run under autocast."""
+    last_grad_norm: torch.Tensor | None = None  # before clipping; an fp32 scalar, equal on all ranks of a copy
+    autocast: tuple[str, torch.dtype] | None = None  # device type and dtype of the LightningModule's steps
     _own_loss: torch.Tensor | float = 0.0
 
     def __init__(self, policy: NonFinite, is_fp16: bool, strategy: Any) -> None:
@@ -49,11 +46,7 @@ class GuardedSteps(Precision):
         self.good_steps = self.num_skipped_steps = self.num_overflow_steps = self.in_a_row = 0
 
     def allows(self, grad_norm: float) -> bool:
-        """Whether to take the step, alike on all ranks; collective where it is not.
-
-        Raises:
-            NonFiniteGradientError: Policy ``error``, or ten skipped steps in a row.
-        """
+        """Whether to take the step, alike on all ranks; raises ``NonFiniteGradientError`` by the policy."""
         if math.isfinite(grad_norm):
             self.in_a_row, self.good_steps = 0, self.good_steps + 1
             if self.loss_scale is not None and self.good_steps % _GROWTH_INTERVAL == 0:
@@ -69,17 +62,14 @@ class GuardedSteps(Precision):
         culprits = [rank for rank, fine in enumerate(everyone) if not fine]
         found = f"the gradients hold inf or nan (ranks whose loss was not finite: {culprits or 'none'})"
         if self.policy == "error":
-            raise NonFiniteGradientError(
-                f"{found}; parameters and optimizer are as before this step\n"
-                "  fix:     lower the learning rate, clip (trainer.gradient_clip_val: 1.0), look at the rows of this "
-                "step, or set nonfinite_gradients: skip"
-            )
+            fix = "lower the learning rate, clip (trainer.gradient_clip_val: 1.0), or set nonfinite_gradients: skip"
+            raise NonFiniteGradientError(f"{found}; parameters are as before this step\n  fix:     {fix}")
         self.num_skipped_steps, self.in_a_row = self.num_skipped_steps + 1, self.in_a_row + 1
         _log.warning("%s: step skipped (%d so far)", found, self.num_skipped_steps)
         if self.in_a_row >= _SKIPPED_IN_A_ROW:
+            text = f"{self.in_a_row} optimizer steps in a row were skipped for inf or nan in the gradients"
             raise NonFiniteGradientError(
-                f"{self.in_a_row} optimizer steps in a row were skipped for inf or nan in the gradients\n"
-                "  fix:     lower the learning rate, or resume from an earlier checkpoint"
+                text + "\n  fix:     lower the learning rate, or resume from an earlier checkpoint"
             )
         return False
 
@@ -133,10 +123,7 @@ class GuardedSteps(Precision):
         return result
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Scale all gradients so that their common 2-norm is at most ``clip_val``.
-
-        One that is not finite makes them all so, and the step is not taken.
-        """
+        """Scale all gradients so that their common 2-norm is at most ``clip_val``."""
         scale_grads(optimizer, torch.clamp(clip_val / (self._measure(optimizer) + 1e-6), max=1.0))
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +17,8 @@ from lit_fsdp.parallel.units import tied_names
 _TRIM_BYTES = 32 * 2**20
 
 
-class Reader(Protocol):
-    """Gives the tensors of a model one at a time, from a file or an initializer."""
-
-    def __call__(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
-        """The parameter or buffer ``attribute`` of ``module``, or its ``rows`` in dim 0, on the CPU."""
+Reader = Callable[[str, nn.Module, str, slice | None], torch.Tensor]
+"""Gives, by a module's name, the module and an attribute, a parameter or buffer, or only rows of it, on the CPU."""
 
 
 class Materializer:
@@ -39,11 +37,8 @@ class Materializer:
             self.fill(module)
 
     def fill(self, module: nn.Module) -> None:
-        """Replace the module's own meta parameters and buffers by filled ones, sharded ones (DTensors) by their rows.
-
-        What was freed since then (copies of rows, FSDP1's gathered units) goes back to the system every now and then.
-        """
-        if self._read_bytes > _TRIM_BYTES:
+        """Replace the module's own meta parameters and buffers by filled ones, DTensors by this rank's rows."""
+        if self._read_bytes > _TRIM_BYTES:  # copies of rows, FSDP1's gathered units
             return_freed_memory()
             self._read_bytes = 0
         name = self.names[module]

@@ -42,18 +42,13 @@ def has_bf16(device_type: str) -> bool:
 
 
 def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[[bool], bool]) -> StrategyConfig:
-    """Decide what ``precision: auto`` is, alike on all ranks, whose machines may differ, and say so on rank 0.
-
-    Any other mode stays, with a warning where a CPU has to emulate its bf16. ``on_all`` is a collective.
-    """
+    """Decide what ``precision: auto`` is, alike on all ranks (``on_all`` is a collective), and say so."""
     given, everywhere = config.precision_config, on_all(has_bf16(device_type))
     settled = config.on(everywhere)
     what = f"{'every' if everywhere else 'not every'} {'CPU' if device_type == 'cpu' else 'GPU'} has bf16 instructions"
-    if dist.get_rank() != 0:
-        return settled
-    if given.mode == "auto":
+    if dist.get_rank() == 0 and given.mode == "auto":
         _log.info("precision auto: %s, as %s", settled.precision_config.mode, what)
-    elif device_type == "cpu" and not everywhere and given.row.compute == "bf16":
+    elif dist.get_rank() == 0 and device_type == "cpu" and not everywhere and given.row.compute == "bf16":
         text = "precision %s computes in bf16, about eight times slower than fp32, as %s; set it to auto, or fp32"
         _log.warning(text, given.mode, what)
     return settled
@@ -72,10 +67,7 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
-    """Cast all floating-point parameters to their storage dtypes in place; ties are kept.
-
-    Returns the dtype of frozen parameters beside adapters of peft; ``None`` without adapters, where all are alike.
-    """
+    """Cast all parameters to their storage dtypes in place; the dtype of frozen ones beside adapters, else ``None``."""
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
     done: dict[int, nn.Parameter] = {}
@@ -172,10 +164,7 @@ class DtypeContract:
     def check_parameters(
         self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None = None
     ) -> None:
-        """:meth:`check` of trained, frozen and packed parameters, each with the dtype they rest in.
-
-        ``declared`` is that of all that are not packed, where a unit has gathered them.
-        """
+        """:meth:`check` of trained, frozen and packed ones, by the dtype they rest in or (unpacked) are gathered in."""
         kinds: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
         for name, param in named:
             kind: tuple[str, str] = ("", declared or self.row.param)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import require
 
-_LARGE_ROOT = 10_000_000
-"""Parameters that are too many to be left in the root by a choice that nobody made by name."""
+_LARGE_ROOT = 10_000_000  # parameters: too many to be left in the root by a choice that nobody made by name
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NO_MATCH = "which matches no module with parameters and a forward"
-# Their forward reads the weights of modules inside them without calling these, so that no hook would gather them.
+# Their forward reads weights of modules inside them without calling these, so that no hook would gather them.
 _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -29,20 +28,14 @@ _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 class Unit:
     """One FSDP unit: a module and the parameters it alone gathers."""
 
-    name: str
-    """Path of the module inside the LightningModule; empty for the root."""
+    name: str  # path inside the LightningModule; empty for the root
     class_name: str
-    num_params: int
-    """Parameters of this unit without those of units inside it, frozen ones too; a tied weight counts once."""
-    num_bytes: int
-    """Bytes of these parameters in the storage dtype, before sharding."""
-    quantization_bytes: int
-    """Beside them, of what turns 4-bit weights back into weights, which every rank keeps whole."""
+    num_params: int  # without those of units inside it, with frozen ones; a tied weight counts once
+    num_bytes: int  # of these in the storage dtype, before sharding
+    quantization_bytes: int  # beside them, of what turns 4-bit weights back into weights, whole on every rank
     num_trainable: int
-    tied: tuple[str, ...]
-    """Names under which a weight of this unit appears again."""
-    keeps_fp32: bool
-    """Whether it is gathered in fp32 whatever the precision mode says."""
+    tied: tuple[str, ...]  # names under which a weight of this unit appears again
+    keeps_fp32: bool  # when it is gathered, whatever the precision mode says
 
 
 @dataclass(frozen=True)
@@ -50,14 +43,10 @@ class UnitPlan:
     """All units of a model, inner ones before outer ones, the root last."""
 
     units: tuple[Unit, ...]
-    source: str
-    """What decided, for people."""
-    modules: dict[str, nn.Module] = field(repr=False)
-    """The modules of all units but the root, by name."""
-    blocks: tuple[nn.Module, ...]
-    """The modules that are recomputed and compiled; none is inside another, and units may be inside or around them."""
-    kept_together: tuple[str, ...] = ()
-    """Chosen modules that are no units: a weight of theirs is used outside too and stays in the enclosing unit."""
+    source: str  # what decided, for people
+    modules: dict[str, nn.Module]  # of all units but the root, by name
+    blocks: tuple[nn.Module, ...]  # that are recomputed and compiled; units may be inside or around them
+    kept_together: tuple[str, ...]  # that are no units, as a weight of theirs is used outside too
 
     @property
     def num_params(self) -> int:
@@ -66,7 +55,7 @@ class UnitPlan:
 
     @property
     def root_share(self) -> float:
-        """Share of all parameters, frozen ones too (they are gathered alike), left in the root unit, 0 to 1."""
+        """Share of all parameters left in the root unit, 0 to 1."""
         return self.units[-1].num_params / max(1, self.num_params)
 
 
@@ -90,12 +79,10 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
 def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Collection[nn.Module] = ()) -> UnitPlan:
     """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
-    A module that holds a weight which is also used outside of it is never a unit of its own: tied weights stay in the
-    unit that encloses all their users. ``fp32`` become units of their own, gathered in fp32.
+    Tied weights stay in the unit that encloses all their users. ``fp32`` become units of their own, gathered in fp32.
 
     Raises:
-        ConfigError: A class or pattern that matches no module (what exists is listed), wrapped modules that are not
-            there, or more than ``max_root_share`` of the parameters left in the root.
+        ConfigError: What matches no module (what exists is listed), or too many parameters left in the root.
     """
     ends = _embeddings_and_heads(model)
     if wrap.manual:
@@ -213,7 +200,7 @@ def _count(
 
 
 def _check_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> None:
-    """Refuse a plan that leaves too much in the root; what is tied has to stay there and does not count."""
+    """Refuse a plan that leaves too much in the root, beside what is tied."""
     inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
     tied = {id(p) for name in plan.kept_together for p in model.get_submodule(name).parameters()}
     num_tied = sum(p.numel() for p in model.parameters() if id(p) in tied - inner)
@@ -241,9 +228,6 @@ def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Mod
     wanted = set(modules) - {model, *ends}
     inside = {inner for m in wanted for inner in m.modules() if inner is not m}
     return tuple(m for m in model.modules() if m in wanted and m not in inside)
-
-
-# -- what the recipe chooses
 
 
 def _choose(
@@ -279,10 +263,7 @@ def _choose(
 
 
 def _manual_parts(model: nn.Module) -> list[nn.Module]:
-    """The parts of a LightningModule that optimizes manually: each gathers its weights anew after every backward pass.
-
-    What is left in the root is gathered once per ``training_step``, so a second pass there would find nothing.
-    """
+    """The parts of a LightningModule that optimizes manually: the root is gathered for one backward pass only."""
     if getattr(model, "automatic_optimization", True):
         return []
     parts = [inner for part in model.children() for inner in ([part] if _can_be_unit(part) else part.children())]
@@ -320,9 +301,6 @@ def _of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return grouped
 
 
-# -- what the model shows
-
-
 def _find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str]:
     """The repeated blocks a model declares as no-split, or shows by its module lists, single others, and the source."""
     declared = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
@@ -358,9 +336,6 @@ def _embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
             if isinstance(end, nn.Module) and _can_be_unit(end):
                 ends[end] = None
     return list(ends)
-
-
-# -- units that are there already
 
 
 def units_already_wrapped(module: nn.Module) -> dict[str, Any]:
