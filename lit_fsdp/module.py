@@ -33,7 +33,7 @@ from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
-from lit_fsdp.models.neftune import EmbeddingNoise
+from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
@@ -76,8 +76,7 @@ class CausalLMModule(LightningModule):
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
-        self._noise: EmbeddingNoise | None = None
-        self._eval_metrics: Any = SumMetric(4, eval_means)
+        self._eval_metrics: Any = SumMetric(3, eval_means)
 
     @functools.cached_property
     def source(self) -> ModelSource:
@@ -105,8 +104,6 @@ class CausalLMModule(LightningModule):
             if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
                 text = "model.attn_implementation: %s, as %s does not work with sdpa"
                 _log.info(text, self.attn_implementation, self.source.hf_config.model_type)
-            if self.config.neftune_alpha is not None:
-                self._noise = EmbeddingNoise(model, self.config.neftune_alpha)
             self.model = model
         return self
 
@@ -151,11 +148,11 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
-        with self._noise.on(batch, self.global_rank) if self._noise else nullcontext():
+        alpha = self.config.neftune_alpha
+        with embedding_noise(self.model, alpha, batch, self.global_rank) if alpha else nullcontext():
             loss, more = self._forward(batch)
-        sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum, loss.loss_sum, loss.z_loss_sum)
-        sums_6 = torch.stack([value.detach().double() for value in sums])
-        counts = torch.cat([sums_6[:2], batch_counts(batch).to(sums_6.device), sums_6[2:], *more])  # as STEP_COUNTS
+        sums_3 = torch.stack([s.detach().double() for s in (loss.num_tokens, loss.nll_sum, loss.num_correct)])
+        counts = torch.cat([sums_3[:2], batch_counts(batch).to(sums_3.device), sums_3[2:], *more])  # as STEP_COUNTS
         self._window = counts if self._window is None else self._window + counts
         return loss.loss_sum / self._loss_divisor
 
@@ -180,10 +177,7 @@ class CausalLMModule(LightningModule):
         self.log("lr", optimizer.param_groups[0]["lr"])
 
     def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
-        extras, router = self.config.loss, getattr(self.source.hf_config, "output_router_logits", False)
-        has_objective = extras.z_loss > 0 or extras.label_smoothing > 0 or router
-        tells_scores = self._loss_plan is None or self._loss_plan.backend != "liger"
-        return step_metrics(totals, has_objective, extras.z_loss > 0, tells_scores)
+        return step_metrics(totals)
 
     @property
     def _loss_divisor(self) -> float:
@@ -242,7 +236,7 @@ class CausalLMModule(LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity, token accuracy and entropy over all supervised tokens of all ranks."""
+        """Log loss, perplexity and token accuracy over all supervised tokens of all ranks."""
         stage = "test" if self.trainer.testing else "val"
         means = {f"{stage}_{name}": value for name, value in self._eval_metrics.compute().items()}
         self._eval_metrics.reset()
@@ -266,7 +260,7 @@ class CausalLMModule(LightningModule):
 
     def _evaluate(self, batch: Mapping[str, torch.Tensor], loader: int) -> None:
         loss, _ = self._forward(batch)
-        sums = (loss.num_tokens, loss.nll_sum, loss.num_correct, loss.entropy_sum)
+        sums = (loss.num_tokens, loss.nll_sum, loss.num_correct)
         self._eval_metrics.update(torch.stack([value.double() for value in sums]), loader)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:

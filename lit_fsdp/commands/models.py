@@ -8,7 +8,6 @@ from typing import Any
 
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.commands.parsing import parse, verb_parser
-from lit_fsdp.errors import require
 
 
 def run_export(argv: Sequence[str]) -> int:
@@ -26,17 +25,11 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora = parser.add_mutually_exclusive_group()
     of_lora.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapter only (default)")
     of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
-    text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
-    parser.add_argument("--push-to-hub", metavar="NAME", help=text)
-    parser.add_argument("--private", action="store_true", help="make that repository a private one")
     parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with that base")
     options = parse(parser, argv)
-    hub_name = options.push_to_hub
-    require(hub_name or not options.private, "--private", "no --push-to-hub", "both", "add --push-to-hub you/model")
     from lit_fsdp.checkpoint.export import export
     from lit_fsdp.models.base import open_base
-    from lit_fsdp.models.hub import push
 
     def base_of(manifest: Manifest) -> Any:
         saved = manifest.extra["model"]["base"]
@@ -60,8 +53,6 @@ def run_export(argv: Sequence[str]) -> int:
         open_base=base_of,
     )
     print(report)
-    if hub_name:
-        print(push(options.out, hub_name, options.private))
     return 0
 
 

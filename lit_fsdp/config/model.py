@@ -47,15 +47,13 @@ class OptimConfig:
             if field in args:
                 object.__setattr__(self, field, float(args.pop(field)))
         object.__setattr__(self, "optimizer_args", args or None)
-        for field in ("lr", "weight_decay", "eps", "warmup_steps"):
+        for field in ("lr", "weight_decay", "eps", "warmup_steps", "beta1", "beta2", "min_lr_ratio", "decay_ratio"):
             value = getattr(self, field)
-            require(0 <= value < float("inf"), field, value, "a finite number >= 0")
-        for field in ("beta1", "beta2"):
-            require(0 <= getattr(self, field) < 1, field, getattr(self, field), f"0 <= {field} < 1")
-        for field in ("min_lr_ratio", "decay_ratio"):
-            require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "0 to 1")
-        given, fits = f"{self.decay_ratio} with schedule: {self.schedule}", self.schedule == "wsd"
-        require(fits or self.decay_ratio == 0.1, "decay_ratio", given, "schedule: wsd", "set schedule: wsd")
+            is_share = field in ("beta1", "beta2", "min_lr_ratio", "decay_ratio")
+            allowed = "0 to 1" if is_share else "a finite number >= 0"
+            require(0 <= value <= 1 if is_share else 0 <= value < float("inf"), field, value, allowed)
+        given, is_used = f"{self.decay_ratio} with schedule: {self.schedule}", self.schedule == "wsd"
+        require(is_used or self.decay_ratio == 0.1, "decay_ratio", given, "schedule: wsd", "set schedule: wsd")
 
 
 def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
@@ -78,30 +76,18 @@ def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The ``model.loss`` section: the same loss and gradients, by different ways of getting there.
-
-    ``train_loss`` and all of validation are the plain cross-entropy, whatever is added here; what backward runs on then
-    is ``train_objective``, and its z-loss ``train_z_loss``.
-    """
+    """The ``model.loss`` section: the same loss and gradients, by different ways of getting there."""
 
     backend: Literal["chunked", "plain", "liger"] = "chunked"
     """chunked: head and cross-entropy a few rows at a time; plain: all logits at once; liger: its kernel."""
     chunk_tokens: int | None = None
     """Supervised tokens per chunk; default: as many as keep a chunk's fp32 logits at about 96 MiB, or
     at a quarter of the fp32 gradient of the head where that is more."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition function that is added per supervised token (PaLM uses 1e-4)."""
-    label_smoothing: float = 0.0
-    """Share of the target's probability spread evenly over the vocabulary, 0 to 1."""
 
     def __post_init__(self) -> None:
-        backend, chunk, smooth, z_loss = self.backend, self.chunk_tokens, self.label_smoothing, self.z_loss
+        chunk, backend = self.chunk_tokens, self.backend
         fits = chunk is None or (chunk >= 1 and backend == "chunked")
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
-        require(0 <= z_loss < float("inf"), "z_loss", z_loss, "a finite number >= 0")
-        require(0 <= smooth < 1, "label_smoothing", smooth, "0 <= label_smoothing < 1")
-        given = f"{smooth}: liger does not tell the plain loss beside it"
-        require(backend != "liger" or not smooth, "label_smoothing", given, "0 here", "set backend: chunked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +114,23 @@ class LoraConfig:
     """With quantize: keep the scales of the 4-bit weights in 8 bits too, about 0.4 bits less per weight."""
 
     def __post_init__(self) -> None:
-        require(self.r >= 1, "r", self.r, ">= 1", "write r: 16")
-        require(0 < self.alpha < float("inf"), "alpha", self.alpha, "a finite number > 0", "write alpha: 32")
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1", "write dropout: 0.05")
+        require(self.r >= 1, "r", self.r, ">= 1")
+        require(0 < self.alpha < float("inf"), "alpha", self.alpha, "a finite number > 0")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1")
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
-        given, fix = "true without quantize", "add quantize: nf4"
-        require(self.quantize or not self.double_quantization, "double_quantization", given, "quantize: nf4", fix)
-        given, allowed = "true with quantize: DoRA needs whole weights in every forward", "false with quantize"
-        require(not (self.quantize and self.use_dora), "use_dora", given, allowed, "drop use_dora or quantize")
+        is_used = self.quantize or not self.double_quantization
+        require(is_used, "double_quantization", "true without quantize", "quantize: nf4 beside it")
+        given = "true with quantize: DoRA needs whole weights in every forward"
+        require(not (self.quantize and self.use_dora), "use_dora", given, "false with quantize")
 
     def check_checkpoint(self, manifest: Any) -> None:
         """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base."""
         model = manifest.extra.get("model", {})
         saved = {**(model.get("adapter") or {}), **(model.get("base") or {})}
-        keys = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora"}
-        for name in (*keys, "quantize", "double_quantization"):
+        for name in ("r", "alpha", "use_rslora", "quantize", "double_quantization"):
             now = getattr(self, name)
-            before = saved.get(keys.get(name, name), now)
+            before = saved.get("lora_alpha" if name == "alpha" else name, now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
             require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
 
@@ -161,15 +146,13 @@ class ModelConfig:
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning-rate schedule."""
     loss: LossConfig = LossConfig()
-    """Backend of the cross-entropy, z-loss and label smoothing."""
+    """Backend of the cross-entropy."""
     lora: LoraConfig | None = None
     """Train adapters beside the frozen model instead of the model; {} for all defaults."""
     freeze: list[str] | None = None
     """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
     add_tokens: list[str] | None = None
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
-    pad_token: str | None = None
-    """Token put where a batch has none; only needed for tokenizers without one, whose end of text is taken else."""
     neftune_alpha: float | None = None
     """Largest norm of the noise on the embeddings of each training sample (NEFTune: 5 to 15); null: none."""
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
@@ -182,11 +165,10 @@ class ModelConfig:
     """Random init of the same architecture shrunk to about a million parameters, for trying a recipe out."""
 
     def __post_init__(self) -> None:
-        alpha, tokens = self.neftune_alpha, self.add_tokens
+        alpha, tokens = self.neftune_alpha, self.add_tokens or ["-"]
         is_bound = alpha is None or 0 < alpha < float("inf")
-        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
-        fits = tokens is None or (all(tokens) and tokens and len(set(tokens)) == len(tokens))
-        require(fits, "add_tokens", tokens, "different tokens, none of them empty")
+        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null")
+        require(all(tokens) and len(set(tokens)) == len(tokens), "add_tokens", tokens, "different tokens, none empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,19 +180,12 @@ class PreferenceConfig:
     beta: float = 0.1
     """Weight of the preference: larger stays nearer to the reference (dpo, ipo), or weights the odds ratio (orpo) or
     the mean log-probabilities per token (simpo; 2.0 there)."""
-    label_smoothing: float = 0.0
-    """Share of the pairs taken to be the wrong way round, 0 to 0.5; dpo and simpo."""
     gamma: float = 0.5
     """Margin by which the chosen reward has to be larger; simpo only."""
 
     def __post_init__(self) -> None:
-        require(0 < self.beta < float("inf"), "beta", self.beta, "a finite number > 0", "write beta: 0.1")
-        smooth = self.label_smoothing
-        require(0 <= smooth < 0.5, "label_smoothing", smooth, "0 <= label_smoothing < 0.5", "write 0.1")
-        given = f"{smooth} with loss {self.loss}"
-        fits = not smooth or self.loss in ("dpo", "simpo")
-        require(fits, "label_smoothing", given, "0, or loss: dpo | simpo", "drop label_smoothing")
-        require(0 <= self.gamma < float("inf"), "gamma", self.gamma, "a finite number >= 0", "write gamma: 0.5")
+        require(0 < self.beta < float("inf"), "beta", self.beta, "a finite number > 0")
+        require(0 <= self.gamma < float("inf"), "gamma", self.gamma, "a finite number >= 0")
 
     @property
     def has_reference(self) -> bool:
@@ -227,11 +202,8 @@ class PreferenceModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        loss, allowed = self.loss, "the loss of single tokens, which pairs are not trained on: leave it out"
-        require(loss.backend != "liger", "loss.backend", "liger", "chunked | plain: it tells the loss of no token")
-        require(not loss.z_loss, "loss.z_loss", loss.z_loss, f"0; {allowed}")
-        fix = "write preference: {label_smoothing: 0.1}"
-        require(not loss.label_smoothing, "loss.label_smoothing", loss.label_smoothing, f"0; {allowed}", fix)
+        is_told = self.loss.backend != "liger"
+        require(is_told, "loss.backend", "liger", "chunked | plain: it tells the loss of no token")
 
 
 def gpu_attention_on_cpu(name: str) -> ConfigError:

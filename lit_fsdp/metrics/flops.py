@@ -13,8 +13,8 @@ One multiplication with its addition is two operations; only matrix products cou
 
 This is the work that the loss and its gradients need, whatever a backend really does (padding, logits of prompts, the
 masked half of attention): dividing it by time and by the device's peak rate gives MFU. PaLM's formula (appendix B)
-counts all T² pairs, and the head at every token; pre-training without the causal half agrees with it. HFU adds
-what activation checkpointing computes again, and nothing else.
+counts all T² pairs, and the head at every token; pre-training without the causal half agrees with it. HFU adds the
+forward pass of every block that activation checkpointing computes again.
 
 Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198, appendix A.
 """
@@ -29,10 +29,9 @@ from typing import Any
 from torch import nn
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-_KNOWN_LAYERS = ("full_attention", "attention", *_WINDOWS)
-_NO_PRODUCT = ("original_module", "lora_embedding_A", "token_adapter")
-_NORM_AFTER_MLP = re.compile(r"post_(feedforward|mlp|ffn)\w*norm")
-_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+_KNOWN_LAYERS = {"full_attention", "attention", *_WINDOWS}
+_NO_PRODUCT = {"original_module", "lora_embedding_A", "token_adapter"}
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,6 @@ class BlockFlops:
     train_per_pair: float
     window: int | None
     """Keys a query meets at most; None for all before it."""
-    last_product: float
-    """Part of ``forward_per_token`` that recomputing skips: nothing in the backward pass needs its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +69,8 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block up to the last product whose result is needed (where experts are shared, one product
-        too many); ``selective`` keeps all products by default, so none is repeated. What a compiler keeps within a
-        memory budget, only the compiler knows. ``words`` are those by block name; one without repeats nothing.
+        ``full`` repeats a block; ``selective`` keeps all products by default, so none is repeated; what is kept
+        within a memory budget, only the compiler knows. ``words`` are those by block name; one without repeats nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
@@ -82,8 +78,8 @@ class ModelFlops:
             if word not in ("no", "full", "selective"):
                 return None
             if word == "full":
-                again = block.forward_per_token - block.last_product
-                total += again * counts["tokens"] + block.forward_per_pair * num_pairs(counts, block.window)
+                pairs = num_pairs(counts, block.window)
+                total += block.forward_per_token * counts["tokens"] + block.forward_per_pair * pairs
         return total
 
 
@@ -94,10 +90,9 @@ def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
     the window; else a little too many.
     """
     tokens, squared = counts["tokens"], counts["squared_tokens"]
-    if not tokens:
-        return 0.0
-    length = squared / tokens
-    return squared / 2 if window is None or length <= window else tokens * (window - window * window / (2 * length))
+    if window is None or squared <= window * tokens:
+        return squared / 2
+    return tokens * (window - window * window * tokens / (2 * squared))
 
 
 def flop_formula(model: nn.Module) -> ModelFlops:
@@ -109,11 +104,18 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     Raises:
         ValueError: No formula is known for this model; the text says why.
     """
-    config = _text_config(model)
-    names = _block_names(model, config.num_hidden_layers)
+    if not hasattr(model, "config"):
+        raise ValueError("it is no transformers model")
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    kinds, count = getattr(config, "layer_types", None) or (), config.num_hidden_layers
+    if unknown := sorted(set(kinds) - _KNOWN_LAYERS):
+        raise ValueError(f"no formula is known for layers of type {', '.join(unknown)}")
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f"it has no list of {count} blocks")
+    name = min(lists, key=lambda found: found.count("."))
+    names = [f"{name}.{index}" for index in range(count)]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if head is None:
-        raise ValueError("it has no head over a vocabulary")
     in_head = set(head.modules())
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     flows = any(p.requires_grad for module in embeddings for p in module.parameters(recurse=False))
@@ -122,7 +124,7 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     for name, module in model.named_modules():
         if name in names:
             flows = flows or any(p.requires_grad for p in module.parameters())
-            blocks[name] = _block(module, flows, config, len(blocks))
+            blocks[name] = _block(module, flows, config, kinds[len(blocks)] if kinds else "sliding_attention")
         elif module not in in_head and not any(name.startswith(f"{block}.") for block in names):
             flows = flows or any(p.requires_grad for p in module.parameters(recurse=False))
             outside += _train(_own_products(name, module, config), flows)
@@ -131,80 +133,40 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     return ModelFlops(blocks=blocks, outside_per_token=outside, head_per_supervised_token=per_head)
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        raise ValueError("it is no transformers model")
-    config = config.get_text_config()
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(getattr(config, name, None), int):
-            raise ValueError(f"its config has no single {name}")
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYERS))
-    if unknown:
-        raise ValueError(f"no formula is known for layers of type {', '.join(unknown)}")
-    return config
-
-
-def _block_names(model: nn.Module, count: int) -> list[str]:
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
-        raise ValueError(f"it has no list of {count} blocks")
-    name, _ = min(lists, key=lambda found: found[0].count("."))
-    return [f"{name}.{index}" for index in range(count)]
-
-
-def _own_products(name: str, module: nn.Module, config: Any) -> list[tuple[float, bool]]:
-    """Elements that one token is multiplied by, and whether they are trained, of each weight of this very module."""
-    if isinstance(module, nn.Embedding) or any(part in name.split(".") for part in _NO_PRODUCT):
-        return []
-    packed: Any = module if hasattr(module, "quant_state") else None  # by bitsandbytes, several weights in a number
-    whole: dict[str, int] = {} if packed is None else {"weight": packed.in_features * packed.out_features}
-    return [
-        (whole.get(own, p.numel()) * _active_share(f"{name}.{own}", p.ndim, p.shape[0], config), p.requires_grad)
-        for own, p in module.named_parameters(recurse=False)
-        if p.ndim >= 2 and not own.endswith("bias") and own not in _NO_PRODUCT
-    ]
-
-
-def _active_share(name: str, ndim: int, first: int, config: Any) -> float:
-    """Share of the weight that a token meets: of experts in one tensor, or one module each, those it is sent to."""
-    fields = ("num_local_experts", "num_experts", "n_routed_experts")
-    found = [getattr(config, field, None) for field in fields]
-    num_experts = next((number for number in found if isinstance(number, int) and number > 1), None)
-    if num_experts is None or not ((ndim == 3 and first == num_experts) or _EXPERT.search(name)):
-        return 1.0
-    return config.num_experts_per_tok / num_experts
-
-
-def _train(products: list[tuple[float, bool]], flows: bool) -> float:
-    return sum(2 * elements * (1 + flows + trained) for elements, trained in products)
-
-
-def _block(block: nn.Module, flows: bool, config: Any, index: int) -> BlockFlops:
+def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
     products = [p for name, module in block.named_modules() for p in _own_products(name, module, config)]
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     else:
         dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_pair = 2.0 * config.num_attention_heads * dims
-    kinds = getattr(config, "layer_types", None)
-    field = _WINDOWS.get(kinds[index] if kinds else "sliding_attention")
     return BlockFlops(
-        forward_per_token=_train([(elements, False) for elements, _ in products], False),
+        forward_per_token=sum(2 * elements for elements, _ in products),
         train_per_token=_train(products, flows),
         forward_per_pair=per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
-        window=getattr(config, field, None) if field else None,
-        last_product=0.0 if _uses_last_product(block) or not products else 2 * products[-1][0],
+        window=getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None,
     )
 
 
-def _uses_last_product(block: nn.Module) -> bool:
-    """Whether something that backward needs follows the last product: a norm, dropout, or the weights of experts."""
-    for name, module in block.named_modules():
-        if _NORM_AFTER_MLP.search(name) or "experts" in name.split("."):
-            return True
-        if isinstance(module, nn.Dropout) and module.p > 0 and not re.search(r"att(n|ention)|lora_", name):
-            return True
-    rate = getattr(block, "dropout", 0.0)  # some blocks call the function instead of a module
-    return isinstance(rate, float) and rate > 0
+def _own_products(name: str, module: Any, config: Any) -> list[tuple[float, bool]]:
+    """Elements that one token is multiplied by, and whether they are trained, of each weight of this very module."""
+    if isinstance(module, nn.Embedding) or not _NO_PRODUCT.isdisjoint(name.split(".")):
+        return []
+    found = []
+    num_experts = next((number for field in _NUM_EXPERTS if (number := getattr(config, field, None))), None)
+    for own, p in module.named_parameters(recurse=False):
+        if p.ndim < 2 or own.endswith("bias") or own in _NO_PRODUCT:
+            continue
+        elements: Any = p.numel()
+        if own == "weight" and hasattr(module, "quant_state"):  # by bitsandbytes, several weights in a number
+            elements = module.in_features * module.out_features
+        is_of_experts = (p.ndim == 3 and p.shape[0] == num_experts) or re.search(r"(^|\.)experts\.\d+\.", f"{name}.")
+        if num_experts and is_of_experts:  # a token meets those it is sent to
+            elements *= config.num_experts_per_tok / num_experts
+        found.append((elements, p.requires_grad))
+    return found
+
+
+def _train(products: list[tuple[float, bool]], flows: bool) -> float:
+    return sum(2 * elements * (1 + flows + trained) for elements, trained in products)

@@ -10,12 +10,9 @@ from torchmetrics import Metric
 BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
 """Counted while a batch is put together: tokens without padding; samples; positions of ``input_ids``, padding too; and
 the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
-SCORE_COUNTS = ("correct_tokens", "entropy_sum", "objective_sum", "z_loss_sum")
-"""Counted where the loss is computed: supervised tokens whose most likely prediction was right and the entropy of the
-predictions, both NaN where a fused backend does not tell; what backward runs on (``loss_sum`` is the plain
-cross-entropy, always), and the part of it that is z-loss."""
-STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, *SCORE_COUNTS)
-"""First entries of ``CausalLMModule.step_totals``; votes to stop follow."""
+STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, "correct_tokens")
+"""First entries of ``CausalLMModule.step_totals``; votes to stop follow. ``loss_sum`` is the plain cross-entropy, and
+``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN where Liger does not tell."""
 
 
 def step_counts(totals: Iterable[float]) -> dict[str, float]:
@@ -33,23 +30,13 @@ def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([lengths_B.sum(), *sizes, lengths_B.square().sum()])
 
 
-def step_metrics(
-    totals: torch.Tensor, with_objective: bool, with_z_loss: bool, with_scores: bool = True
-) -> dict[str, torch.Tensor]:
+def step_metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
     """What one optimizer step logs, per supervised token of its global batch; fp32 scalars.
 
-    ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow. ``with_objective``: what backward ran on,
-    beside the plain cross-entropy; ``with_scores``: accuracy and entropy, which a fused backend does not tell.
+    ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow.
     """
     means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
-    found = {"train_loss": means["loss_sum"]}
-    if with_objective:
-        found["train_objective"] = means["objective_sum"]
-    if with_z_loss:
-        found["train_z_loss"] = means["z_loss_sum"]
-    if with_scores:
-        found |= {"train_token_accuracy": means["correct_tokens"], "train_entropy": means["entropy_sum"]}
-    return found
+    return {"train_loss": means["loss_sum"], "train_token_accuracy": means["correct_tokens"]}
 
 
 class SumMetric(Metric):
@@ -80,6 +67,6 @@ class SumMetric(Metric):
 
 
 def eval_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Loss, perplexity, accuracy and entropy of supervised tokens: of their number, and the sums over them."""
-    loss, accuracy, entropy = (sums[1:] / sums[0]).float()
-    return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy, "entropy": entropy}
+    """Loss, perplexity and accuracy of supervised tokens: of their number, and the sums over them."""
+    loss, accuracy = (sums[1:] / sums[0]).float()
+    return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,11 @@ def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[s
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
         name = str(Path(name).expanduser().absolute())
-    quantized = {field: getattr(config.lora, field, None) for field in _QUANTIZED}
+    said = {"name": name, **{field: getattr(config.lora, field, None) for field in _QUANTIZED}}
     if folder is None:
-        return {"name": name, "seed": seed, **quantized, **{field: getattr(config, field) for field in _DRAWN_FROM}}
+        return {**said, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
     is_snapshot = source.hub_name is not None and folder.parent.name == "snapshots"
-    revision = folder.name if is_snapshot else None
-    return {"name": name, "revision": revision, "xxh3": weights_hash(folder), **quantized}
+    return {**said, "revision": folder.name if is_snapshot else None, "xxh3": weights_hash(folder)}
 
 
 def check_base(saved: Mapping[str, Any], here: Mapping[str, Any], field: str, checkpoint: Path) -> None:
@@ -57,18 +55,15 @@ def weights_hash(folder: Path) -> str:
     files = sorted({stored.file.resolve() for stored in stored_tensors(folder).values()})
     kind: Any = xxhash.xxh3_128
 
-    def digest(file: Path) -> str:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, kind).hexdigest()
-
     def make(place: Path) -> None:
-        with ThreadPoolExecutor(4) as pool:
-            hashes = sorted(pool.map(digest, files))
-        (place / "xxh3").write_text(xxhash.xxh3_128_hexdigest(" ".join(hashes).encode()), encoding="ascii")
+        hashes = []
+        for file in files:
+            with file.open("rb") as opened:
+                hashes.append(hashlib.file_digest(opened, kind).hexdigest())
+        (place / "xxh3").write_text(xxhash.xxh3_128_hexdigest(" ".join(sorted(hashes)).encode()), encoding="ascii")
 
     place = cache_root() / "models" / f"xxh3-{files_key(files)}"
-    made = make_once(place, make, f"hashing {folder}, which checkpoints name")
-    return (made / "xxh3").read_text(encoding="ascii")
+    return (make_once(place, make, f"hashing {folder}, which checkpoints name") / "xxh3").read_text(encoding="ascii")
 
 
 class BaseWeights:
@@ -120,9 +115,8 @@ def find_base(
         config = ModelConfig(name=where, trust_remote_code=trust_remote_code, **options)
         source = resolve_model(config, seed)
     except ConfigError as error:
-        allowed = f"{_words(saved)}, where {adapters} has its base"
-        fix = "put it back, or say with --base where it is now; for code of its own export has --trust_remote_code"
-        raise ConfigError("--base", error.given, allowed, fix) from error
+        fix = "say with --base where it is now; for code of its own export has --trust_remote_code"
+        raise ConfigError("--base", error.given, f"{_words(saved)}, the base of {adapters}", fix) from error
     if len(saved) > 1:
         check_base(saved, describe_base(source, config, seed), "--base", adapters)
     return source

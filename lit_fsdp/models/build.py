@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import importlib.util
 import logging
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +17,6 @@ from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.weights import tied_groups
 
 _log = logging.getLogger(__name__)
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 def build_on_meta(
@@ -39,11 +35,12 @@ def build_on_meta(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
-        with_attention = f" with {attn_implementation}" if attn_implementation else ""
-        field = "trust_remote_code" if "trust_remote_code" in str(error) else "name"
+        field, kind = "trust_remote_code" if "trust_remote_code" in str(error) else "name", config.model_type
+        if attn_implementation:
+            field, kind = "attn_implementation", f"{kind} with {attn_implementation}"
         raise ConfigError(
-            f"model.{'attn_implementation' if attn_implementation else field}",
-            f"a model of type {config.model_type}{with_attention} ({' '.join(str(error).split())[:300]})",
+            f"model.{field}",
+            f"a model of type {kind} ({' '.join(str(error).split())[:300]})",
             "a decoder-only language model that AutoModelForCausalLM can build, with an attention that it has",
             "name another model, or leave attn_implementation out",
         ) from error
@@ -58,18 +55,9 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
-    """Refuse an attention backend that needs a GPU or a package that is not there.
-
-    FlexAttention runs forward on a CPU, but torch (2.13) has no backward pass of it there. Where the package of
-    FlashAttention is missing, transformers would download a kernel in its place.
-    """
+    """Refuse an attention backend that has no backward pass on a CPU, as FlexAttention in torch 2.13."""
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
-    package = _FLASH_PACKAGES.get(attn_implementation or "")
-    is_there = package is None or importlib.util.find_spec(package)
-    given = f"{attn_implementation}, but the package {package} is not installed"
-    fix = "install it from https://github.com/Dao-AILab/flash-attention, or leave attn_implementation out"
-    require(is_there, "model.attn_implementation", given, "sdpa | eager | flex_attention without it", fix)
 
 
 def build_trainable(
@@ -83,9 +71,16 @@ def build_trainable(
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
-    adapter_config = None if config.lora is None else apply_lora(model, config.lora, base)
-    if adapter_config is not None:
-        _train_beside_adapters(model, vocabulary)
+    adapter_config = None
+    if config.lora is not None:
+        adapter_config = apply_lora(model, config.lora, base)
+        inside = {module: name for name, module in model.named_modules()}
+        for name, module in vocabulary.items():  # an adapter's two factors give no single row a value of its own
+            given = f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole"
+            fits, allowed = not inside[module].endswith(".base_layer"), "layers other than embedding and head"
+            require(fits, "model.lora.target_modules", given, allowed, "leave it out")
+            if inside[module] == name:  # else modules_to_save has made a trained copy
+                module.requires_grad_(True)
     freeze_parameters(model, config.freeze or [])
     frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
     if config.add_tokens and frozen:
@@ -118,29 +113,15 @@ def kept_with_adapters(model: PreTrainedModel, config: ModelConfig, has_new_rows
     return [name for name in vocabulary_tensors(model) if has_new_rows or model.get_parameter(name).requires_grad]
 
 
-def _train_beside_adapters(model: PreTrainedModel, vocabulary: Mapping[str, nn.Module]) -> None:
-    """Unfreeze embedding and head wherever ``lora.modules_to_save`` has made no trained copy of them."""
-    inside = {module: name for name, module in model.named_modules()}
-    for name, module in vocabulary.items():
-        where = inside[module]
-        given = f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole"
-        # an adapter's two factors give no single row a value of its own
-        fits, allowed = not where.endswith(".base_layer"), "layers other than embedding and head"
-        require(fits, "model.lora.target_modules", given, allowed, "leave it out")
-        if where == name:
-            module.requires_grad_(True)
-
-
 def freeze_parameters(model: nn.Module, patterns: list[str]) -> None:
     """Freeze parameters by patterns of their names (``*`` stands for anything; of tied ones any name), in place."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    names_of = {name: group for group in tied_groups(model) for name in group if name in params}
     for pattern in patterns:
-        fitting = [other for name in names_of if fnmatchcase(name, pattern) for other in names_of[name]]
-        close = [] if fitting else difflib.get_close_matches(pattern, names_of, cutoff=0.3) or list(names_of)[:3]
-        allowed = f"names of parameters, such as {', '.join(close)}; * stands for anything"
-        require(fitting, "model.freeze", f"{pattern!r}, which fits no parameter", allowed)
-        for name in fitting:
-            params[name].requires_grad_(False)
-    is_trained = any(param.requires_grad for param in params.values())
+        groups = [group for group in tied_groups(model) if any(fnmatchcase(name, pattern) for name in group)]
+        params = [param for name, param in model.named_parameters() if any(name in group for group in groups)]
+        some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+        allowed = f"names of parameters, such as {some}; * stands for anything"
+        require(params, "model.freeze", f"{pattern!r}, which fits no parameter", allowed)
+        for param in params:
+            param.requires_grad_(False)
+    is_trained = any(param.requires_grad for param in model.parameters())
     require(is_trained, "model.freeze", patterns, "patterns that leave something to train", "drop a pattern")

@@ -27,35 +27,31 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
     For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
     Needs memory for one whole model, in one process, once. Of a GGUF file tokenizer and chat template come along.
     """
-    files, name = [source], source
+    name = source
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    options["ignore_mismatched_sizes"] = True  # they are listed, and refused below
+    files = sorted(file for ending in ("bin", "safetensors", "json") for file in source.glob(f"*.{ending}"))
     if source.is_file():
-        name, options = source.parent, {"gguf_file": source.name}
+        name, files, options = source.parent, [source], {"gguf_file": source.name}
         if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay in blocks, which nothing can train
             options["quantization_config"] = GgufConfig(dequantize=True)
-    else:
-        files = sorted(file for ending in ("bin", "safetensors", "json") for file in source.glob(f"*.{ending}"))
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below
 
     def make(folder: Path) -> None:
         if source.is_file():
             read_tokenizer(str(source), trust_remote_code).save_pretrained(folder)
         with reading(source):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32, **options
-            )
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
         model, info = loaded
-        lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        if lacking:
+        if lacking := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
             some = "; ".join(lacking[:8])
             raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")
-        save_folder(model, folder)
+        _save_folder(model, folder)
 
     target = cache_root() / "models" / f"{source.resolve().name}-{files_key(files)}"
     return make_once(target, make, f"converting {source.name} to safetensors")
 
 
-def save_folder(model: PreTrainedModel, folder: Path) -> None:
+def _save_folder(model: PreTrainedModel, folder: Path) -> None:
     """Write config, generation config and weights under the module's own names, each tied tensor once.
 
     Not ``save_pretrained``: it refuses models that were dequantized, and writes older names back.

@@ -20,34 +20,26 @@ def model_files(
 ) -> dict[str, bytes]:
     """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
 
-    The generation config is that of ``source`` if it has one, else of the live ``model``, made fitting. ``config.json``
-    keeps its ``pad_token_id``: models make of it a row of the embedding without gradient.
+    The generation config is that of ``source`` if it has one, else of the live ``model``, with the tokenizer's pad
+    token if it named none, and the end of a turn of its template as an end mark: a base model's own end of text is not
+    what it has learned to answer with. ``config.json`` keeps its ``pad_token_id``, which makes a row without gradient.
     """
-    generation: Any = getattr(model, "generation_config", None)
+    generation: Any = copy.deepcopy(getattr(model, "generation_config", None))
     if source.weights_folder is not None and (source.weights_folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(source.weights_folder)
     with tempfile.TemporaryDirectory() as folder:
         source.hf_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if generation is not None:
-            fitting_generation(generation, tokenizer).save_pretrained(folder)
+            if generation.pad_token_id is None:
+                generation.pad_token_id = tokenizer.pad_token_id
+            given, turn = generation.eos_token_id, end_of_turn_id(tokenizer)
+            stops = given if isinstance(given, list) else [] if given is None else [given]
+            if turn is not None and turn not in stops:
+                generation.eos_token_id = [*stops, turn] if stops else turn
+            generation.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
-
-
-def fitting_generation(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """A copy with the tokenizer's pad token if it named none, and the end of a turn of its template as an end mark.
-
-    A base model's own end of text is not what it has learned to answer with.
-    """
-    fitting, turn = copy.deepcopy(generation), end_of_turn_id(tokenizer)
-    if fitting.pad_token_id is None:
-        fitting.pad_token_id = tokenizer.pad_token_id
-    given = fitting.eos_token_id
-    stops = given if isinstance(given, list) else [] if given is None else [given]
-    if turn is not None and turn not in stops:
-        fitting.eos_token_id = [*stops, turn] if stops else turn
-    return fitting
 
 
 def model_entry(

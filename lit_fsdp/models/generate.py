@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.lora import load_adapter_folder
+from lit_fsdp.models.preference import evaluating
 from lit_fsdp.models.quantize import as_loaded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 
@@ -30,10 +31,8 @@ def chat(
     """
     place = Path(folder).expanduser()
     is_adapter = (place / "adapter_config.json").is_file()
-    allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
-    is_known = is_adapter or (place / "config.json").is_file()
-    require(is_known, "--model", folder, allowed, "name a folder that export has written")
-    require(is_adapter or base is None, "--base", base, "nothing beside a whole model", "drop --base")
+    is_known = is_adapter or ((place / "config.json").is_file() and base is None)
+    require(is_known, "--model", folder, "a model folder, or one of an adapter, with --base if need be")
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
     weights: Any = place
@@ -86,21 +85,17 @@ def generate_ids(
     longest, pad = max(map(len, prompts)), pad_id(tokenizer)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    training, own = model.training, model.generation_config
+    own = model.generation_config
     given = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     stops = {stop for stop in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *given) if stop is not None}
     marks: Any = {"eos_token_id": sorted(stops), "pad_token_id": pad}
     settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, **marks)
-    model.eval()
     model.generation_config = GenerationConfig()  # which fills whatever is None in the settings
     try:
-        out = model.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=in_step)
+        with evaluating(model):
+            out = model.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=in_step)
     finally:
         model.generation_config = own
-        model.train(training)
-    return [_until(stops, row) for row in out[:, longest:].tolist()]
-
-
-def _until(stops: Collection[int], ids: list[int]) -> list[int]:
-    end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
-    return ids[:end]
+    rows = out[:, longest:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]

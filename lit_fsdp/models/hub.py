@@ -1,4 +1,4 @@
-"""Models and tokenizers from the Hugging Face hub, and exported ones to it; failures say what to do."""
+"""Models and tokenizers from the Hugging Face hub; failures say what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
-from huggingface_hub import HfApi, errors, snapshot_download
+from huggingface_hub import errors, snapshot_download
 
-from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.redaction import HIDDEN, redact
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.redaction import redact
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """What files of a folder are a tokenizer, as patterns."""
@@ -46,36 +45,11 @@ def fetch(
     except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
         raise ConfigError(
             "model.tokenizer" if what == "tokenizer" else "model.name",
-            f"{name}, which could not be fetched ({_said(error)})",
-            "a repository that can be reached, or is in the local hub cache (HF_HOME)",
-            f"for a folder write ./{name}; for a gated model accept its terms on the hub and run hf auth login or set"
-            f" HF_TOKEN; without a network here run lit-fsdp model prepare --name {name} where there is one, with the"
-            " same HF_HOME, and set HF_HUB_OFFLINE=1 here",
+            f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
+            "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
+            "for a gated model accept its terms on the hub and run hf auth login; without a network here run"
+            f" lit-fsdp model prepare --name {name} where there is one, with the same HF_HOME",
         ) from error
-
-
-def _said(error: Exception) -> str:
-    """What the hub's client says, without a token."""
-    token, said = huggingface_hub.get_token(), redact(" ".join(str(error).split()))
-    return said.replace(token, HIDDEN)[:300] if token else said[:300]
-
-
-def push(folder: Path, name: str, private: bool) -> str:
-    """Upload a folder, its model card too, to a repository of the hub, made if it is not there; returns its address.
-
-    Raises:
-        ConfigError: The hub refuses it or cannot be reached, or the repository is public and ``private`` is asked.
-    """
-    api, field, fix = HfApi(), "--push-to-hub", f"the folder stays; once that is mended run hf upload {name} {folder}"
-    try:
-        made = api.create_repo(name, private=private or None, exist_ok=True)
-        is_public = private and not api.repo_info(made.repo_id).private  # what is there already keeps who may see it
-        require(not is_public, field, f"{name} with --private, and it is public", "a private repository", fix)
-        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")
-    except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
-        allowed = "a repository that can be reached, and a token that may write to it"
-        raise ConfigError(field, f"{name}, which could not be pushed ({_said(error)})", allowed, fix) from error
-    return str(made)
 
 
 @contextmanager

@@ -56,11 +56,8 @@ class LoraWeights:
         if part is None:
             return self._base.read(_base_name(module_name), module, attribute, rows)
         if part == "lora_magnitude_vector":
-            layer, is_transposed = ".".join(parts[: parts.index(part)]), module.fan_in_fan_out
-            weight = self._base.read(layer, module, "weight", None if is_transposed else rows).float()
-            if not is_transposed:
-                return torch.linalg.norm(weight, dim=1)
-            values = torch.linalg.norm(weight, dim=0)
+            weight = self._base.read(".".join(parts[: parts.index(part)]), module, "weight").float()
+            values = torch.linalg.norm(weight, dim=0 if module.fan_in_fan_out else 1)
         else:
             values = torch.zeros(getattr(self._modules[module_name], attribute).shape)
             with seeded(self._seed, module_name):
@@ -77,16 +74,16 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     Gives the content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
     """
     peft = _peft()
+    head = model.get_output_embeddings()
+    linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = config.target_modules
-    if targets is None and model.config.model_type not in known:
-        targets = "all-linear"
-    names = _layer_names(model)
-    if targets == "all-linear":  # peft's own reading also takes fused experts, which are no layers
-        head = model.get_output_embeddings()
-        targets = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-    _check_names(model, "target_modules", config.target_modules if isinstance(config.target_modules, list) else [])
-    _check_names(model, "modules_to_save", config.modules_to_save or [])
+    if targets == "all-linear" or (targets is None and model.config.model_type not in known):
+        targets = linears  # peft's own reading of all-linear also takes fused experts, which are no layers
+    layers = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    if isinstance(config.target_modules, list):
+        _check_names(model, "target_modules", config.target_modules, layers)
+    _check_names(model, "modules_to_save", config.modules_to_save or [], layers)
     if config.quantize is not None:
         apply_nf4(model, config.modules_to_save or [], config.double_quantization)
     settings = peft.LoraConfig(
@@ -104,8 +101,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         _inject(model, settings)
     except (ValueError, NotImplementedError) as error:
         given = f"{config.target_modules} ({' '.join(str(error).split())[:200]})"
-        allowed, fix = f"layers of this model: {', '.join(names)}", "name some of them, say [q_proj, v_proj]"
-        raise ConfigError(f"{_PATH}.target_modules", given, allowed, fix) from error
+        raise ConfigError(f"{_PATH}.target_modules", given, f"layers of this model: {layers}") from error
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
@@ -145,23 +141,16 @@ def _base_name(name: str) -> str:
     return name
 
 
-def _check_names(model: PreTrainedModel, field: str, names: list[str]) -> None:
+def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: str) -> None:
     """Every name fits a module (peft passes over one that does not), and none whose weight another one uses too."""
     modules = [name for name, _ in model.named_modules()]
-    shared = {n.rpartition(".")[0]: group for group in tied_groups(model) if len(group) > 1 for n in group}
+    shared = {name.rpartition(".")[0] for group in tied_groups(model) if len(group) > 1 for name in group}
     for wanted in names:
-        found = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
-        allowed = f"layers of this model: {', '.join(_layer_names(model))}"
-        require(found, f"{_PATH}.{field}", repr(wanted), allowed)
-        twice = " and ".join(next((shared[name] for name in found if name in shared), []))
-        given = f"{wanted!r}, whose weight the model uses twice: {twice}"
+        found = {name for name in modules if name == wanted or name.endswith(f".{wanted}")}
+        require(found, f"{_PATH}.{field}", repr(wanted), f"layers of this model: {layers}")
+        given = f"{wanted!r}, whose weight the model uses twice"
         fix = "name other modules; all-linear leaves embedding and head alone"
-        require(not twice, f"{_PATH}.{field}", given, "modules that share no weight with another", fix)
-
-
-def _layer_names(model: nn.Module) -> list[str]:
-    owners = [n for n, m in model.named_modules() if any(p is not None and p.ndim == 2 for p in m._parameters.values())]
-    return sorted({name.rpartition(".")[2] for name in owners})
+        require(not found & shared, f"{_PATH}.{field}", given, "modules that share no weight with another", fix)
 
 
 def _peft() -> Any:

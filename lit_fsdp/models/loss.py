@@ -1,9 +1,9 @@
 """The next-token loss as a sum over supervised tokens.
 
 The model is always called as a whole, so that hooks and all-gathers happen; only its head's own forward is replaced
-while it runs, by one that computes the loss of supervised tokens chunk by chunk.
+while it runs, by one that takes supervised tokens a chunk at a time: the logits of a whole batch never exist.
 
-Shapes: B batch, T tokens, D width of the hidden states, V vocabulary, N supervised tokens.
+Shapes: B batch, T tokens, N supervised tokens, C tokens of a chunk, D width of the hidden states, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,50 +11,61 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import require
-from lit_fsdp.models.chunked_loss import LossTerms, Objective, TokenScores, chunk_rows, chunked_loss, plain_loss
 
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
+CHUNK_BYTES = 96 * 2**20
+"""What the fp32 logits of a chunk take by default."""
 _log = logging.getLogger(__name__)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _OF_LOGITS = re.compile(r"logit|lm_head|output_mult")
 _ELSEWHERE = re.compile(r"router|^attn_|^mlp_|_to_keep$|_bias$")
 _BACKEND = "model.loss.backend"
+_FP16_ROOM = 16.0  # gradients of logits are probabilities, and in fp16 those below 6e-8 would vanish
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Gives logits (C, V) of hidden states (C, D)."""
 
 
 class TokenLoss(NamedTuple):
     """Sums over the supervised tokens of a batch, in nats, to be added up over batches and ranks before dividing.
 
-    Backward runs on ``loss_sum``, the only one with a graph: ``nll_sum`` and what label smoothing, z-loss and a
-    mixture's router loss make of it. ``num_correct`` and ``entropy_sum`` are NaN if the backend does not tell.
+    Backward runs on ``loss_sum``, the only one with a graph: ``nll_sum`` and a mixture's router loss, or the loss of
+    pairs. ``num_correct`` is NaN with Liger, which does not tell.
     """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
     nll_sum: torch.Tensor
-    z_loss_sum: torch.Tensor
     num_correct: torch.Tensor
-    entropy_sum: torch.Tensor
 
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss of one model is computed, which may be another way than the recipe's; see :func:`plan_loss`."""
+    """How the loss of one model is computed; its logits are ``cap * tanh(scale * head(hidden) / cap)``."""
 
     backend: str
-    terms: LossTerms
     chunk_tokens: int | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, head: Head, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """The model's logits, in fp32 at least, (C, V)."""
+        z_CV = _wide(head(hidden_CD))
+        if self.scale != 1.0:
+            z_CV = z_CV * self.scale
+        return z_CV if self.cap is None else self.cap * torch.tanh(z_CV / self.cap)
 
 
 def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
@@ -64,29 +75,24 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
         ConfigError: Liger is not installed or does not fit this model.
     """
     config = config or LossConfig()
-    backend, terms = config.backend, {"z_loss": config.z_loss, "label_smoothing": config.label_smoothing}
-    if backend == "plain":
-        return LossPlan(backend, LossTerms(**terms))
-    if backend == "liger":
-        _check_liger(model)
+    if config.backend == "plain":
+        return LossPlan("plain")
+    if config.backend == "liger":
+        fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
+        is_there, given = importlib.util.find_spec("liger_kernel"), "liger, but liger_kernel is not installed"
+        require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
+        owner = owner_of_head(model)
+        kind = None if owner is None else type(_head_of(owner))
+        # no adapter, which it would pass by
+        require(kind is nn.Linear, _BACKEND, f"liger with a head that is a {kind}", "a plain linear head", fix)
     scale, cap, unknown = _after_the_head(model)
     if unknown:
         _log.warning(
             "%s: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
-            *(_BACKEND, backend, type(model).__name__, unknown),
+            *(_BACKEND, config.backend, type(model).__name__, unknown),
         )
-        return LossPlan("plain", LossTerms(**terms))
-    return LossPlan(backend, LossTerms(**terms, scale=scale, cap=cap), config.chunk_tokens)
-
-
-def _check_liger(model: nn.Module) -> None:
-    fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
-    is_there, given = importlib.util.find_spec("liger_kernel"), "liger, but liger_kernel is not installed"
-    require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
-    owner = owner_of_head(model)
-    kind = None if owner is None else type(_head_of(owner))
-    # no adapter, which it would pass by
-    require(kind is nn.Linear, _BACKEND, f"liger with a head that is a {kind}", "a plain linear head", fix)
+        return LossPlan("plain")
+    return LossPlan(config.backend, config.chunk_tokens, scale, cap)
 
 
 def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
@@ -136,16 +142,11 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan:
     Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised. Without a plan,
     that of :func:`plan_loss` is taken.
     """
-    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    loss, scores, router = token_losses(model, batch, targets_BT, plan)
+    targets_BT = next_targets(batch)
+    loss, nll, correct, router = token_losses(model, batch, targets_BT, plan or plan_loss(model))
     num_tokens = (targets_BT != IGNORED).sum()
-    loss = loss if router is None else loss + router * num_tokens
-    return TokenLoss(loss, num_tokens, *summed(scores))
-
-
-def summed(scores: TokenScores) -> tuple[torch.Tensor, ...]:
-    """What :class:`TokenLoss` tells of the scores of all tokens, in its order."""
-    return scores.nll.sum(), scores.z_loss.sum(), scores.correct.sum(), scores.entropy.sum()
+    loss = loss.sum() if router is None else loss.sum() + router * num_tokens
+    return TokenLoss(loss, num_tokens, nll.sum(), correct.sum())
 
 
 @torch.no_grad()
@@ -153,9 +154,9 @@ def sample_losses(
     model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each unpacked row."""
-    plan, targets_BT = plan or plan_loss(model), next_targets(batch)
-    _, scores, _ = token_losses(model, batch, targets_BT, plan)
-    return by_position(scores.nll, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
+    targets_BT = next_targets(batch)
+    _, nll_N, _, _ = token_losses(model, batch, targets_BT, plan or plan_loss(model))
+    return by_position(nll_N, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
 
 
 def by_position(values_N: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -178,27 +179,35 @@ def token_losses(
     batch: Mapping[str, torch.Tensor],
     targets_BT: torch.Tensor,
     plan: LossPlan,
-    objective: Objective | None = None,
-) -> tuple[torch.Tensor, TokenScores, torch.Tensor | None]:
-    """The summed loss, or the objective's, a scalar with a graph; the scores of each target; and the router's loss."""
+    each: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The negative log-likelihoods of all targets with a graph, summed unless ``each``; and what has none.
+
+    That is the same of every target, (N,), and whether its most likely token was right, (N,): of Liger the sum and
+    NaN; and the router's loss, which has a graph again.
+    """
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     supervised_BT = targets_BT != IGNORED
     targets_N = targets_BT[supervised_BT]
     if plan.backend == "plain":
         out = model(**inputs)
-        return *plain_loss(out.logits[supervised_BT], targets_N, plan.terms, objective), _router_loss(model, out)
+        _, nll_N, correct_N = _scores(_wide(out.logits[supervised_BT]), targets_N)
+        return nll_N, nll_N.detach(), correct_N, _router_loss(model, out)
     owner: Any = owner_of_head(model)
     head = _head_of(owner)
     own_forward = head.forward
-    found: list[tuple[torch.Tensor, TokenScores]] = []
+    found: list[Sequence[torch.Tensor]] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
         hidden_ND = hidden_BTD[supervised_BT]
-        if plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):
-            found.append(_liger_loss(head, hidden_ND, targets_N, plan.terms))
+        rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1])
+        trained = _trained(head)
+        if not torch.is_grad_enabled() or not (hidden_ND.requires_grad or trained) or each:
+            found.append(_loss_of_each(own_forward, hidden_ND, targets_N, plan, rows))
+        elif plan.backend == "liger" and len(targets_N):
+            found.append(_liger_loss(head, hidden_ND, targets_N, plan))
         else:
-            rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1])
-            found.append(chunked_loss(own_forward, _trained(head), hidden_ND, targets_N, plan.terms, rows, objective))
+            found.append(ChunkedLoss.apply(own_forward, targets_N, plan, rows, hidden_ND, *trained))
         return found[-1][0]
 
     head.forward = loss_forward
@@ -208,8 +217,8 @@ def token_losses(
         del head.forward
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
-    loss, scores = found[0]
-    return loss.sum(), scores, _router_loss(model, out)
+    loss, nll_N, correct_N = found[0]
+    return loss.flatten(), nll_N, correct_N, _router_loss(model, out)
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:
@@ -224,8 +233,7 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
 
     Models compute it only where their configuration says ``output_router_logits: true``.
     """
-    aux = getattr(out, "aux_loss", None)
-    owner: Any = owner_of_head(model)
+    aux, owner = getattr(out, "aux_loss", None), owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
     names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -236,21 +244,115 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     return aux * factor
 
 
+def chunk_rows(vocab_size: int, width: int) -> int:
+    """Tokens per chunk by default: :data:`CHUNK_BYTES` of fp32 logits, or a quarter of the head's fp32 gradient.
+
+    The second where it is larger: every chunk adds to that gradient, which many small ones would be slow at.
+    """
+    return max(1, CHUNK_BYTES // (4 * vocab_size), width // 4)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _scores(z_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities, the negative ones of the targets, and whether the most likely token is the target."""
+    log_p_CV = z_CV.log_softmax(dim=-1)
+    return log_p_CV, F.nll_loss(log_p_CV, targets_C, reduction="none"), z_CV.argmax(dim=-1) == targets_C
+
+
+def _loss_of_each(
+    head: Head, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan: LossPlan, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of every token, (1, N, 1) with a graph and (N,) without; a chunk is computed again in backward."""
+
+    def of_chunk(hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _scores(plan.logits(head, hidden_CD), targets_C)[1:]
+
+    chunks = zip(hidden_ND.split(rows), targets_N.split(rows), strict=True)
+    nll, correct = zip(*(checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+    nll_N = torch.cat(nll)
+    return nll_N[None, :, None].clone(), nll_N.detach(), torch.cat(correct)  # FSDP2 warns of views
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The summed loss of all tokens, (1, 1, 1) with a graph; of each, and whether it was right, (N,), without one.
+
+    The gradient of a sum is known as soon as the logits of a chunk are, up to the factor that backward brings. So the
+    forward pass differentiates each chunk of ``rows`` tokens at once and keeps the sums of the gradients: nothing of
+    size (N, V) outlives a chunk, and nothing is computed twice. ``trained`` is what of ``head`` is trained. Without any
+    token the loss is a zero whose gradients are zeros. Backward works once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        targets_N: torch.Tensor,
+        plan: LossPlan,
+        rows: int,
+        hidden_ND: torch.Tensor,
+        *trained: torch.Tensor,
+    ) -> Any:
+        sums: list[torch.Tensor | None] = [None] * len(trained)
+        chunks = zip(hidden_ND.split(rows), targets_N.split(rows), strict=True)
+        found = zip(*(_differentiate(head, plan, *chunk, trained, sums) for chunk in chunks), strict=True)
+        nll_N, correct_N, dhidden_ND = map(torch.cat, found)
+        ctx.gradients, ctx.dtypes = [dhidden_ND, *sums], [tensor.dtype for tensor in (hidden_ND, *trained)]
+        ctx.mark_non_differentiable(nll_N, correct_N)
+        return nll_N.sum().reshape(1, 1, 1).clone(), nll_N, correct_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *ignored: Any) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "the gradients of a chunked loss are given away once"
+        factor = grad.view(()) / _FP16_ROOM
+        totals = zip(gradients, ctx.dtypes, strict=True)
+        narrow = [None if total is None else total.mul_(factor).to(dtype) for total, dtype in totals]
+        return (None, None, None, None, *narrow)
+
+
+def _differentiate(
+    head: Head,
+    plan: LossPlan,
+    hidden_CD: torch.Tensor,
+    targets_C: torch.Tensor,
+    trained: Sequence[torch.Tensor],
+    sums: list[torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores of a chunk and its gradient by the hidden states; what it adds to those of the head goes into ``sums``.
+
+    They are summed in fp32: in bf16 a sum rounds, and in fp16 it may have no room before the loss scale is known. A
+    function of its own, so that nothing of a chunk is left for the next.
+    """
+    leaf_CD = hidden_CD.detach().requires_grad_()
+    with torch.enable_grad():
+        z_CV = plan.logits(head, leaf_CD)
+    log_p_CV, nll_C, correct_C = _scores(z_CV.detach(), targets_C)
+    grad_CV = log_p_CV.exp_()  # in place, as a third tensor of this size would be the largest cost
+    grad_CV[torch.arange(len(targets_C), device=targets_C.device), targets_C] -= 1
+    dhidden_CD, *found = torch.autograd.grad(z_CV, [leaf_CD, *trained], grad_CV.mul_(_FP16_ROOM), allow_unused=True)
+    for i, grad in enumerate(found):
+        if grad is not None:
+            so_far = sums[i]  # add_ widens as it reads: a wide copy would be as large as the sum
+            sums[i] = _wide(grad) if so_far is None else so_far.add_(grad)
+    return nll_C, correct_C, _wide(dhidden_CD)
+
+
 def _liger_loss(
-    head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, terms: LossTerms
-) -> tuple[torch.Tensor, TokenScores]:
+    head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan: LossPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Liger's kernel, inside the head's forward, where its weight is gathered under either engine."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
 
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     # a factor on the logits may as well stand on the hidden states and the bias
-    bias = None if head.bias is None else head.bias.to(dtype) * terms.scale
-    options: dict[str, Any] = {"lse_square_scale": terms.z_loss, "softcap": terms.cap, "return_z_loss": True}
-    options |= {"bias": bias, "reduction": "sum", "accum_dtype": torch.float32}
-    hidden_ND = hidden_ND.to(dtype) * terms.scale
-    result: Any = liger_fused_linear_cross_entropy(hidden_ND, head.weight.to(dtype), targets_N, **options)
-    loss = result.loss.detach().float().reshape(1)
-    z_loss = result.z_loss.detach().float().reshape(1) if terms.z_loss else loss * 0
-    unknown = loss * torch.nan
-    return result.loss.reshape(1, 1, 1).clone(), TokenScores(loss, loss - z_loss, z_loss, unknown, unknown)
+    bias = None if head.bias is None else head.bias.to(dtype) * plan.scale
+    options: dict[str, Any] = {"bias": bias, "softcap": plan.cap, "reduction": "sum", "accum_dtype": torch.float32}
+    hidden_ND = hidden_ND.to(dtype) * plan.scale
+    loss = liger_fused_linear_cross_entropy(hidden_ND, head.weight.to(dtype), targets_N, **options)
+    nll = loss.detach().float().reshape(1)
+    return loss.reshape(1, 1, 1).clone(), nll, nll * torch.nan

@@ -19,16 +19,12 @@ HUB_NAMES_KEY = "_hub_names"
 
 _HEAD_DIM = 16
 _MAX_PARAMETERS = 20_000_000
-_SMALLER = {  # sizes that do not depend on others, by the names that transformers uses
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+_MOST = {  # sizes that do not depend on others, by the names that transformers uses
+    **dict.fromkeys(("num_local_experts", "num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
 }
 
 
@@ -51,15 +47,6 @@ def shrink(
     fix = "name a small config .json of that architecture instead of miniature: true"
     require(not problem, "model.miniature", given, allowed, fix)
     return small
-
-
-def _fit_rope(values: dict[str, Any], head_dim: int) -> None:
-    """Cut per-frequency factors (LongRoPE) to the number of frequencies that are left."""
-    rope = values.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    for key in ("short_factor", "long_factor"):
-        if isinstance(rope.get(key), list):
-            values["rope_parameters"] = rope = {**rope, key: rope[key][: int(head_dim * share) // 2]}
 
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
@@ -97,27 +84,25 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         "mamba_d_head": (values.get("mamba_d_ssm") or hidden * (values.get("mamba_expand") or 2)) // 4,
         "layer_types": (kinds * num_layers)[:num_layers],
         **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer)),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    caps = {
-        **_SMALLER,
-        "max_window_layers": num_layers,
-        "num_kv_shared_layers": num_layers // 2,
-        "rotary_dim": head_dim,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
     }
     for common_name, value in common.items():
         name = full.attribute_map.get(common_name, common_name)  # GPT-2 says n_embd for hidden_size
         if values.get(name) is not None:
             values[name] = value
-    values |= {name: min(values[name], most) for name, most in caps.items() if values.get(name)}
+    most = {**_MOST, "num_kv_shared_layers": num_layers // 2, "max_window_layers": num_layers, "rotary_dim": head_dim}
+    values |= {name: min(values[name], size) for name, size in most.items() if values.get(name)}
     for name, value in values.items():
         if isinstance(value, list) and len(value) == full.num_hidden_layers > num_layers:
             values[name] = value[:num_layers]
         elif name == "per_layer_config" and value:
             values[name] = {layer: own for layer, own in value.items() if int(layer) < num_layers}
-    _fit_rope(values, head_dim)
+    rope = dict(values.get("rope_parameters") or {})
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    for key in ("short_factor", "long_factor"):  # LongRoPE: as many factors as frequencies are left
+        if isinstance(rope.get(key), list):
+            rope[key] = rope[key][: int(head_dim * share) // 2]
+            values["rope_parameters"] = rope
     gone = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
     return {name: value for name, value in values.items() if name not in gone}
 

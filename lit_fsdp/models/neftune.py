@@ -10,41 +10,32 @@ import torch
 from torch import nn
 
 
-class EmbeddingNoise:
-    """Adds to each embedded token uniform numbers of at most alpha / sqrt(L * D), L the length of its own sample.
+@contextmanager
+def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
+    """Add to each embedded token uniform numbers of at most alpha / sqrt(L * D), L the length of its own sample.
 
-    So the noise of a sample has a norm of at most alpha, whatever stands beside it in a batch or pack; padding gets
-    none. It is drawn on each rank from a generator of its own, seeded by torch's, which a checkpoint keeps.
+    So the noise of a sample of this batch, padded or packed, has a norm of at most alpha, whatever stands beside it;
+    padding gets none, and nothing in eval mode. It is drawn on each rank from a generator of its own, seeded by
+    torch's, which a checkpoint keeps.
     """
+    if "cu_seq_lens" in batch:
+        lengths_N = batch["cu_seq_lens"].diff()
+        lengths_BT = lengths_N.repeat_interleave(lengths_N)
+    else:
+        mask_BT = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        lengths_BT = mask_BT.sum(dim=1, keepdim=True) * mask_BT
 
-    def __init__(self, model: Any, alpha: float) -> None:
-        self._alpha = alpha
-        self._lengths_BT: torch.Tensor | None = None
-        self._rank = 0
-        embedding: nn.Module = model.get_input_embeddings()
-        embedding.register_forward_hook(self._add)
-
-    @contextmanager
-    def on(self, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
-        """Inside, what is embedded is this batch, padded or packed, and gets noise of this rank's own."""
-        if "cu_seq_lens" in batch:
-            lengths_N = batch["cu_seq_lens"].diff()
-            lengths_BT = lengths_N.repeat_interleave(lengths_N).view_as(batch["input_ids"])
-        else:
-            mask_BT = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-            lengths_BT = mask_BT.sum(dim=1, keepdim=True) * mask_BT
-        self._lengths_BT, self._rank = lengths_BT, rank
-        try:
-            yield
-        finally:
-            self._lengths_BT = None
-
-    def _add(self, module: nn.Module, args: Any, embedded_BTD: torch.Tensor) -> torch.Tensor:
-        if self._lengths_BT is None or not module.training:  # as under the reference of a preference
+    def add(module: nn.Module, args: Any, embedded_BTD: torch.Tensor) -> torch.Tensor:
+        if not module.training:  # as under the reference of a preference
             return embedded_BTD
-        seed = int(torch.randint(2**62, ())) + self._rank
-        own = torch.Generator(embedded_BTD.device).manual_seed(seed)
+        own = torch.Generator(embedded_BTD.device).manual_seed(int(torch.randint(2**62, ())) + rank)
         noise_BTD = torch.empty_like(embedded_BTD).uniform_(-1, 1, generator=own)
-        lengths_BT = self._lengths_BT.reshape(embedded_BTD.shape[:2])  # FlashAttention gets all packs as one row
-        bounds_BT = torch.where(lengths_BT > 0, self._alpha / (lengths_BT * embedded_BTD.shape[-1]).sqrt(), 0)
+        own_BT = lengths_BT.reshape(embedded_BTD.shape[:2])  # FlashAttention gets all packs as one row
+        bounds_BT = torch.where(own_BT > 0, alpha / (own_BT * embedded_BTD.shape[-1]).sqrt(), 0)
         return embedded_BTD + noise_BTD * bounds_BT.unsqueeze(-1).to(noise_BTD.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()

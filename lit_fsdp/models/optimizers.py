@@ -16,8 +16,6 @@ from lit_fsdp.config.model import ADAMW, OptimConfig
 from lit_fsdp.errors import ConfigError, require
 
 _FIELD = "model.optim"
-_QMAP_BYTES = 256 * 4
-_SMALLEST = 4096  # elements below which torchao keeps a moment as it is
 
 
 def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
@@ -55,27 +53,24 @@ def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Ca
     In bytes, of a parameter (``itemsize`` each element) and so many elements of it; and the class that they are of,
     AdamW for one not known here.
     """
-    path, args = optim.optimizer, optim.optimizer_args or {}
-    plain = lambda tensors: lambda param, count: tensors * count * itemsize  # noqa: E731
-    if path == "torch.optim.SGD":
-        return plain(1 if args.get("momentum") else 0), path
+    path = optim.optimizer
     if path.startswith("lit_fsdp.") and path.endswith(".MuonWithAdamW"):
         hidden = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
         return lambda param, count: (1 if id(param) in hidden else 2) * count * itemsize, path
-    if path in ("torchao.optim.AdamW8bit", "torchao.optim.Adam8bit"):
-        block, tensors = int(args.get("block_size", 256)), 3 if args.get("amsgrad") else 2
+    if path == "torchao.optim.AdamW8bit":
+        block = int((optim.optimizer_args or {}).get("block_size", 256))
+        table = 256 * 4  # what the codes stand for
 
         def packed(param: nn.Parameter, count: int) -> int:
-            as_codes = count + count // block * 4 + _QMAP_BYTES
-            return tensors * (as_codes if is_packed(count, block) else count * itemsize)
+            return 2 * (count + count // block * 4 + table if is_packed(count, block) else count * itemsize)
 
         return packed, path
-    return plain(3 if args.get("amsgrad") else 2), path if path == "torch.optim.Adam" else ADAMW
+    return lambda param, count: 2 * count * itemsize, ADAMW
 
 
 def is_packed(count: int, block_size: int) -> bool:
     """Whether torchao keeps the moments of so many elements as codes of 8 bits."""
-    return count >= _SMALLEST and count % block_size == 0
+    return count >= 4096 and count % block_size == 0
 
 
 class MuonWithAdamW(Optimizer):
@@ -89,7 +84,7 @@ class MuonWithAdamW(Optimizer):
         weight_decay: Of groups that do not say.
         adamw_lr: Of AdamW's groups.
         betas: AdamW's.
-        momentum: This and what follows as :class:`torch.optim.Muon` takes it.
+        muon: Further arguments of :class:`torch.optim.Muon`.
 
     Source: https://kellerjordan.github.io/posts/muon/
     """
@@ -101,12 +96,8 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float = 0.0,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        **muon: Any,
     ) -> None:
-        muon: Any = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = list(params)
         matrices = [dict(group) for group in groups if group["use_muon"]]
         others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]
@@ -115,9 +106,7 @@ class MuonWithAdamW(Optimizer):
             self._inner.append(Muon(matrices, lr=lr, weight_decay=weight_decay, **muon))
         if others:
             self._inner.append(AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
-        super().__init__(
-            [group for inner in self._inner for group in inner.param_groups], {"lr": lr, "weight_decay": weight_decay}
-        )
+        super().__init__([group for inner in self._inner for group in inner.param_groups], {})
         self._share()
 
     def _share(self) -> None:

@@ -90,30 +90,24 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
     """
     num_ids = _NUM_SAMPLES * _LENGTH
     ids_NL = ids.flatten().repeat(-(-num_ids // ids.numel()))[:num_ids].reshape(_NUM_SAMPLES, _LENGTH)
-    other_NL, is_even_N = other_ids(ids_NL), torch.arange(_NUM_SAMPLES, device=ids.device) % 2 == 0
+    # not the next id: those that follow each other may be tokens just added, whose embeddings are all the same
+    known = ids_NL.unique()
+    shifted = (torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)
+    other_NL = known[shifted] if len(known) > 1 else torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
 
     def run(ids_NL: torch.Tensor) -> torch.Tensor:
         return states(proof_batch(ids_NL)).reshape(_NUM_SAMPLES, -1).double()
 
     before_ND = run(ids_NL)
-    size_N = before_ND.norm(dim=1).clamp(min=1e-300)
 
     def difference(after_ND: torch.Tensor) -> torch.Tensor:
+        size_N = before_ND.norm(dim=1).clamp(min=1e-300)
         return ((after_ND - before_ND).norm(dim=1) / size_N).nan_to_num(nan=float("inf"))
 
-    change, is_blind = 0.0, False
+    is_even_N, change, is_blind = torch.arange(_NUM_SAMPLES, device=ids.device) % 2 == 0, 0.0, False
     for is_kept_N in (is_even_N, ~is_even_N):
         found_N = difference(run(torch.where(is_kept_N[:, None], ids_NL, other_NL)))
         change = max(change, float(found_N[is_kept_N].max()))
         is_blind |= bool((found_N[~is_kept_N] == 0).any())
     swapped = [1, 0, 3, 2]
     return Isolation(change, float(difference(run(ids_NL[swapped])[swapped]).max()), is_blind)
-
-
-def other_ids(ids_NL: torch.Tensor) -> torch.Tensor:
-    """Another id for every token, of those that are there anyway; (N, L)."""
-    known = ids_NL.unique()
-    if len(known) == 1:
-        return torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
-    # not the next one: ids that follow each other may be tokens just added, whose embeddings are all the same
-    return known[(torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)]

@@ -4,9 +4,8 @@ A batch has the chosen completions first and the rejected ones after them, each 
 
 Shapes: P pairs, B = 2 P rows, T tokens, N tokens that the loss looks at.
 
-Sources: DPO arXiv:2305.18290 (label smoothing: Mitchell, "A note on DPO with noisy preferences", 2023); IPO
-arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it (https://github.com/huggingface/trl/pull/1265);
-ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
+Sources: DPO arXiv:2305.18290; IPO arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it
+(https://github.com/huggingface/trl/pull/1265); ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.model import PreferenceConfig
-from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, summed, token_losses
+from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, token_losses
 
 PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
@@ -56,26 +55,20 @@ def preference_forward(
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
+    nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)
+    nll_BT = by_position(nll_N, targets_BT)
+    logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)[:, is_pair_P]
     counts_2P = (completion_BT != IGNORED).sum(dim=1).view(2, -1)[:, is_pair_P]
     reference = None if reference_2P is None else reference_2P[:, is_pair_P]
-    terms: list[torch.Tensor] = []
-
-    def objective(nll_N: torch.Tensor) -> torch.Tensor:
-        nll_BT = by_position(nll_N, targets_BT)
-        logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)[:, is_pair_P]
-        chosen_PT = nll_BT.chunk(2)[0][is_pair_P]
-        nll_P = chosen_PT.sum(dim=1) / (targets_BT.chunk(2)[0][is_pair_P] != IGNORED).sum(dim=1)
-        loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference)
-        if config.loss == "orpo":
-            loss_P = loss_P + nll_P
-        right_P = rewards_2P[0] > rewards_2P[1]
-        found = (is_pair_P, loss_P, *rewards_2P, right_P, *logps_2P, nll_P)
-        terms[:] = [term.detach().double().sum() for term in found]
-        return loss_P.sum()
-
-    loss, scores, router = token_losses(model, batch, targets_BT, plan, objective)
-    loss = loss if router is None else loss + router * is_pair_P.sum()
-    return TokenLoss(loss, (completion_BT != IGNORED).sum(), *summed(scores)), torch.stack(terms)
+    loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference)
+    chosen_PT = targets_BT.chunk(2)[0][is_pair_P]
+    nll_P = nll_BT.chunk(2)[0][is_pair_P].sum(dim=1) / (chosen_PT != IGNORED).sum(dim=1)
+    if config.loss == "orpo":
+        loss_P = loss_P + nll_P
+    found = (is_pair_P, loss_P, *rewards_2P, rewards_2P[0] > rewards_2P[1], *logps_2P, nll_P)
+    sums = torch.stack([term.detach().double().sum() for term in found])
+    loss = loss_P.sum() if router is None else loss_P.sum() + router * is_pair_P.sum()
+    return TokenLoss(loss, (completion_BT != IGNORED).sum(), nll_N.detach().sum(), correct_N.sum()), sums
 
 
 def pair_losses(
@@ -89,15 +82,15 @@ def pair_losses(
     ``logps_2P`` are their summed log-probabilities, ``reference_2P`` the same under the reference.
     """
     scores_2P = logps_2P / counts_2P if reference_2P is None else logps_2P - reference_2P
-    rewards_2P, beta, smooth = config.beta * scores_2P, config.beta, config.label_smoothing
+    rewards_2P = config.beta * scores_2P
     if config.loss == "ipo":
         means_2P = scores_2P / counts_2P
-        return (means_2P[0] - means_2P[1] - 1 / (2 * beta)).square(), rewards_2P
+        return (means_2P[0] - means_2P[1] - 1 / (2 * config.beta)).square(), rewards_2P
     if config.loss == "orpo":
         odds_2P = scores_2P - torch.log(-torch.expm1(scores_2P))
-        return -beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
-    margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
-    return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
+        return -config.beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
+    margin = config.gamma if config.loss == "simpo" else 0.0
+    return -F.logsigmoid(rewards_2P[0] - rewards_2P[1] - margin), rewards_2P
 
 
 def adapters_are_all(model: nn.Module) -> bool:

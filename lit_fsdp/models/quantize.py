@@ -20,8 +20,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from lit_fsdp.errors import ConfigError, require
 
 _BLOCK = 64
-_SCALES_PER_BLOCK = 256  # with double quantization
 _STORED = torch.bfloat16
+_NF4 = {"quant_type": "nf4", "quant_storage": _STORED}
 
 
 def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization: bool) -> None:
@@ -33,15 +33,17 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
     linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
     given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
     require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
-    options = {"compress_statistics": double_quantization, "quant_type": "nf4", "quant_storage": _STORED}
+    options = {"compress_statistics": double_quantization, **_NF4}
     for name, linear in linears.items():
-        sizes = linear.in_features, linear.out_features
-        layer = _layer_class()(*sizes, linear.bias is not None, device="meta", **options)
-        packed = torch.empty(math.ceil(linear.weight.numel() / 4), 1, dtype=_STORED, device="meta")
+        numel, has_bias = linear.weight.numel(), linear.bias is not None
+        layer = _layer_class()(linear.in_features, linear.out_features, has_bias, device="meta", **options)
+        packed = torch.empty(math.ceil(numel / 4), 1, dtype=_STORED, device="meta")
         layer.weight = library.nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **options)
         layer.bias = linear.bias
         layer.double_quantization = double_quantization
-        layer.quantization_bytes = _quantization_bytes(linear.weight.numel(), double_quantization)
+        blocks, code_book, mean = math.ceil(numel / _BLOCK), 16 * 4, 4
+        scales = blocks + math.ceil(blocks / 256) * 4 + mean if double_quantization else blocks * 4
+        layer.quantization_bytes = scales + code_book  # that of doubly quantized scales is one for all layers
         # It would turn the gathered weight round in its own memory for the first evaluation on such a CPU.
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer)
@@ -76,8 +78,7 @@ def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
 
 
 def _quantized(weight: torch.Tensor, double: bool) -> Any:
-    options = {"blocksize": _BLOCK, "compress_statistics": double, "quant_type": "nf4", "quant_storage": _STORED}
-    return _bitsandbytes().functional.quantize_4bit(weight, **options)
+    return _bitsandbytes().functional.quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=double, **_NF4)
 
 
 def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
@@ -100,13 +101,6 @@ def give_shapes(layer: Any) -> None:
         return library.matmul_4bit(x, layer.weight, quant_state=layer.quant_state, bias=bias)
 
     layer.forward = forward  # its own makes a Params4bit of what was gathered, which a tensor without values refuses
-
-
-def _quantization_bytes(numel: int, double: bool) -> int:
-    """Of a layer's scales and code book; the code book of doubly quantized scales is one for all layers."""
-    blocks, code_bytes, mean_bytes = math.ceil(numel / _BLOCK), 16 * 4, 4
-    scale_bytes = blocks + math.ceil(blocks / _SCALES_PER_BLOCK) * 4 + mean_bytes if double else blocks * 4
-    return scale_bytes + code_bytes
 
 
 @functools.cache

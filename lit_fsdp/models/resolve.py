@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
@@ -28,15 +27,7 @@ from lit_fsdp.models.tokenizers import (
     miniature_tokenizer,
     read_tokenizer,
 )
-from lit_fsdp.models.weights import (
-    ModelSource,
-    Stored,
-    files_key,
-    has_safetensors,
-    match_names,
-    open_weights,
-    stored_tensors,
-)
+from lit_fsdp.models.weights import ModelSource, Stored, files_key, match_names, open_weights, stored_tensors
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
@@ -53,21 +44,20 @@ def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True)
         ConfigError: Nothing usable is there.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
-    if (name := config.name) is None:
-        raise ConfigError(_FIELD, "null", "a hub name, folder, GGUF file or config", "name the model")
+    name: Any = config.name
+    require(name is not None, _FIELD, "null", "a hub name, folder, GGUF file or config", "name the model")
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
-    label, tokenizer = _label(name), config.tokenizer
     if config.miniature:
-        return _miniature(hf_config, config, label, seed)
-    if isinstance(name, Mapping) or name.endswith(".json"):
-        source = ModelSource(hf_config, None, tokenizer, f"{label}, random init (seed {seed})")
-    elif folder is None:
-        source = ModelSource(hf_config, None, tokenizer or name, label)
+        return _miniature(hf_config, config)
+    is_random = isinstance(name, Mapping) or name.endswith(".json")
+    if folder is None:
+        tokenizer = config.tokenizer or (None if is_random else name)
+        source = ModelSource(hf_config, None, tokenizer)
     else:
         weights = _readable(folder, hf_config, config.trust_remote_code)
         hub_name = None if Path(name).expanduser().exists() else name
         base = hub_name or str(folder.resolve())
-        source = ModelSource(hf_config, weights, tokenizer or str(folder), label, hub_name, base)
+        source = ModelSource(hf_config, weights, config.tokenizer or str(folder), hub_name, base)
     return _with_added_tokens(source, config)
 
 
@@ -90,54 +80,50 @@ def prepare_model(config: ModelConfig) -> dict[str, str | None]:
     return {
         "weights": str(source.weights_folder) if source.weights_folder else None,
         "tokenizer": tokenizer and str(find_tokenizer(tokenizer, config.trust_remote_code)),
-        "hub_name": source.hub_name,
     }
 
 
-def _find(
-    name: str | Mapping[str, Any], config: ModelConfig, with_weights: bool
-) -> tuple[PretrainedConfig, Path | None]:
+def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[PretrainedConfig, Path | None]:
     """The config that ``name`` stands for, and the folder of its weights, if it has any and they are wanted."""
     if isinstance(name, Mapping):
         return _config_of(name, _FIELD), None
     path = Path(name).expanduser()
-    is_gguf = path.suffix == ".gguf" and path.is_file()
-    if path.suffix == ".json" and path.is_file():
+    if path.is_file() and path.suffix == ".json":
         with reading(path):
             values = PretrainedConfig.get_config_dict(path)[0]
         return _config_of(values, name), None
-    if is_gguf and not with_weights:
-        with reading(path):
-            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True), None
-    shipped = None if with_weights or path.exists() else shipped_config(name, exact=not config.miniature)
-    if shipped is not None:
-        return _config_of(shipped, name), None
-    if path.is_dir():
+    if path.is_file() and path.suffix == ".gguf":
+        if with_weights:
+            folder = convert(path, config.trust_remote_code)
+        else:
+            with reading(path):
+                return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True), None
+    elif path.is_dir():
         folder = path
-    elif is_gguf:
-        folder = convert(path, config.trust_remote_code)
     else:
-        _check_hub_name(name, config)
+        shipped = None if with_weights else shipped_config(name, exact=not config.miniature)
+        if shipped is not None:
+            return _config_of(shipped, name), None
+        allowed = "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model"
+        fix = "download its config.json and name that file"
+        require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
         folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
-    return _read_config(folder, config.trust_remote_code), folder if with_weights else None
-
-
-def _check_hub_name(name: str, config: ModelConfig) -> None:
-    allowed = "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model"
-    fix = "download its config.json and name that file"
-    require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
-    path = Path(name).expanduser()
-    # hub names have at most one slash and no file ending of ours
-    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix in (".gguf", ".json"):
-        given = f"{name}, which {'is no model' if path.exists() else 'does not exist'}"
-        close = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*")], cutoff=0.4)
-        fix = f"write {path.parent / close[0]}" if close and not path.exists() else ""
-        raise ConfigError(_FIELD, given, "a folder, GGUF file, config .json or hub name", fix)
+    fix = (
+        "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
+        " set trust_remote_code: true, after you have read that code"
+    )
+    with reading(folder, fix=fix):
+        options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+        found = AutoConfig.from_pretrained(folder, **options)
+    is_packed, fix = getattr(found, "quantization_config", None), "start from the model's bf16 or fp32 version"
+    require(not is_packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained", fix)
+    return _text_part(found), folder if with_weights else None
 
 
 def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool) -> Path:
-    if has_safetensors(folder):
-        match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), stored_tensors(folder))
+    """``folder``, or the one that it has been converted to if names or shapes are not the model's."""
+    if tensors := stored_tensors(folder):
+        match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), tensors)
         if not match.misshapen and not (match.missing and match.unexpected):
             return folder
     else:
@@ -147,44 +133,27 @@ def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool
     return convert(folder, trust_remote_code)
 
 
-def _miniature(full: PretrainedConfig, config: ModelConfig, label: str, seed: int) -> ModelSource:
+def _miniature(full: PretrainedConfig, config: ModelConfig) -> ModelSource:
     given = config.tokenizer or (config.name if isinstance(config.name, str) else "")
     tokenizer = given if (Path(given).expanduser() / "tokenizer.json").is_file() else None
     loaded = read_tokenizer(tokenizer, config.trust_remote_code) if tokenizer else miniature_tokenizer()
     add_special_tokens(loaded, config.add_tokens or ())
     small = shrink(full, loaded, config.trust_remote_code)
     sizes = (small.model_type, small.num_hidden_layers, small.hidden_size)
-    _log.info("miniature: model.name: %s → %s of %s layers, hidden size %s, random init", label, *sizes)
+    _log.info("miniature: model.name: %s of %s layers, hidden size %s, random init", *sizes)
     if tokenizer is None:
         text = "miniature: model.tokenizer: %s → %d byte-level tokens made here"
         _log.info(text, config.tokenizer or "the model's", len(loaded))
-    return ModelSource(small, None, tokenizer, f"{label} miniature, random init (seed {seed})")
+    return ModelSource(small, None, tokenizer)
 
 
 def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
     values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
-    model_type = values.pop("model_type", None)
-    close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1) or ["llama"]
-    given, fix = f"model_type {model_type!r} in {where}", f"write model_type: {close[0]}"
-    require(model_type in CONFIG_MAPPING, _FIELD, given, "a model type of transformers", fix)
-    with reading(where, fix=f"correct that key of the {model_type} config"):
-        return _text_part(AutoConfig.for_model(model_type, **values), where)
+    with reading(where, fix="correct that key of the config"):
+        return _text_part(AutoConfig.for_model(values.pop("model_type", None), **values))
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    fix = (
-        "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
-        " set trust_remote_code: true, after you have read that code"
-    )
-    with reading(folder, fix=fix):
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    is_packed = getattr(found, "quantization_config", None)
-    fix = "start from the model's bf16 or fp32 version"
-    require(not is_packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained", fix)
-    return _text_part(found, folder.name)
-
-
-def _text_part(hf_config: PretrainedConfig, where: str) -> PretrainedConfig:
+def _text_part(hf_config: PretrainedConfig) -> PretrainedConfig:
     """The config of the language model inside of one that also sees, where it is known to work without the rest.
 
     On the hub Gemma 3 4B and larger are ``gemma3``, and transformers builds their vision tower too for a causal LM.
@@ -194,17 +163,8 @@ def _text_part(hf_config: PretrainedConfig, where: str) -> PretrainedConfig:
     if hf_config.model_type != "gemma3" or text.model_type != "gemma3_text":
         return hf_config
     text.architectures = ["Gemma3ForCausalLM"]
-    _log.info("%s sees images too (gemma3): its text part is used alone (gemma3_text)", where)
+    _log.info("model.name: gemma3 sees images too: its text part is used alone (gemma3_text)")
     return text
-
-
-def _label(name: str | Mapping[str, Any]) -> str:
-    if isinstance(name, Mapping):
-        return str(name.get("model_type", "model"))
-    path = Path(name)
-    if path.name == "config.json":
-        return path.absolute().parent.name
-    return path.stem if path.suffix in (".gguf", ".json") else path.name
 
 
 def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
@@ -224,20 +184,18 @@ def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
     numbers = tokenizer.get_vocab()
     unnamed = [token for token in numbers if numbers[token] >= num_stored and token not in config.add_tokens]
     given = f"{len(unnamed)} tokens beyond the {num_stored} embeddings, which add_tokens does not name ({unnamed[:5]})"
-    allowed = f"the tokenizer that belongs to {source.label}, and in add_tokens every token without an embedding"
+    allowed = "the tokenizer that belongs to the model, and in add_tokens every token without an embedding"
     require(not unnamed, "model.tokenizer", given, allowed)
     num_rows = max(num_stored, 1 + max(numbers[token] for token in config.add_tokens))
-    ids = {numbers[token] for token in fresh} | set(range(num_stored, num_rows))
+    ids = sorted({numbers[token] for token in fresh} | set(range(num_stored, num_rows)))
     if not ids:
         return source
-    text = "model.add_tokens: %d new row(s) in embedding and head, which start at the mean of the others: %d rows → %d"
-    _log.info(text, len(ids), num_stored, num_rows)
     overlay = None
     if source.weights_folder is not None:
         model = build_on_meta(source.hf_config, "eager", config.trust_remote_code)
         found = match_names(model, stored_tensors(source.weights_folder)).found
         stored = {one for name in vocabulary_tensors(model) if isinstance(one := found.get(name), Stored)}
-        overlay = _written_overlay(stored, num_rows, sorted(ids), min(num_used, num_stored))
+        overlay = _written_overlay(stored, num_rows, ids, min(num_used, num_stored))
     grown = copy.deepcopy(source.hf_config)
     grown.get_text_config().vocab_size = num_rows
     return dataclasses.replace(source, hf_config=grown, overlay=overlay)
@@ -250,10 +208,11 @@ def _written_overlay(stored: Collection[Stored], num_rows: int, ids: list[int], 
     def make(folder: Path) -> None:
         for number, one in enumerate(stored):
             values = one.read()
-            sums = [part.double().sum(0) for part in values[:num_used].split(_CHUNK_ROWS)]
+            sums: Any = sum(part.double().sum(0) for part in values[:num_used].split(_CHUNK_ROWS))
             grown = torch.empty(num_rows, *values.shape[1:])
             grown[: len(values)] = values
-            grown[ids] = (torch.stack(sums).sum(0) / num_used).float()
+            grown[ids] = (sums / num_used).float()
             save_file({one.name: grown}, folder / f"{number}.safetensors")
 
-    return make_once(cache_root() / "models" / f"tokens-{key}", make, f"adding {len(ids)} rows")
+    text = f"adding {len(ids)} rows to embedding and head, which start at the mean of the others"
+    return make_once(cache_root() / "models" / f"tokens-{key}", make, text)

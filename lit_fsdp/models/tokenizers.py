@@ -38,6 +38,8 @@ _MERGED = (
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
+    Without one of its own it pads with its end of text: labels are masked by position, never by token.
+
     Raises:
         ConfigError: It is not there, cannot be read or padded with, or has more tokens than the model has embeddings.
     """
@@ -45,14 +47,15 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     label = name or "the miniature's tokenizer"
     require(name or config.miniature, field, None, "a tokenizer folder or hub name", f"set {field}")
     tokenizer = read_tokenizer(name, config.trust_remote_code) if name else miniature_tokenizer()
-    fresh = add_special_tokens(tokenizer, config.add_tokens or ())
     if config.add_tokens:
-        known = " ".join(token for token in config.add_tokens if token not in fresh) or "none"
-        text = "model.add_tokens: added to %s as special tokens: %s; under their old numbers: %s"
-        _log.info(text, label, " ".join(fresh) or "none", known)
-    _set_pad_token(tokenizer, config.pad_token, label)
+        fresh = add_special_tokens(tokenizer, config.add_tokens)
+        _log.info("model.add_tokens: new in %s: %s", label, " ".join(fresh) or "none, as it has them all")
+    if tokenizer.pad_token is None:
+        require(tokenizer.eos_token, field, label, "a tokenizer with an eos or pad token")
+        _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
     size, embeddings = len(tokenizer), source.hf_config.get_text_config().vocab_size
-    allowed = f"at most the {embeddings} embeddings of {source.label}"
+    allowed = f"at most the {embeddings} embeddings of the model"
     fix = "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding"
     require(size <= embeddings, field, f"{label} with {size} tokens", allowed, fix)
     return tokenizer
@@ -66,25 +69,7 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens(marked, special_tokens=True)
-    for token in tokens:
-        is_one = tokenizer.encode(token, add_special_tokens=False) == [tokenizer.convert_tokens_to_ids(token)]
-        fix = "leave it out of add_tokens, or write it as in the model's own vocabulary"
-        require(is_one, "model.add_tokens", repr(token), "text that the tokenizer reads as one token", fix)
     return [token for token in tokens if token not in vocabulary]
-
-
-def _set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, label: str) -> None:
-    """Give a tokenizer the pad token that the recipe names, or its end of text if it has none, in place, and say so.
-
-    Labels are masked by position, never by token, so the end of text is supervised although it is padded with.
-    """
-    token = pad_token or tokenizer.pad_token or tokenizer.eos_token
-    require(token, "model.tokenizer", label, "a tokenizer with an eos or pad token", "set model.pad_token")
-    given, fix = f"{token!r}, which {label} does not have", f"write add_tokens: ['{token}'] beside it"
-    require(token in tokenizer.get_vocab(), "model.pad_token", given, "one of its tokens, or one that is added", fix)
-    if tokenizer.pad_token != token:
-        _log.info("%s has %s pad token: padding with %s", label, tokenizer.pad_token or "no", token)
-        tokenizer.pad_token = token
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

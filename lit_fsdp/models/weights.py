@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +44,6 @@ class ModelSource:
     """Folder of safetensors files whose names and shapes fit, or None for random initialization."""
     tokenizer_source: str | None
     """Folder or hub name of the tokenizer; None with a miniature means the generated one."""
-    label: str
-    """Short name for logs and reports."""
     hub_name: str | None = None
     """What model cards name as their base model."""
     base: str | None = None
@@ -96,27 +94,25 @@ class StoredExperts(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A model held against a folder.
-
-    ``found`` has the names of parameters and persistent buffers of the model, tied ones all with the one stored;
-    ``missing`` are names of the model, ``unexpected`` names in the folder but for those that models are known to drop,
-    and ``misshapen`` lines of text.
-    """
+    """A model held against a folder."""
 
     found: dict[str, Stored | StoredExperts]
+    """By the names of parameters and persistent buffers of the model, tied ones all with the one stored."""
     missing: list[str]
+    """Names of the model."""
     unexpected: list[str]
+    """Names in the folder, but for those that models are known to drop."""
     misshapen: list[str]
+    """Lines of text."""
 
 
 class Weights:
     """Where every parameter and buffer of a model comes from; made by :func:`open_weights`.
 
     What no file holds is initialized, the same for every order, number of ranks and sharding: ``_init_weights`` of
-    transformers is called on a real copy of one module while everything else stays on meta, with random values by the
-    seed and the module's name. Some models initialize a child from its parent (GPT-2 scales the output projections from
-    the attention block), so the module's ancestors get their turn too, nearest first. It is a copy of the whole tree,
-    from which no tensor of the live model is reached.
+    transformers is called on one module with real tensors in a copy of the model that is else on meta, with random
+    values by the seed and the module's name. Some models initialize a child from its parent (GPT-2 scales the output
+    projections from the attention block), so the module's ancestors get their turn too, nearest first.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int, stored: dict[str, Stored | StoredExperts]) -> None:
@@ -126,18 +122,17 @@ class Weights:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """The parameter or buffer ``attribute`` of a module, by whose name it goes, or only its ``rows`` in dim 0.
+        """As :meth:`read_named`, of the parameter or buffer ``attribute`` of the module of that name."""
+        return self.read_named(f"{module_name}.{attribute}" if module_name else attribute, rows)
 
-        No other rows are read from a file. The tensor is on the CPU and owns its memory: in the file's dtype if it
-        comes from one, else in the model's.
+    def read_named(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A parameter or buffer, or only its ``rows`` in dim 0; no others are read from a file.
+
+        It is on the CPU and owns its memory: in the file's dtype if it comes from one, else in the model's.
 
         Raises:
             CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.
         """
-        return self.read_named(f"{module_name}.{attribute}" if module_name else attribute, rows)
-
-    def read_named(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The same by the name of the parameter or buffer."""
         if name in self._stored:
             return self._stored[name].read(rows)
         name = self._first_owner.get(name, name)
@@ -154,35 +149,27 @@ class Weights:
 
     @torch.no_grad()
     def _initialize(self, name: str) -> dict[str, torch.Tensor]:
-        real = _bare_copy(self._modules[name])
-        real._parameters = {
-            k: None if p is None else nn.Parameter(_blank(p), requires_grad=False) for k, p in real._parameters.items()
-        }
-        real._buffers = {k: None if b is None else _blank(b) for k, b in real._buffers.items()}
-        with seeded(self._seed, name):
-            module = real
-            while True:
-                self._owner(name)._init_weights(module)
-                if not name:
-                    break
-                name, _, child = name.rpartition(".")
-                parent = _bare_copy(self._modules[name])
-                parent._modules = {**parent._modules, child: module}
-                module = parent
-        return {k: t.detach() for k, t in [*real._parameters.items(), *real._buffers.items()] if t is not None}
+        module, above = self._modules[name], name
+        kept = module._parameters, module._buffers
+        module._parameters = {k: p if p is None else nn.Parameter(_blank(p)) for k, p in kept[0].items()}
+        module._buffers = {k: b if b is None else _blank(b) for k, b in kept[1].items()}
+        try:
+            with seeded(self._seed, name):
+                while True:
+                    self._owner(above)._init_weights(self._modules[above])
+                    if not above:
+                        break
+                    above = above.rpartition(".")[0]
+            made = {**module._parameters, **module._buffers}
+            return {key: tensor.detach() for key, tensor in made.items() if tensor is not None}
+        finally:
+            module._parameters, module._buffers = kept
 
     def _owner(self, name: str) -> PreTrainedModel:
         """The nearest model at or above ``name``: its ``_init_weights`` is the one that counts."""
         while not isinstance(module := self._modules[name], PreTrainedModel):
             name = name.rpartition(".")[0]
         return module
-
-
-def _bare_copy(module: nn.Module) -> nn.Module:
-    """A second object with the same attributes and tensors; sets of tensors and children can be replaced apart."""
-    bare = object.__new__(type(module))
-    bare.__dict__ = dict(module.__dict__)
-    return bare
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,33 +192,28 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
     Raises:
         CheckpointError: Tensors are missing in the folder or have other shapes, or a file is damaged.
     """
-    folder = source.weights_folder
+    folder, kind = source.weights_folder, type(model).__name__
     if folder is None:
         return Weights(model, seed, {})
     tensors = stored_tensors(folder)
     if source.overlay is not None:
         tensors |= headers_of(source.overlay.glob("*.safetensors"))
-    match, kind = match_names(model, tensors), type(model).__name__
+    match = match_names(model, tensors)
     for names, what in ((match.missing, "are missing"), (match.misshapen, "have other shapes than config.json says")):
         if names:
-            raise CheckpointError(f"{folder}: {len(names)} tensors of {kind} {what}: {_some(names)}")
-    if match.unexpected:
-        _log.warning(
-            "%s: %d tensors are not in %s and are not loaded: %s",
-            *(folder, len(match.unexpected), kind, _some(match.unexpected)),
-        )
+            raise CheckpointError(f"{folder}: {len(names)} tensors of {kind} {what}: {'; '.join(names[:8])}")
+    if extra := match.unexpected:
+        text = "%s: %d tensors are not in %s and are not loaded: %s"
+        _log.warning(text, folder, len(extra), kind, "; ".join(extra[:8]))
     return Weights(model, seed, match.found)
 
 
-def has_safetensors(folder: Path) -> bool:
-    """Whether ``folder`` holds a whole-model safetensors file or an index of several."""
-    return (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
-
-
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors model folder, as :func:`headers_of` its files."""
+    """Every tensor of a safetensors model folder, as :func:`headers_of` its files; none if it holds no such model."""
     if (folder / _SINGLE).is_file():
         return headers_of([folder / _SINGLE])
+    if not (folder / _INDEX).is_file():
+        return {}
     index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
     return headers_of(folder / name for name in sorted(set(index.values())))
 
@@ -320,8 +302,3 @@ def files_key(files: Iterable[Path], *more: object) -> str:
     """A short hash of which files these are, when they were written, and of ``more``; names what is made of them."""
     seen = sorted((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in set(files))
     return hashlib.blake2b(repr((seen, more)).encode(), digest_size=8).hexdigest()
-
-
-def _some(lines: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more

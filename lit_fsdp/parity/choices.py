@@ -49,8 +49,7 @@ _QUIET = {
 _OFF = {
     **{"model.class_path": OWN_CLASSES["model"], "data.class_path": OWN_CLASSES["data"], "trainer.callbacks": None},
     **{PRECISION: "fp32", f"{MODEL}.attn_implementation": None, f"{MODEL}.neftune_alpha": None},
-    **{f"{MODEL}.loss.backend": "plain", f"{MODEL}.loss.chunk_tokens": None, f"{MODEL}.loss.z_loss": 0.0},
-    **{f"{MODEL}.loss.label_smoothing": 0.0, f"{MODEL}.lora.dropout": 0.0},
+    **{f"{MODEL}.loss.backend": "plain", f"{MODEL}.loss.chunk_tokens": None, f"{MODEL}.lora.dropout": 0.0},
     **{f"{MODEL}.optim.optimizer": ADAMW, f"{MODEL}.optim.optimizer_args": None},
     **{f"{STRATEGY}.activation_checkpointing": "none", f"{STRATEGY}.compile": False, f"{STRATEGY}.cpu_offload": False},
     **{f"{STRATEGY}.sharding": "full_shard", f"{STRATEGY}.shard_degree": None, f"{STRATEGY}.replicate_degree": None},

@@ -17,7 +17,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.models.build import build_on_meta, build_trainable, num_parameters
-from lit_fsdp.models.chunked_loss import chunk_rows
+from lit_fsdp.models.loss import chunk_rows
 from lit_fsdp.models.miniature import shipped_config
 from lit_fsdp.parallel.precision import cast_parameters
 from lit_fsdp.parallel.units import plan_units, quantized_layers

@@ -118,7 +118,10 @@ def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:
     ]
     (done,) = command(1, words, tmp_path)
     assert done.code == 0, done.err
-    for said in ("has no pad token: padding with <|endoftext|>", "as special tokens: <|im_start|> <|im_end|>"):
+    for said in (
+        "has no pad token: padding with <|endoftext|>",
+        "model.add_tokens: new in base: <|im_start|> <|im_end|>",
+    ):
         assert said in done.err
     words = ["export", "--ckpt", "run/checkpoints/step-00000020", "--verify", "--out", "chat"]
     (done,) = command(1, words, tmp_path)

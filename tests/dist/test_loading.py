@@ -64,7 +64,7 @@ def test_random_weights_equal_those_of_one_process(tmp_path: Path, engine: str, 
     config = CONFIGS[name]
     config.save_pretrained(tmp_path)
     model = build_on_meta(config)
-    weights = open_weights(ModelSource(config, None, None, name), model, SEED)
+    weights = open_weights(ModelSource(config, None, None), model, SEED)
     names = {id(module): path for path, module in model.named_modules()}
     model.to_empty(device="cpu").tie_weights()
     for module in model.modules():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from unittest import mock
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
@@ -15,18 +13,11 @@ from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models import hub
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
-SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
-
-def _http(kind, status):
-    response = types.SimpleNamespace(headers={}, status_code=status, request=None)
-    return kind(f"{status} for token {SECRET}", response=response)
-
-
-def test_failures_say_what_to_do_and_no_token(monkeypatch):
-    monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: SECRET)
+def test_failures_say_what_to_do(monkeypatch):
+    gated = errors.GatedRepoError("403", response=types.SimpleNamespace(headers={}, status_code=403, request=None))
     for error, given in (
-        (_http(errors.GatedRepoError, 403), "403"),
+        (gated, "403"),
         (errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), "HF_HUB_OFFLINE"),
         (hub._NETWORK_ERROR("proxy"), "could not be fetched (proxy)"),
         (OSError(28, "No space left on device"), "No space left"),
@@ -40,9 +31,7 @@ def test_failures_say_what_to_do_and_no_token(monkeypatch):
             hub.fetch("some/model", "model", trust_remote_code=False)
         assert raised.value.field == "model.name"
         assert given in raised.value.given
-        for way_out in ("write ./some/model", "HF_TOKEN", "lit-fsdp model prepare --name some/model"):
-            assert way_out in raised.value.fix
-        assert SECRET not in str(raised.value)
+        assert "lit-fsdp model prepare --name some/model" in raised.value.fix
 
 
 @pytest.fixture
@@ -64,8 +53,7 @@ def test_prepare_names_what_is_in_the_cache(hub_cache, capsys, tmp_path):
     recipe.write_text("model: {name: some/model, add_tokens: ['<|tool|>']}\n")
     assert run(["model", "prepare", "--config", str(recipe), "--json"]) == 0
     folder = str(hub_cache)
-    record = {"weights": folder, "tokenizer": folder, "hub_name": "some/model"}
-    assert json.loads(capsys.readouterr().out) == record
+    assert json.loads(capsys.readouterr().out) == {"weights": folder, "tokenizer": folder}
     assert run(["model", "prepare", "--name", "some/model"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [["weights", folder], ["tokenizer", folder]]
@@ -81,27 +69,3 @@ def test_a_cached_copy_without_its_weights(hub_cache):
     (hub_cache / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"without weights(.|\n)*lit-fsdp model prepare --name"):
         run(["model", "prepare", "--name", "some/model"])
-
-
-def test_push_to_the_hub(monkeypatch, tmp_path):
-    api = mock.Mock()
-    monkeypatch.setattr(hub, "HfApi", lambda: api)
-    api.create_repo.return_value = huggingface_hub.RepoUrl("https://huggingface.co/me/model")
-    assert hub.push(tmp_path, "model", True) == "https://huggingface.co/me/model"
-    assert api.create_repo.call_args.kwargs["private"] is True
-    uploaded = api.upload_folder.call_args.kwargs
-    assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
-    api.repo_info.return_value.private = False
-    with pytest.raises(ConfigError, match="model with --private, and it is public"):
-        hub.push(tmp_path, "model", True)
-    assert api.upload_folder.call_count == 1
-
-    monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: SECRET)
-    for error in (_http(errors.HfHubHTTPError, 403), hub._NETWORK_ERROR("proxy"), errors.HFValidationError("a/b/c")):
-        api.create_repo.side_effect = error
-        with pytest.raises(ConfigError) as raised:
-            hub.push(tmp_path, "me/model", False)
-        assert f"run hf upload me/model {tmp_path}" in raised.value.fix
-        assert SECRET not in str(raised.value)
-    with pytest.raises(ConfigError, match="--private: got no --push-to-hub"):
-        run(["export", "--ckpt", "none", "--out", str(tmp_path / "out"), "--private"])

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.chunked_loss import LossTerms, chunked_loss, plain_loss
-from lit_fsdp.models.loss import causal_lm_forward, next_targets, plan_loss
+from lit_fsdp.models.loss import ChunkedLoss, LossPlan, causal_lm_forward, next_targets, plan_loss
 from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
@@ -45,7 +44,7 @@ def test_the_first_token_of_a_packed_sample_is_never_supervised():
 
 def _model(config, fill):
     meta = build_on_meta(config, "eager")
-    return fill(open_weights(ModelSource(config, None, None, "x"), meta, 1), meta)
+    return fill(open_weights(ModelSource(config, None, None), meta, 1), meta)
 
 
 def _batch(rows=((9, 16), (4, 7))):
@@ -137,50 +136,32 @@ def test_what_is_not_known_is_said_and_done_plainly(tiny, caplog):
         plan_loss(build_on_meta(tiny("llama"), "eager"), LossConfig(backend="liger"))
 
 
-TERMS = (
-    *({}, {"z_loss": 0.02}, {"label_smoothing": 0.2}, {"scale": 0.3}, {"cap": 1.5}),
-    {"z_loss": 0.02, "label_smoothing": 0.2, "scale": 1.7, "cap": 1.5},
-)
-
-
-def _written_out(hidden, weight, bias, targets, terms):
-    """The formula of ``LossTerms``, word by word: loss, likelihood, z-loss, entropy and right predictions."""
-    z = (hidden @ weight.T + bias) * terms.scale
-    if terms.cap is not None:
-        z = terms.cap * torch.tanh(z / terms.cap)
-    log_p = z - z.exp().sum(-1, keepdim=True).log()
-    nll, z_loss = -log_p[torch.arange(len(targets)), targets], terms.z_loss * z.exp().sum(-1).log() ** 2
-    loss = (1 - terms.label_smoothing) * nll - terms.label_smoothing * log_p.mean(-1) + z_loss
-    return loss, nll, z_loss, -(log_p.exp() * log_p).sum(-1), z.argmax(-1) == targets
-
-
 def _tensors():
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((11, 6), (23, 6), (23,))]
     return [t.requires_grad_() for t in tensors], torch.randint(0, 23, (11,), generator=generator)
 
 
-def _loss(hidden, weight, bias, targets, terms=None, num_rows=4):
-    trained = [t for t in (weight, bias) if t is not None and t.requires_grad]
-
-    def head(rows):
-        return torch.nn.functional.linear(rows, weight, bias)
-
-    return chunked_loss(head, trained, hidden, targets, terms or LossTerms(), num_rows)
+def _loss(hidden, weight, bias, targets, num_rows=4, **terms):
+    trained = [t for t in (weight, bias) if t is not None]
+    plan = LossPlan("chunked", **terms)
+    return ChunkedLoss.apply(lambda rows: F.linear(rows, weight, bias), targets, plan, num_rows, hidden, *trained)
 
 
 def test_loss_and_gradients_are_those_of_the_formula():
-    for options, num_rows in itertools.product(TERMS, (1, 4, 11, 100)):
+    terms = ({}, {"scale": 0.3}, {"cap": 1.5}, {"scale": 1.7, "cap": 1.5})
+    for options, num_rows in itertools.product(terms, (1, 4, 11, 100)):
         leaves, targets = _tensors()
-        terms = LossTerms(**options)
-        wanted = _written_out(*leaves, targets, terms)
-        gradients = torch.autograd.grad(wanted[0].sum(), leaves)
-        found, scores = _loss(*leaves, targets, terms, num_rows)
+        z = (leaves[0] @ leaves[1].T + leaves[2]) * options.get("scale", 1)
+        if cap := options.get("cap"):
+            z = cap * torch.tanh(z / cap)
+        wanted = (z.exp().sum(-1).log() - z[torch.arange(11), targets]).sum()
+        gradients = torch.autograd.grad(wanted, leaves)
+        found, nll, correct = _loss(*leaves, targets, num_rows, **options)
         assert found.shape == (1, 1, 1)
         assert found._base is None  # FSDP2 warns of views
-        assert torch.allclose(found.sum(), wanted[0].sum(), rtol=1e-12)
-        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(scores[:4], wanted[:4], strict=True))
-        assert torch.equal(scores.correct, wanted[4])
+        assert torch.allclose(torch.stack([found.sum(), nll.sum()]), wanted, rtol=1e-12)
+        assert torch.equal(correct, z.argmax(-1) == targets)
         for mine, theirs in zip(torch.autograd.grad(3 * found.sum(), leaves), gradients, strict=True):
             assert torch.allclose(mine, 3 * theirs, rtol=1e-9, atol=1e-12)
 
@@ -197,7 +178,7 @@ def test_gradients_of_the_head_are_summed_in_fp32(dtype):
     (wanted,) = torch.autograd.grad(whole, [exact])
 
     def error(num_rows):
-        loss, _ = _loss(hidden, weight, None, targets, num_rows=num_rows)
+        loss, *_ = _loss(hidden, weight, None, targets, num_rows)
         (grad,) = torch.autograd.grad(loss.sum(), [weight])
         return float((grad.double() - wanted).norm() / wanted.norm())
 
@@ -206,17 +187,11 @@ def test_gradients_of_the_head_are_summed_in_fp32(dtype):
 
 
 def test_a_tiny_probability_of_the_right_token_is_no_infinity():
-    for dtype, given in ((torch.float32, 300.0), (torch.bfloat16, 300.0)):
-        logits = torch.tensor([[given, 0, 0, 0, 0]], dtype=dtype, requires_grad=True)
-        target = torch.tensor([3])
-        for loss, scores in (
-            plain_loss(logits, target, LossTerms()),
-            _loss(logits, torch.eye(5).to(dtype), None, target),
-        ):
-            (grad,) = torch.autograd.grad(loss.sum(), [logits])
-            assert scores.nll.item() == pytest.approx(300.0)
-            assert grad.tolist() == [[1.0, 0.0, 0.0, -1.0, 0.0]]
-            assert scores.entropy.item() == pytest.approx(0.0, abs=1e-4)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([[300.0, 0, 0, 0, 0]], dtype=dtype, requires_grad=True)
+        loss, nll, _ = _loss(logits, torch.eye(5).to(dtype).requires_grad_(), None, torch.tensor([3]))
+        assert nll.item() == pytest.approx(300.0)
+        assert torch.autograd.grad(loss.sum(), [logits])[0].tolist() == [[1.0, 0.0, 0.0, -1.0, 0.0]]
 
 
 def test_all_logits_never_exist_and_gradients_are_given_away_once():
@@ -231,7 +206,7 @@ def test_all_logits_never_exist_and_gradients_are_given_away_once():
             return out
 
     with Watch():
-        loss, _ = _loss(hidden, weight, None, torch.randint(0, 1000, (512,)), num_rows=8)
+        loss, *_ = _loss(hidden, weight, None, torch.randint(0, 1000, (512,)), 8)
         loss.sum().backward(retain_graph=True)
     assert max(sizes) == 8 * 1000 == weight.numel()
     with pytest.raises(AssertionError, match="given away once"):
@@ -242,7 +217,7 @@ def test_a_sum_too_large_for_fp16_fits_once_it_is_scaled():
     """A loss scale that falls helps only if nothing has overflowed before it is known."""
     weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
     hidden = torch.full((20_000, 4), 8.0, dtype=torch.float16, requires_grad=True)
-    loss, _ = _loss(hidden, weight, None, torch.full((20_000,), 3), num_rows=100)
+    loss, *_ = _loss(hidden, weight, None, torch.full((20_000,), 3), 100)
     (loss.sum() / 1024).backward()
     assert float(weight.grad[3, 0]) == pytest.approx(-20_000 * 8 * 7 / 8 / 1024, rel=2e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.neftune import EmbeddingNoise
+from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, optimizer_class, state_bytes
 from lit_fsdp.models.preference import evaluating
 
@@ -18,7 +20,6 @@ from lit_fsdp.models.preference import evaluating
 def test_what_is_refused_in_one_sentence():
     for path, args, field, said, fix in (
         ("torch.optim.AdamW", {"fusd": True}, "init_args.fusd", "no argument of torch.optim.AdamW", "write fused"),
-        ("lit_fsdp.MuonWithAdamW", {"momentun": 0.9}, "init_args.momentun", "no argument", "write momentum"),
         ("torch.optim.SGD", {"zzz": 1}, "init_args.zzz", "no argument", "drop zzz"),
         ("torch.optim.Nope", {}, "class_path", "torch.optim.Nope", ""),
         ("torch.nn.Linear", {}, "class_path", "torch.nn.Linear", ""),
@@ -32,22 +33,15 @@ def test_what_is_refused_in_one_sentence():
 
 
 def test_bytes_are_those_of_the_live_state():
-    for path, args, known in (
-        ("torch.optim.AdamW", {}, True),
-        ("torch.optim.AdamW", {"amsgrad": True}, True),
-        ("torch.optim.SGD", {}, True),
-        ("torch.optim.SGD", {"momentum": 0.9}, True),
-        ("torch.optim.Adafactor", {}, False),
-    ):
-        optim = OptimConfig(optimizer=path, optimizer_args=args)
+    for path, known in (("torch.optim.AdamW", True), ("torch.optim.Adafactor", False)):
         param = nn.Parameter(torch.ones(8, 4))
-        live = optimizer_class(optim)([param], lr=0.1, **args)
+        live = optimizer_class(optim := OptimConfig(optimizer=path))([param], lr=0.1)
         param.grad = torch.ones_like(param)
         live.step()
         kept = sum(v.numel() * 4 for v in live.state[param].values() if torch.is_tensor(v) and v.dim())
         found, of = state_bytes(optim, nn.Module(), 4)
-        assert (of == path) is known
-        assert found(param, param.numel()) == (kept if known else 2 * 32 * 4)
+        assert of == "torch.optim.AdamW"
+        assert (found(param, param.numel()) == kept) is known
 
 
 def test_what_muon_leaves_takes_adamws_steps():
@@ -66,17 +60,17 @@ ALPHA = 5.0
 
 @pytest.fixture
 def embedded(tiny):
-    """A function that embeds a batch with noise, and the plain embeddings of the same."""
-    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99))
-    noise = EmbeddingNoise(model, ALPHA)
+    """A function that gives the noise on what is embedded of a batch."""
+    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99)).train()
+    embed = model.get_input_embeddings()
 
-    def embed(batch, seed=0, rank=0):
+    def noise(batch, seed=0, rank=0, around=nullcontext):
         torch.manual_seed(seed)
-        with noise.on(batch, rank):
-            noisy = model.get_input_embeddings()(batch["input_ids"])
-        return (noisy - model.get_input_embeddings()(batch["input_ids"])).detach()
+        with embedding_noise(model, ALPHA, batch, rank), around(model):
+            noisy = embed(batch["input_ids"])
+        return (noisy - embed(batch["input_ids"])).detach()
 
-    return embed
+    return noise
 
 
 def samples(*lengths):
@@ -93,18 +87,9 @@ def test_a_samples_noise_has_the_norm_of_the_paper(embedded):
         assert part.norm() == pytest.approx(ALPHA / 3**0.5, rel=0.15)
 
 
-def test_it_follows_the_seed_and_differs_between_ranks(embedded):
+def test_it_follows_the_seed_differs_between_ranks_and_spares_references(embedded):
     batch = collate(samples(9, 5), 0)
     assert torch.equal(embedded(batch, seed=3), embedded(batch, seed=3))
     assert not torch.equal(embedded(batch, seed=3), embedded(batch, seed=4))
     assert not torch.equal(embedded(batch, seed=3, rank=1), embedded(batch, seed=3))
-
-
-def test_the_reference_of_a_preference_gets_none(tiny):
-    model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=99)).train()
-    noise, batch, embed = EmbeddingNoise(model, ALPHA), collate(samples(9, 5), 0), model.get_input_embeddings()
-    plain_BTD = embed(batch["input_ids"])
-    with noise.on(batch, 0):
-        with evaluating(model):
-            assert torch.equal(embed(batch["input_ids"]), plain_BTD)
-        assert not torch.equal(embed(batch["input_ids"]), plain_BTD)
+    assert not embedded(batch, around=evaluating).any()

@@ -15,12 +15,12 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import end_of_turn_id, load_tokenizer, miniature_tokenizer, pad_id
+from lit_fsdp.models.tokenizers import end_of_turn_id, load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
 
 
 def _source(tiny, folder, **changes):
-    return ModelSource(tiny("llama", **{"vocab_size": 512, **changes}), None, str(folder) if folder else None, "label")
+    return ModelSource(tiny("llama", **{"vocab_size": 512, **changes}), None, str(folder) if folder else None)
 
 
 def test_every_text_comes_back():
@@ -42,39 +42,20 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, tiny):
         assert (loaded.chat_template, loaded.pad_token) == (tokenizer.chat_template, "<|pad|>")
 
 
-def test_no_token_to_pad_with(tmp_path, tiny):
-    tokenizer = miniature_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"an eos or pad token(.|\n)*set model\.pad_token"):
-        load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x"))
-    loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<|endoftext|>"))
-    assert pad_id(loaded) == loaded.convert_tokens_to_ids("<|endoftext|>")
-
-
-def test_a_pad_token_of_the_recipes_own(tmp_path, tiny, caplog):
-    miniature_tokenizer().save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, logger="lit_fsdp"):
-        loaded = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<|im_start|>"))
-    assert (loaded.pad_token, len(loaded)) == ("<|im_start|>", len(miniature_tokenizer()))
-    assert "has <|pad|> pad token: padding with <|im_start|>" in caplog.text
-    with pytest.raises(ConfigError, match=r"'<pad>', which .* does not have(.|\n)*add_tokens: \['<pad>'\]"):
-        load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>"))
-    added = load_tokenizer(_source(tiny, tmp_path), ModelConfig(name="x", pad_token="<pad>", add_tokens=["<pad>"]))
-    assert pad_id(added) == len(added) - 1
-
-
 def test_tokenizers_that_cannot_be_used(tmp_path, tiny):
-    plain = miniature_tokenizer()
-    plain.save_pretrained(tmp_path / "whole")
+    miniature_tokenizer().save_pretrained(tmp_path / "whole")
+    without = miniature_tokenizer()
+    without.pad_token = without.eos_token = None
+    without.save_pretrained(tmp_path / "endless")
     tiny("llama").save_pretrained(tmp_path / "none")
-    for folder, changes, said in (
-        ("whole", {"vocab_size": 100}, "at most the 100 embeddings of label"),
-        ("none", {}, r"model\.tokenizer"),
-        (None, {}, r"model\.tokenizer: got None"),
+    for folder, rows, said in (
+        ("whole", 100, "at most the 100 embeddings of the model"),
+        ("endless", 512, "a tokenizer with an eos or pad token"),
+        ("none", 512, r"model\.tokenizer"),
+        (None, 512, r"model\.tokenizer: got None"),
     ):
         with pytest.raises(ConfigError, match=said):
-            load_tokenizer(_source(tiny, folder and tmp_path / folder, **changes), ModelConfig(name="x"))
+            load_tokenizer(_source(tiny, folder and tmp_path / folder, vocab_size=rows), ModelConfig(name="x"))
 
 
 class _Module:
@@ -83,7 +64,7 @@ class _Module:
 
 
 def _generation(tiny, tokenizer, **values):
-    source = ModelSource(tiny("llama", vocab_size=400), None, None, "label")
+    source = ModelSource(tiny("llama", vocab_size=400), None, None)
     files = model_files(source, tokenizer, _Module(**values))
     assert json.loads(files["hf/config.json"])["pad_token_id"] == 5  # the model's own: another would freeze a row
     return json.loads(files["hf/generation_config.json"])
@@ -162,7 +143,7 @@ def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, ca
     assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT)
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         assert len(load_tokenizer(source, config)) == TIGHT
-    assert "under their old numbers: <|im_end|>" in caplog.text
+    assert "none, as it has them all" in caplog.text
     folder = base("qwen2", rows=300)
     with pytest.raises(ConfigError, match=r"17 tokens beyond the 300 embeddings, which add_tokens does not name"):
         resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS), 0)

@@ -97,7 +97,7 @@ def test_damaged_files_are_named(saved):
 
 def _random(config, seed=3):
     model = build_on_meta(config, "eager")
-    return open_weights(ModelSource(config, None, None, "x"), model, seed), model
+    return open_weights(ModelSource(config, None, None), model, seed), model
 
 
 def test_distribution_is_that_of_from_config(tiny, fill, tensors):
