@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.checkpoint.manifest import Manifest
-from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.commands.parsing import parse, size_words, verb_parser
 from lit_fsdp.errors import require
 
 
@@ -50,7 +50,7 @@ def run_export(argv: Sequence[str]) -> int:
         disable_progress_bar()
         return find_export_differences(place, manifest, plan, base_of)
 
-    report = export(
+    plan = export(
         options.ckpt,
         options.out,
         dtype=options.dtype,
@@ -59,7 +59,8 @@ def run_export(argv: Sequence[str]) -> int:
         check=check if options.verify else None,
         open_base=base_of,
     )
-    print(report)
+    checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
+    print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")
     if hub_name:
         print(push(options.out, hub_name, options.private))
     return 0

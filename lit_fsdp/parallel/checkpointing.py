@@ -158,7 +158,7 @@ class Checkpoints:
         path = self._sound(given)
         ranks, what = Ranks(), f"reading {path}"
         state, saved = ranks.own(what, lambda: (store.load_state(path), set(read_manifest(path).tensors)))
-        rng = ranks.own(what, lambda: store.load_rank_state(path, ranks.rank))
+        rng = ranks.own(what, lambda: store.load_state(path, ranks.rank))
         owner = self._state_owner()
         whole = self._whole_state()
         model = self._saved_part(whole)
