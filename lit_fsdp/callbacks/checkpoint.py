@@ -18,7 +18,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
-from lit_fsdp.config.run import CheckpointConfig, validation_steps
+from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
@@ -225,7 +225,7 @@ class Checkpoint(ModelCheckpoint):
         self.resumes = bool(run_folder.survey(root / FOLDER))
         if not self.resumes:
             return set()
-        return {str(run_folder.choose("last", root, self.config.monitor, self.config.mode).path)}
+        return {str(run_folder.choose("last", root, self.config.monitor, self.config.mode)[0])}
 
     def _folder(self, step: int) -> Path:
         assert self.dirpath is not None
@@ -283,8 +283,8 @@ class Checkpoint(ModelCheckpoint):
         model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
         params = [(clean_name(name), param) for name, param in module.named_parameters()]
         self._checkpoint_bytes = size = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
-        steps, validations = _plan(trainer)
-        count = disk_space.peak_count(self.config, steps, trainer.enable_validation, validations)
+        steps = _last_step(trainer)
+        count = disk_space.peak_count(self.config, steps, trainer.enable_validation)
         if steps is None or trainer.global_step < steps:
             root, how = Path(trainer.default_root_dir), "background" if self._background else "foreground"
             check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
@@ -309,17 +309,12 @@ def _is_last_step(trainer: Trainer) -> bool:
     return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)
 
 
-def _plan(trainer: Trainer) -> tuple[int | None, set[int]]:
-    """Optimizer steps at the end of the run, and after which of them validations come, as far as that is known."""
+def _last_step(trainer: Trainer) -> int | None:
+    """Optimizer steps at the end of the run, if that is known."""
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.estimated_stepping_batches):
         limits.append(int(trainer.estimated_stepping_batches))
-    total, interval, per_epoch = min(limits, default=None), trainer.val_check_batch, trainer.num_training_batches
-    if total is None or interval is None or not math.isfinite(interval):  # it goes by the clock
-        return total, set()
-    batches = int(per_epoch) if math.isfinite(per_epoch) else None
-    accumulate, every_n = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
-    return total, validation_steps(total, int(interval), accumulate, batches, every_n)
+    return min(limits, default=None)
 
 
 def _count_in_micro_batches_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,8 +24,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Form = Literal["model", "adapter", "merge"]
 BASE = "base/"
 """What begins the name of a tensor that is not in the checkpoint, but in the base of its adapters."""
-
-
 OpenBase = Callable[[Manifest], "BaseWeights"]
 """Opens the base that a checkpoint of adapters names."""
 _MODEL = "model/"
@@ -63,14 +61,12 @@ class ExportPlan:
     """Dtype and shape by name in the export; a tied tensor once."""
     files: Mapping[str, list[str]]
     """Names by weight file, as transformers numbers them."""
-    tied: dict[str, str]
-    """Names that are not stored because the model shares them, and the name each is shared with."""
     base: BaseWeights | None = None
     """What is merged with; opened for nothing else."""
 
     @property
     def dtype(self) -> str:
-        """The dtype most floating-point elements have."""
+        """The dtype that most bytes of floating-point numbers have."""
         return _most_common_dtype(self.specs.values())
 
     @property
@@ -86,51 +82,41 @@ def plan_export(
     lora: Literal["adapter", "merge"] | None = None,
     open_base: OpenBase | None = None,
 ) -> ExportPlan:
-    """Names, dtypes and files of an export; see :func:`lit_fsdp.checkpoint.export.export` for the arguments.
-
-    Raises:
-        CheckpointError: The manifest does not describe a transformers model, or there is no tensor of it.
-        ConfigError: ``lora`` is given, but the checkpoint has no adapter.
-    """
+    """Names, dtypes and files of an export; arguments and errors are :func:`lit_fsdp.checkpoint.export.export`'s."""
     entry = manifest.extra.get("model")
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("prefix"), str):
-        raise CheckpointError(
-            f"{manifest.folder}: its manifest has no `model` entry, so the module that wrote it is not lit_fsdp's "
-            "CausalLMModule; only such checkpoints can be exported"
-        )
+    if entry is None:
+        raise CheckpointError(f"{manifest.folder}: only checkpoints of a CausalLMModule can be exported")
     adapter = entry.get("adapter")
     given = "a checkpoint without adapters"
     require(adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     prefix = _MODEL + entry["prefix"]
     found = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
-    if not found:
-        raise CheckpointError(f"{manifest.folder}: no tensor begins with {prefix}; this checkpoint holds no model")
     form: Form = (lora or "adapter") if adapter else "model"
-    deltas: dict[str, Delta] = {}
     available, kept = dict(manifest.tensors), DTYPES.get(dtype or "")
     base: BaseWeights | None = None
     if form == "merge":
         assert open_base is not None
         base = open_base(manifest)
-        available |= {BASE + name: TensorSpec(*spec) for name, spec in base.specs.items()}
-        kept = kept or _most_common_dtype(available[BASE + name] for name in base.specs)
+        of_base = {BASE + name: TensorSpec(*spec) for name, spec in base.specs.items()}
+        available |= of_base
+        kept = kept or _most_common_dtype(of_base.values())
     if form == "adapter":
-        assert adapter is not None
-        beside = {str(name) for name in entry.get("kept_with_adapter") or ()}
-        sources, tied = _adapter_sources(found, beside), {}
+        sources = _adapter_sources(found, entry["kept_with_adapter"])
     else:
-        tied = {base_name(str(a)): base_name(str(b)) for a, b in (entry.get("tied") or {}).items()}
+        tied = {base_name(again): base_name(first) for again, first in entry["tied"].items()}
         sources = _model_sources(found, tied, base.specs if base else ())
-        deltas = _deltas(found, adapter, sources, available) if adapter else {}
-    specs = {name: _spec(available[source], kept) for name, source in sorted(sources.items())}
+    specs = {}
+    for name, source in sorted(sources.items()):
+        spec = available[source]
+        is_float = getattr(torch, spec.dtype).is_floating_point
+        specs[name] = TensorSpec(kept if kept and is_float else spec.dtype, spec.shape)
     return ExportPlan(
         form=form,
         entry=entry,
         sources=sources,
-        deltas=deltas,
+        deltas=_deltas(found, adapter, sources, available) if form == "merge" else {},
         specs=specs,
         files=_files(specs, form, int(max_shard_gib * GIB)),
-        tied=tied,
         base=base,
     )
 
@@ -153,18 +139,11 @@ def _files(specs: dict[str, TensorSpec], form: Form, max_bytes: int) -> dict[str
     return found.filename_to_tensors
 
 
-def _spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
-    is_float = getattr(torch, spec.dtype).is_floating_point
-    return TensorSpec(dtype, spec.shape) if dtype is not None and is_float else spec
-
-
 def _most_common_dtype(specs: Iterable[TensorSpec]) -> str:
-    """The dtype that most bytes of floating-point numbers have."""
     votes: Counter[str] = Counter()
     for spec in specs:
-        if getattr(torch, spec.dtype).is_floating_point:
-            votes[spec.dtype] += max(1, num_bytes(spec))
-    return votes.most_common(1)[0][0] if votes else "float32"
+        votes[spec.dtype] += num_bytes(spec) * getattr(torch, spec.dtype).is_floating_point
+    return votes.most_common(1)[0][0]
 
 
 def _is_lora(name: str) -> bool:
@@ -186,7 +165,7 @@ def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: I
     return sources
 
 
-def _adapter_sources(found: Mapping[str, str], beside: set[str]) -> dict[str, str]:
+def _adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[str, str]:
     """The names that peft gives the tensors of an adapter in ``adapter_model.safetensors``.
 
     What is kept with it (embeddings) stands there under its own name, as with peft's ``save_embedding_layers``.

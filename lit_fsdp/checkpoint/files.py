@@ -1,7 +1,6 @@
 """Files that are on the disk when we say so, folders that appear complete or not at all, names that stay inside.
 
-``fsync`` of a file does not save its name: the folder that holds it has to be synced too. A folder in the making has a
-hidden name beside its final one, so on the same file system, and is renamed once at the end. What a kill leaves is
+A folder in the making has a hidden name beside its final one and is renamed once at the end. What a kill leaves is
 hidden too, and goes when the same folder is made again or the run goes on.
 """
 
@@ -16,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import xxhash
@@ -43,10 +42,10 @@ class FileEntry:
 
 
 class HashedFile:
-    """A new binary file that is hashed while it is written, and synced where its ``with`` block ends well.
+    """A new binary file, hashed while it is written, and synced where its ``with`` block ends well; parents are made.
 
-    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down. Parents
-    are made; a file that is there, or cannot be written or synced, is a CheckpointError that names it.
+    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down. What
+    cannot be written or synced is a CheckpointError that names the file.
     """
 
     def __init__(self, path: Path, at_once: bool = True) -> None:
@@ -120,7 +119,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def hash_file(path: Path, kind: Any = xxhash.xxh3_128) -> str:
-    """XXH3-128 of a file in hex, or another hash, e.g. ``hashlib.sha256``."""
+    """A hash of a file in hex."""
     with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
@@ -133,9 +132,7 @@ def sync_folder(folder: Path) -> None:
 
 def checked_name(name: str) -> str:
     """``name`` if it is a plain relative POSIX path; else (``..``, backslashes, control characters) CheckpointError."""
-    parts = name.split("/") if isinstance(name, str) else []
-    plain = all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in parts)
-    if not parts or not plain or str(PurePosixPath(name)) != name:
+    if any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in name.split("/")):
         raise CheckpointError(f"{name!r} is not a file name inside a checkpoint; use names such as hf/config.json")
     return name
 
@@ -157,14 +154,10 @@ def hidden_name(folder: Path, kind: Kind) -> Path:
     return folder.with_name(f".{folder.name}.{kind}-{secrets.token_hex(8)}")
 
 
-def hidden_folders(parent: Path) -> list[tuple[Path, str, Kind]]:
-    """The hidden folders in ``parent``: their paths, whose they are, and of which kind."""
-    found = []
-    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        match = _HIDDEN.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found.append((path, match["name"], match["kind"]))
-    return found  # type: ignore[return-value]
+def hidden_folders(parent: Path) -> list[tuple[Path, str, str]]:
+    """What is hidden in ``parent``: paths, whose they are, and of which kind."""
+    found = [(path, _HIDDEN.fullmatch(path.name)) for path in (sorted(parent.iterdir()) if parent.is_dir() else [])]
+    return [(path, match["name"], match["kind"]) for path, match in found if match]
 
 
 def stage(folder: Path) -> Path:

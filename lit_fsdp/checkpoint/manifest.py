@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,13 @@ from lit_fsdp.checkpoint.files import MANIFEST, FileEntry, checked_name, inside,
 from lit_fsdp.errors import CheckpointError
 
 FORMAT = "lit_fsdp.checkpoint"
-VERSION = 3
+VERSION = 4
 Layout = Literal["sharded", "full"]
+NOT_ONE = (
+    "missing, so this is no checkpoint; give a folder such as RUN/checkpoints/step-00000050; "
+    "lit-fsdp ckpt import reads those of other tools, and a Hugging Face folder is a model.name"
+)
+"""What is said of a manifest that is not there."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Manifest:
     """Every file but the manifest, by path inside the folder."""
     metrics: Mapping[str, float]
     chunks: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
-    """The parts that make up each tensor, by its name."""
+    """The parts that make up each tensor."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the caller of the save added: ``model``, ``epoch``, ``engine`` and the like."""
 
@@ -90,56 +95,34 @@ class Manifest:
 
     def dumps(self) -> bytes:
         """The text of ``manifest.json``."""
-        document = {
-            "format": FORMAT,
-            "format_version": VERSION,
-            "extra": dict(self.extra),
-            "global_step": self.global_step,
-            "layout": self.layout,
-            "world_size": self.world_size,
-            "created": self.created,
-            "versions": dict(self.versions),
-            "metrics": {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()},
-            "tensors": {
-                name: {
-                    "dtype": spec.dtype,
-                    "shape": list(spec.shape),
-                    "chunks": [[c.file, list(c.offsets), list(c.sizes)] for c in self.chunks.get(name, ())],
-                }
-                for name, spec in self.tensors.items()
-            },
-            "files": {name: {"bytes": f.num_bytes, "xxh3": f.xxh3} for name, f in self.files.items()},
-        }
+        document = {"format": FORMAT, "format_version": VERSION, **vars(self)}
+        del document["folder"]
+        document["metrics"] = {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()}
         return _sealed(document)
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free JSON keys."""
     try:
-        plain = json.loads(json.dumps({k: v for k, v in extra.items() if k != "metrics"}, allow_nan=False))
+        metrics = {name: float(value) for name, value in (extra.get("metrics") or {}).items()}
+        plain = json.loads(json.dumps({**extra, "metrics": {}}, allow_nan=False))
         _count(plain.get("global_step"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"manifest: global_step and plain JSON are needed: {error}") from error
-    return {**plain, "metrics": checked_metrics(extra.get("metrics") or {})}
-
-
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain floats; 0-dim tensors are numbers too."""
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"metrics: {dict(metrics)!r} holds something that is not one number: {error}") from error
+        raise CheckpointError(
+            f"manifest: global_step, numbers as metrics and plain JSON are needed: {error}"
+        ) from error
+    return {**plain, "metrics": metrics}
 
 
 def read_manifest(folder: Path | str) -> Manifest:
     """The checked manifest of the checkpoint at ``folder``.
 
     Raises:
-        CheckpointError: There is nothing there, it is something else (named), or the manifest is damaged.
+        CheckpointError: There is no checkpoint, or the manifest is damaged.
     """
     folder = Path(folder)
     if not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(not_a_checkpoint(folder))
+        raise CheckpointError(f"{folder / MANIFEST}: {NOT_ONE}")
     path = inside(folder, MANIFEST)
     with naming(path):
         text = path.read_bytes()
@@ -156,21 +139,9 @@ def read_manifest(folder: Path | str) -> Manifest:
 def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
     """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank."""
     old = read_manifest(folder)
-    values = {**old.metrics, **checked_metrics(metrics)}
+    values = {**old.metrics, **metrics}
     if values != old.metrics:
-        replace_bytes(folder / MANIFEST, Manifest(**{**vars(old), "metrics": values}).dumps())
-
-
-def not_a_checkpoint(path: Path) -> str:
-    """What is at ``path`` instead of a checkpoint, and what to give instead."""
-    if not os.path.lexists(path):
-        return f"{path}: no such checkpoint folder"
-    steps = sorted(path.glob(f"step-*/{MANIFEST}")) or sorted(path.glob(f"checkpoints/step-*/{MANIFEST}"))
-    if steps:
-        return f"{path}: not a checkpoint; give one of those that are in it: {steps[-1].parent}"
-    if (path / "config.json").is_file():
-        return f"{path}: a Hugging Face model folder, not a checkpoint; give it as model.name to train from it"
-    return f"{path}: not a checkpoint: it has no {MANIFEST}; lit-fsdp ckpt import reads those of other tools"
+        replace_bytes(folder / MANIFEST, replace(old, metrics=values).dumps())
 
 
 def _sealed(document: Mapping[str, Any]) -> bytes:
@@ -180,36 +151,28 @@ def _sealed(document: Mapping[str, Any]) -> bytes:
 
 
 def _lines(document: Mapping[str, Any]) -> str:
-    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    texts = {key: json.dumps(value, allow_nan=False, default=vars) for key, value in document.items()}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
 
 
 def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
     """The manifest from its JSON; any built-in exception means that it is malformed."""
-    written = (document["format"], document["format_version"])
+    written = (document.pop("format"), document.pop("format_version"))
     if written != (FORMAT, VERSION):
         raise ValueError(f"format and version are {written}, this version reads {(FORMAT, VERSION)}")
-    tensors = {name: TensorSpec(str(t["dtype"]), _counts(t["shape"])) for name, t in document["tensors"].items()}
     chunks = {
-        name: tuple(Chunk(file, _counts(offsets), _counts(sizes)) for file, offsets, sizes in t["chunks"])
-        for name, t in document["tensors"].items()
+        name: tuple(Chunk(part["file"], _counts(part["offsets"]), _counts(part["sizes"])) for part in parts)
+        for name, parts in document["chunks"].items()
     }
+    tensors = {name: TensorSpec(spec["dtype"], _counts(spec["shape"])) for name, spec in document["tensors"].items()}
     for name, spec in tensors.items():
         if sum(math.prod(chunk.sizes) for chunk in chunks[name]) != math.prod(spec.shape):
             raise ValueError(f"{name}: its parts do not make up the tensor")
-    return Manifest(
-        folder=folder,
-        layout=document["layout"],
-        global_step=_count(document["global_step"]),
-        world_size=_count(document["world_size"]),
-        created=document["created"],
-        versions=document["versions"],
-        tensors=tensors,
-        chunks=chunks,
-        files={checked_name(n): FileEntry(_count(f["bytes"]), str(f["xxh3"])) for n, f in document["files"].items()},
-        metrics={name: float(value) for name, value in document["metrics"].items()},
-        extra=document["extra"],
-    )
+    files = {checked_name(n): FileEntry(_count(f["num_bytes"]), f["xxh3"]) for n, f in document["files"].items()}
+    metrics = {name: float(value) for name, value in document["metrics"].items()}
+    _counts((document["global_step"], document["world_size"]))
+    parsed = {"chunks": chunks, "tensors": tensors, "files": files, "metrics": metrics}
+    return Manifest(folder=folder, **{**document, **parsed})
 
 
 def _count(value: Any) -> int:

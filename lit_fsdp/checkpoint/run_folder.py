@@ -13,14 +13,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.files import MANIFEST, naming, sync_folder
-from lit_fsdp.checkpoint.manifest import Manifest, not_a_checkpoint, read_manifest
+from lit_fsdp.checkpoint.manifest import NOT_ONE, Manifest, read_manifest
 from lit_fsdp.config.run import CheckpointConfig, RunConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, require
 from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
@@ -28,7 +28,6 @@ from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeue
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
 Mode = Literal["min", "max"]
-_ASIDE_NAME = re.compile(r"(damaged|superseded)-.+")
 _log = logging.getLogger(__name__)
 
 
@@ -48,17 +47,6 @@ class Found:
     """What is wrong with it; None for a complete one."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What :func:`choose` finds, as far as manifests and sizes of files tell."""
-
-    path: Path
-    others: tuple[Path, ...] = ()
-    """What the word means next, should this one turn out to be damaged; nothing for a path."""
-    damaged: tuple[Found, ...] = ()
-    """What may have come first, but is visibly damaged."""
-
-
 def step_folder(run_folder: Path | str, step: int) -> Path:
     """Where a run has the checkpoint of ``step``."""
     return Path(run_folder) / FOLDER / f"step-{step:08d}"
@@ -66,9 +54,12 @@ def step_folder(run_folder: Path | str, step: int) -> Path:
 
 def survey(folder: Path) -> list[Found]:
     """The checkpoints in ``folder``, complete or not, oldest step first; what was set aside is left out."""
-    if not folder.is_dir():
-        return []
-    entries = [_entry(path) for path in sorted(folder.iterdir()) if looks_like_one(path)]
+    entries = [
+        look_at(path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if not path.name.startswith((".", "damaged-", "superseded-"))
+        and (os.path.lexists(path / MANIFEST) or STEP_NAME.fullmatch(path.name))
+    ]
     return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -91,10 +82,11 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
 
 def choose(
     word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
-) -> Choice:
-    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means, and the next.
+) -> list[Path]:
+    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means.
 
-    With ``fallback`` a word may pass over what is visibly damaged; a path is never replaced.
+    Behind it stand those that a word means next, should it turn out to be damaged; a path is never replaced. What is
+    visibly damaged already is passed over, with ``fallback``, and rank 0 says so.
 
     Raises:
         CheckpointError: There is none, the path is no checkpoint, or without ``fallback`` a damaged one may come first.
@@ -104,39 +96,26 @@ def choose(
         path = Path(word_or_path).expanduser()
         disk.restore(path)
         read_manifest(path)
-        return Choice(path)
+        return [path]
     found, broken = checkpoints(run_folder), damaged(run_folder)
+    if word == "last" and found:
+        broken = [entry for entry in broken if entry.step > found[-1].step]
+    lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in reversed(broken)]
     if not found:
-        names = sorted(path.name for path in Path(run_folder).glob("*"))[:12]
-        text = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: "
-        raise CheckpointError("\n".join([text + (", ".join(names) or "nothing"), *_damages(broken)]))
-    order = found[::-1] if word == "last" else ranked(found, monitor, mode)
+        raise CheckpointError("\n".join([f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}", *lines]))
+    order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
         raise CheckpointError(
             f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
             f"{monitor}; metrics there: {', '.join(names) or 'none'}; give last or a path"
         )
-
-    def comes_first(entry: Found) -> bool:
-        if word == "last":
-            return entry.step > order[0].step
-        return not entry.metrics or ranked([order[0], entry], monitor, mode)[0] is entry  # unread ones may be better
-
-    passed = [entry for entry in broken if comes_first(entry)]
-    choice = Choice(order[0].path, tuple(entry.path for entry in order[1:]), tuple(reversed(passed)))
-    if passed and not fallback:
-        which = "the newest complete one" if word == "last" else "the best complete one"
-        lines = "\n".join(_damages(choice.damaged))
-        raise CheckpointError(
-            f"ckpt_path {word}: a damaged checkpoint may come first\n{lines}\n"
-            f"  {which} is {choice.path}: to go on from there, give it as --ckpt_path or add --resume.fallback true"
-        )
-    return choice
-
-
-def _damages(found: Iterable[Found]) -> list[str]:
-    return [f"  {entry.path} is damaged: {entry.damage}" for entry in found]
+    text = "\n".join([f"ckpt_path {word}: a damaged checkpoint may come first", *lines])
+    if broken and not fallback:
+        raise CheckpointError(f"{text}\n  fix:     give {order[0]} as --ckpt_path, or add --resume.fallback true")
+    if broken and is_first_process():
+        print(f"{text}\n  going on from {order[0]} (resume.fallback)", file=sys.stderr)
+    return order
 
 
 @dataclass(frozen=True)
@@ -179,29 +158,8 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
         return Resume(None)
     if word == "last" and is_requeued() and not there:
         return Resume(None)
-    choice = choose(word, run_folder, config.monitor, config.mode, fallback)
-    if is_first_process() and choice.damaged:
-        going_on = f"going on from {choice.path} as {word} (resume.fallback)"
-        print("\n".join([*map(str.strip, _damages(choice.damaged)), going_on]), file=sys.stderr)
-    return Resume(str(choice.path), choice.others if fallback else (), read_manifest(choice.path))
-
-
-def folder_of_checkpoints(path: Path) -> Path:
-    """Where a run folder has its checkpoints; ``path`` itself if it is that folder."""
-    inner = path / FOLDER
-    return inner if inner.is_dir() or not path.is_dir() or not survey(path) else path
-
-
-def looks_like_one(path: Path) -> bool:
-    """Whether the folder ``path`` is in the place of a checkpoint, complete or not, and not hidden or moved aside."""
-    if path.name.startswith(".") or _ASIDE_NAME.fullmatch(path.name):
-        return False
-    return os.path.lexists(path / MANIFEST) or STEP_NAME.fullmatch(path.name) is not None
-
-
-def moved_aside(folder: Path) -> list[Path]:
-    """What resumed runs have moved out of the way there; see :func:`move_newer_aside`."""
-    return [path for path in sorted(folder.iterdir()) if _ASIDE_NAME.fullmatch(path.name)] if folder.is_dir() else []
+    path, *others = choose(word, run_folder, config.monitor, config.mode, fallback)
+    return Resume(str(path), others if fallback else (), read_manifest(path))
 
 
 def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
@@ -275,7 +233,7 @@ def remove(folder: Path) -> None:
             folder.unlink()
             return
         if not (folder / MANIFEST).is_file():
-            raise CheckpointError(f"not removed: {not_a_checkpoint(folder)}")
+            raise CheckpointError(f"not removed: {folder / MANIFEST}: {NOT_ONE}")
         hidden = disk.hidden_name(folder, "removed")
         os.rename(folder, hidden)
     sync_folder(folder.parent)
@@ -287,30 +245,25 @@ def remove(folder: Path) -> None:
 
 
 def sweep(run_folder: Path) -> None:
-    """Delete what killed saves and removals have left in a run, whose lock the caller holds; says what it found."""
+    """Delete what killed saves and removals have left in a run, whose lock the caller holds."""
     parent = run_folder / FOLDER
-    for path, name, kind in disk.hidden_folders(parent):
-        if kind == "replaced":
-            disk.restore(parent / name)
-        disk.discard(path)
+    for path, name, _ in disk.hidden_folders(parent):
+        disk.restore(parent / name)
         if os.path.lexists(path):
-            _log.warning("%s: left by a killed save or removal, and cannot be deleted; delete it by hand", path)
-        else:
-            _log.info("%s: cleared away after a killed save or removal", path)
+            disk.discard(path)
 
 
-def _entry(path: Path) -> Found:
-    manifest: Manifest | None = None
-    damage = None
+def look_at(path: Path) -> Found:
+    """The checkpoint at ``path``, or what is wrong with it."""
+    match = STEP_NAME.fullmatch(path.name)
+    found = Found(int(match[1]) if match else -1, path)
     try:
         manifest = read_manifest(path)
+        on_signal = manifest.extra.get("on_signal") is True
+        metrics = dict(manifest.metrics)
+        found = Found(manifest.global_step, path, metrics, manifest.created, manifest.num_bytes, on_signal)
         for name in manifest.files:
             manifest.file(name)
     except (CheckpointError, OSError) as error:  # OSError: removed by another process meanwhile
-        damage = str(error)
-    if manifest is None:
-        match = STEP_NAME.fullmatch(path.name)
-        return Found(int(match[1]) if match else -1, path, damage=damage)
-    on_signal = manifest.extra.get("on_signal") is True
-    metrics = dict(manifest.metrics)
-    return Found(manifest.global_step, path, metrics, manifest.created, manifest.num_bytes, on_signal, damage)
+        return replace(found, damage=str(error))
+    return found

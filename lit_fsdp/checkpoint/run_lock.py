@@ -62,8 +62,7 @@ def _locked(path: Path) -> int:
         holder = path.read_text(errors="replace") or "a process"
         raise CheckpointError(
             f"{path.parent}: another job is at work in this run folder: {holder}\n"
-            "  fix:     let it end or stop it, or name another trainer.default_root_dir; if that host is gone and its\n"
-            f"           network file system still keeps the lock, remove {path}"
+            f"  fix:     stop it, or name another trainer.default_root_dir; if its host is gone, remove {path}"
         ) from None
     except OSError as error:
         _log.warning("%s: no lock (%s), so nothing keeps a second job out of this run folder", path, error.strerror)

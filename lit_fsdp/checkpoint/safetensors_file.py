@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,18 +72,14 @@ class TensorFile:
         self._file = HashedFile(path, at_once)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def append(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Write the data of the next tensor in :func:`file_order`: pieces of whole rows, converted to its dtype."""
-        expected = self._left.pop(0)
-        assert name == expected, (name, expected)
-        dtype, left = getattr(torch, self._specs[name].dtype), math.prod(self._specs[name].shape)
-        for piece in pieces:
-            flat = piece.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            for part in flat.split(_WRITTEN_AT_ONCE):
-                self._file.write(part.to(dtype).view(torch.uint8).numpy())
-            left -= piece.numel()
-            del piece, flat, part  # before the next one is read
-        assert left == 0, f"{name}: {left} elements too few"
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor in :func:`file_order`, converted to its dtype."""
+        assert name == self._left.pop(0), name
+        assert tensor.numel() == math.prod(self._specs[name].shape), name
+        dtype = getattr(torch, self._specs[name].dtype)
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        for part in flat.split(_WRITTEN_AT_ONCE):
+            self._file.write(part.to(dtype).view(torch.uint8).numpy())
 
     @property
     def entry(self) -> FileEntry:

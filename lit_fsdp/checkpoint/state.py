@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import io
 import math
 import pathlib
 from collections import Counter, OrderedDict
@@ -16,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors import torch as safe
 
 from lit_fsdp.errors import CheckpointError
 
-_MAX_DEPTH = 100
-_DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, EOFError, SafetensorError)
 
 
 def encode(state: Any) -> Any:
@@ -32,7 +34,10 @@ def encode(state: Any) -> Any:
     Raises:
         CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
     """
-    return _encode(state, ())
+    try:
+        return _encode(state, ())
+    except RecursionError:
+        raise CheckpointError("the state: cannot save what contains itself") from None
 
 
 def refused(state: Any) -> str | None:
@@ -40,7 +45,7 @@ def refused(state: Any) -> str | None:
     try:
         encode(state)
     except CheckpointError as error:
-        return str(error).rpartition(": ")[0]
+        return str(error).partition(": it ")[0]
     return None
 
 
@@ -48,7 +53,7 @@ def decode(value: Any) -> Any:
     """The state that :func:`encode` turned into ``value``."""
     try:
         return _decode(value)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"state: malformed ({error!r})") from error
 
 
@@ -56,26 +61,24 @@ def _encode(value: Any, path: tuple[Any, ...]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if len(path) > _MAX_DEPTH:
-        raise _refused(value, path[:8], "it contains itself or is nested too deeply")
     if kind is list:
         return [_encode(item, (*path, index)) for index, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, (*path, key)) for key, item in value.items()}
-    if kind in (dict, OrderedDict, Counter):
+    if kind in _PAIRS:
         return {f"${kind.__name__}": [[_encode(k, (*path, k)), _encode(v, (*path, k))] for k, v in value.items()]}
-    if kind is torch.nn.Parameter:
-        kind = torch.Tensor
-    elif isinstance(value, np.generic):
-        kind = np.generic
-    if kind is torch.Tensor and (value.layout is not torch.strided or value.is_quantized or value.is_meta):
-        raise _refused(value, path, "only dense tensors; sharded ones belong in `tensors`")
-    if kind in (np.ndarray, np.generic) and (value.dtype.hasobject or value.dtype.names):
-        raise _refused(value, path, "only plain NumPy data of numbers, text or times")
-    if kind not in _TYPES:
-        raise _refused(value, path, "only plain Python data, NumPy data and tensors can be saved without pickle")
-    name, parts, _ = _TYPES[kind]
-    return {f"${name}": _encode(parts(value), path)}
+    kind = torch.Tensor if kind is torch.nn.Parameter else np.generic if isinstance(value, np.generic) else kind
+    why = "it is neither plain Python data nor NumPy data nor a tensor, and nothing is pickled"
+    if kind in _TYPES:
+        name, parts, _ = _TYPES[kind]
+        try:
+            made = parts(value)
+        except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            why = f"it is not dense, plain data ({error})"
+        else:
+            return {f"${name}": _encode(made, path)}
+    where = ".".join(map(str, path)) or "the state"
+    raise CheckpointError(f"{where}: cannot save a {type(value).__module__}.{type(value).__qualname__}: {why}")
 
 
 def _decode(value: Any) -> Any:
@@ -91,64 +94,41 @@ def _decode(value: Any) -> Any:
     return _READERS[tag](_decode(value[tag]))
 
 
-def _refused(value: Any, path: tuple[Any, ...], why: str) -> CheckpointError:
-    where = ".".join(str(part) for part in path) or "the state"
-    kind = type(value)
-    return CheckpointError(f"{where}: cannot save a {kind.__module__}.{kind.__qualname__}: {why}")
+def _array_bytes(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+    return file.getvalue()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _array(data: bytes) -> Any:
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 
-def _tensor_parts(value: torch.Tensor) -> list[Any]:
-    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return [_name(value.dtype), list(value.shape), data.numpy().tobytes()]
+def _tensor_bytes(value: torch.Tensor) -> bytes:
+    return safe.save({"": value.detach().resolve_conj().resolve_neg().cpu().contiguous()})
 
 
-def _tensor(parts: list[Any]) -> torch.Tensor:
-    dtype, shape, data = parts
-    if not data:
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]).reshape(shape)
-
-
-def _array_parts(value: Any) -> list[Any]:
-    return [value.dtype.str, list(value.shape), value.tobytes()]
-
-
-def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
-    name, shape, data = parts
-    dtype = np.dtype(name)
-    if dtype.hasobject or dtype.names:
-        raise ValueError(f"dtype {dtype}")
-    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
-
-
+_PAIRS: dict[type, Callable[[Any], Any]] = {
+    dict: dict,
+    OrderedDict: OrderedDict,
+    Counter: lambda pairs: Counter(dict(pairs)),
+}
 _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: ("float", repr, float),  # inf and nan, which JSON has not
     bytes: ("bytes", lambda v: base64.b64encode(v).decode(), lambda text: base64.b64decode(text, validate=True)),
     tuple: ("tuple", list, tuple),
     set: ("set", lambda v: sorted(v, key=repr), set),
-    frozenset: ("frozenset", lambda v: sorted(v, key=repr), frozenset),
-    complex: ("complex", repr, complex),
-    datetime.timedelta: (
-        "timedelta",
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda parts: datetime.timedelta(*parts),
-    ),
+    datetime.timedelta: ("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)),
     type(pathlib.Path()): ("path", str, pathlib.Path),
     torch.Size: ("size", list, torch.Size),
-    torch.dtype: ("dtype", _name, _DTYPES.__getitem__),
+    torch.dtype: ("dtype", str, {str(t): t for t in vars(torch).values() if isinstance(t, torch.dtype)}.__getitem__),
     torch.device: ("device", str, torch.device),
-    torch.Tensor: ("tensor", _tensor_parts, _tensor),
-    np.ndarray: ("numpy", _array_parts, _array),
-    np.generic: ("numpy_scalar", _array_parts, lambda parts: _array(parts)[()]),
+    torch.Tensor: ("tensor", _tensor_bytes, lambda data: safe.load(data)[""]),
+    np.ndarray: ("numpy", _array_bytes, _array),
+    np.generic: ("numpy_scalar", _array_bytes, lambda data: _array(data)[()]),
 }
 """By type: its name, what it is made of, and how it is made of that again."""
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{f"${name}": read for name, _, read in _TYPES.values()},
-    "$dict": dict,
-    "$OrderedDict": OrderedDict,
-    "$Counter": lambda pairs: Counter(dict(pairs)),
+    **{f"${kind.__name__}": read for kind, read in _PAIRS.items()},
 }

@@ -63,14 +63,14 @@ class Snapshot:
     layout: Layout
     tensors: Mapping[str, torch.Tensor]
     """Of the sharded layout what this rank holds, of the full one whole tensors or DTensors."""
+    chunks: Mapping[str, ChunkStorageMetadata]
+    """Which part of the whole this rank writes of each tensor."""
     specs: Mapping[str, TensorSpec]
     """Whole shape and dtype of every tensor."""
     rank_state: Any
     """State of this rank as plain JSON."""
     in_background: bool = False
     """Whether training goes on beside."""
-    chunks: Mapping[str, ChunkStorageMetadata] = field(default_factory=dict)
-    """In the sharded layout: which part of the whole each of this rank's tensors is."""
     state: Any = None
     """Common state as plain JSON; this and what follows is rank 0's."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -80,21 +80,17 @@ class Snapshot:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans what this rank holds; of what several ranks hold alike, DCP lets one write each part."""
+    """Plans what this rank may write; of what several ranks hold alike, DCP lets one write each part."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(flatten_state_dict=False)
         self._snapshot = snapshot
 
     def create_local_plan(self) -> SavePlan:
-        """One item per part; none in the full layout, which rank 0 gathers and writes alone."""
+        """One item per part that this rank writes, if no other one does."""
         specs = self._snapshot.specs
         self.plan = SavePlan([_item(name, specs[name], chunk) for name, chunk in self._snapshot.chunks.items()])
         return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """This rank's part of a tensor."""
-        return self._snapshot.tensors[index.fqn]
 
 
 class Writer(StorageWriter):
@@ -130,11 +126,7 @@ class Writer(StorageWriter):
         draft = self._snapshot.folder.with_name(name)
         if not draft.is_dir() and (self._is_first or self._snapshot.layout == "sharded"):
             raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
-        found: list[WriteResult] = []
-        if self._snapshot.layout == "full":
-            self._write_full(draft, found)
-        elif plan.items:
-            self._write_parts(draft, f"{FOLDER}/rank-{rank:05d}.safetensors", plan, planner, found)
+        found = self._write_tensors(draft, rank, plan)
         if self._is_first:
             state = json.dumps({"state": self._snapshot.state, "ranks": self._rank_states}, allow_nan=False)
             for name, content in {STATE: state.encode(), **self._snapshot.files}.items():
@@ -142,6 +134,30 @@ class Writer(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(found)
         return future
+
+    def _write_tensors(self, draft: Path, rank: int, plan: SavePlan) -> list[WriteResult]:
+        snapshot, found, offsets = self._snapshot, list[WriteResult](), {}
+        specs: dict[str, TensorSpec] = {}
+        for item in plan.items:
+            chunk, key = cast(TensorWriteData, item.tensor_data).chunk, item.index.fqn
+            specs[key] = TensorSpec(snapshot.specs[key].dtype, tuple(chunk.sizes))
+            offsets[key] = tuple(chunk.offsets)
+
+        def write(tensors: Named) -> None:
+            name = FULL_FILE if snapshot.layout == "full" else f"{FOLDER}/rank-{rank:05d}.safetensors"
+            # what torch's own HuggingFaceStorageReader looks for
+            sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
+            with TensorFile(draft / name, specs, metadata, at_once=not snapshot.in_background) as file:
+                for key, tensor in tensors:
+                    file.append(key, tensor)
+            found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
+
+        if snapshot.layout == "full":
+            gather_whole(snapshot.tensors, snapshot.specs, write if specs else None)
+        elif specs:
+            write((key, snapshot.tensors[key]) for key in file_order(specs))
+        return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest and make the folder visible, on rank 0 after all ranks have written."""
@@ -182,38 +198,6 @@ class Writer(StorageWriter):
         """A folder is given to the constructor."""
         return False
 
-    def _write_parts(
-        self, draft: Path, name: str, plan: SavePlan, planner: SavePlanner, found: list[WriteResult]
-    ) -> None:
-        parts, specs, offsets = {}, {}, {}
-        for item in plan.items:
-            data = cast(TensorWriteData, item.tensor_data)
-            key, spec = item.index.fqn, self._snapshot.specs[item.index.fqn]
-            parts[key] = item
-            specs[key] = TensorSpec(spec.dtype, tuple(data.chunk.sizes))
-            offsets[key] = tuple(data.chunk.offsets)
-        # what torch's own HuggingFaceStorageReader looks for
-        sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
-        with TensorFile(draft / name, specs, metadata, at_once=not self._snapshot.in_background) as file:
-            for key in file_order(specs):
-                file.append(key, [cast(torch.Tensor, planner.resolve_data(parts[key]))])
-        found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
-
-    def _write_full(self, draft: Path, found: list[WriteResult]) -> None:
-        tensors = self._snapshot.tensors
-        specs = {name: self._snapshot.specs[name] for name in tensors}
-        at_once = not self._snapshot.in_background
-
-        def write(wholes: Wholes) -> None:
-            with TensorFile(draft / FULL_FILE, specs, at_once=at_once) as file:
-                for name, tensor in wholes:
-                    file.append(name, [tensor])
-            parts = [(name, (0,) * len(spec.shape), spec.shape) for name, spec in specs.items()]
-            found.append(_result(FULL_FILE, file.entry, parts))
-
-        gather_whole(tensors, specs, write if self._is_first and tensors else None)
-
 
 class Reader(HuggingFaceStorageReader):
     """Reads slices of safetensors files; where they lie is known from the manifest, so nothing is unpickled."""
@@ -248,18 +232,18 @@ def _described(manifest: Manifest) -> Metadata:
     return Metadata(tensors, storage_data=storage)
 
 
-Wholes = Iterator[tuple[str, torch.Tensor]]
+Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def gather_whole(
-    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], take: Callable[[Wholes], None] | None
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], take: Callable[[Named], None] | None
 ) -> None:
     """Give ``take`` whole tensors, made one after the other in :func:`file_order`; collective with DTensors.
 
     ``take`` is None on ranks that only help to gather. Its failure must not leave these waiting in a collective, so the
     rest is gathered and dropped. A rank that cannot even begin one for want of memory would: see :func:`make_room`.
     """
-    named = ((name, tensors[name]) for name in file_order(specs))
+    named = ((name, tensors[name]) for name in file_order(specs) if name in tensors)
     wholes = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in named)
     try:
         if take is not None:
@@ -276,19 +260,26 @@ def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
         torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)  # and given back at once
 
 
-def parts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
-    """What this rank holds of tensors and DTensors, and which parts of the whole that is; empty parts are left out."""
-    parts, chunks = {}, {}
+def parts_of(
+    tensors: Mapping[str, torch.Tensor], layout: Layout, is_first: bool
+) -> tuple[Mapping[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
+    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out."""
+    chunks = {}
+    if layout == "full":
+        if is_first:
+            chunks = {name: _whole(tensor) for name, tensor in tensors.items()}
+        return tensors, chunks
+    parts = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            parts[name] = tensor.detach()
-            chunks[name] = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
-            continue
-        local = tensor.to_local().detach()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() or not tensor.numel():
-            (chunks[name],) = tensor.__create_chunk_list__()
-            parts[name] = local
+            parts[name] = local.detach()
+            chunks[name] = tensor.__create_chunk_list__()[0] if isinstance(tensor, DTensor) else _whole(tensor)
     return parts, chunks
+
+
+def _whole(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
 
 
 def _item(name: str, spec: TensorSpec, chunk: ChunkStorageMetadata) -> WriteItem:

@@ -37,10 +37,10 @@ from lit_fsdp.checkpoint.storage import (
     FOLDER,
     FULL_FILE,
     STATE,
+    Named,
     Planner,
     Reader,
     Snapshot,
-    Wholes,
     Writer,
     gather_whole,
     make_room,
@@ -81,11 +81,7 @@ def save_checkpoint(
         CheckpointError: Anything that went wrong on any rank; names rank and file.
     """
     ranks = Ranks()
-    snapshot = _agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state)
-    if layout == "sharded":
-        parts, chunks = parts_of(tensors)
-        snapshot = replace(snapshot, tensors=parts, chunks=chunks)
-    _write(snapshot, ranks)
+    _write(_agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state), ranks)
 
 
 class BackgroundSaver:
@@ -124,20 +120,18 @@ class BackgroundSaver:
         folder, ranks = Path(folder), Ranks()
         snapshot = _agreed(ranks, folder, tensors, layout=layout, **parts)
 
-        def copy() -> Snapshot:
+        def copy() -> Any:
             if layout == "sharded":
-                local, chunks = parts_of(tensors)
-                staged: Any = self._stager.stage(local)
-                return replace(snapshot, tensors=staged, chunks=chunks, in_background=True)
+                return self._stager.stage(dict(snapshot.tensors))
             whole: dict[str, torch.Tensor] = {}
 
-            def keep(wholes: Wholes) -> None:
+            def keep(wholes: Named) -> None:
                 whole.update((name, tensor.detach().to("cpu", copy=True)) for name, tensor in wholes)
 
             gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
-            return replace(snapshot, tensors=whole, in_background=True)
+            return whole
 
-        copied = ranks.own(f"copying {folder}", copy)
+        copied = replace(snapshot, tensors=ranks.own(f"copying {folder}", copy), in_background=True)
         self._pending = [self._pool.submit(_write, copied, self._writers)]
 
     def then(self, act: Callable[[], object]) -> None:
@@ -206,8 +200,8 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 def load_weights(module: Module, path: Path | str) -> Module:
     """Put the weights of a checkpoint into a plain module, in one process, and return it.
 
-    A module that builds its layers in ``configure_model`` does so here, and reads the
-    base of adapters there; with ``strict_loading = False`` what the checkpoint lacks stays as it is.
+    A module that builds its layers in ``configure_model`` does so here, and reads the base of adapters there; with
+    ``strict_loading = False`` what the checkpoint lacks stays as it is.
 
     Args:
         module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
@@ -244,20 +238,31 @@ def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
     return state | {again: state[first] for again, first in ties if first in state}  # none of a base that is elsewhere
 
 
-def load_state(folder: Path) -> Any:
-    """The common non-tensor state of the checkpoint at ``folder``, verified."""
-    return state_json.decode(_states(folder).get("state"))
-
-
-def load_rank_state(folder: Path, rank: int) -> Any:
-    """What ``rank`` saved for itself, verified; None if there was no such rank or it saved nothing."""
-    found = _states(folder).get("ranks", [])
-    return state_json.decode(found[rank]) if rank < len(found) else None
+def load_state(folder: Path, rank: int | None = None) -> Any:
+    """The common non-tensor state of a checkpoint, verified, or what ``rank`` saved for itself (None if nothing)."""
+    manifest = read_manifest(folder)
+    path = manifest.file(STATE)
+    with disk.naming(path):
+        content = path.read_bytes()
+    if xxhash.xxh3_128_hexdigest(content) != manifest.files[STATE].xxh3:
+        raise CheckpointError(f"{path}: xxh3 differs from the manifest; this checkpoint is damaged, use another one")
+    try:
+        found = json.loads(content)
+        ranks = found["ranks"]
+        value = found["state"] if rank is None else ranks[rank] if rank < len(ranks) else None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not the state of a run ({error!r})") from error
+    return state_json.decode(value)
 
 
 def verify_files(folder: Path) -> None:
     """Raise CheckpointError on every rank unless every file is as in the manifest; collective."""
-    _refuse(Path(folder), verify(Path(folder), ranks=Ranks()))
+    _refuse(folder, verify(folder, ranks=Ranks()))
+
+
+def _refuse(folder: Path, differences: Mapping[str, str]) -> None:
+    if differences:
+        raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
 
 
 def _agreed(
@@ -280,9 +285,10 @@ def _agreed(
         own: dict[str, Any] = {}
         if ranks.is_first:
             own = {"state": state_json.encode(state), "extra": checked_extra(manifest)}
-            own["files"] = {_free_name(name): _content(value) for name, value in (files or {}).items()}
+            own["files"] = {name: _content(name, value) for name, value in (files or {}).items()}
         own["rank_state"] = state_json.encode(rank_state)
-        taken.append(Snapshot(folder=folder, layout=layout, tensors=tensors, specs=found, **own))
+        parts, chunks = parts_of(tensors, layout, ranks.is_first)
+        taken.append(Snapshot(folder=folder, layout=layout, tensors=parts, chunks=chunks, specs=found, **own))
         return hashlib.sha256(repr((str(folder), layout, sorted(found.items()))).encode()).hexdigest()
 
     if len(set(ranks.run(f"checking what to save at {folder}", take))) > 1:
@@ -319,13 +325,9 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
     return spec_of(tensor)
 
 
-def _free_name(name: str) -> str:
+def _content(name: str, value: bytes | Path) -> bytes:
     if disk.checked_name(name).startswith(_RESERVED):
         raise CheckpointError(f"files: {name} is a name of the checkpoint's own; use another one")
-    return name
-
-
-def _content(value: bytes | Path) -> bytes:
     if isinstance(value, bytes):
         return value
     with disk.naming(Path(value)):
@@ -344,21 +346,3 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
             lines.append(f"{name}: on the meta device here, so there is nothing to load into")
     if lines:
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
-
-
-def _refuse(folder: Path, differences: Any) -> None:
-    if differences:
-        raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
-
-
-def _states(folder: Path) -> dict[str, Any]:
-    manifest = read_manifest(folder)
-    path = manifest.file(STATE)
-    with disk.naming(path):
-        content = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(content) != manifest.files[STATE].xxh3:
-        raise CheckpointError(f"{path}: xxh3 differs from the manifest; this checkpoint is damaged, use another one")
-    try:
-        return {**json.loads(content)}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not the state of a run ({error!r})") from error

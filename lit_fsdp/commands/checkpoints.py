@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lit_fsdp.checkpoint.files import MANIFEST, hidden_folders
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.run_folder import folder_of_checkpoints, looks_like_one, moved_aside, ranked, survey
-from lit_fsdp.checkpoint.verify import describe, sha256_of, verify
+from lit_fsdp.checkpoint.run_folder import FOLDER, look_at, ranked, survey
+from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.errors import require
 
 if TYPE_CHECKING:
     from lit_fsdp.checkpoint.importing import Target
 
-_USAGE = """usage: lit-fsdp ckpt ls RUN [--json] [--verify]
+_USAGE = """usage: lit-fsdp ckpt ls PATH [--json]
        lit-fsdp ckpt verify PATH [--json] [--sha256]
        lit-fsdp ckpt import SOURCE -o FOLDER --model MODEL [options]
 
-  ls        step, time, size, metric, complete and verified of each checkpoint
-  verify    compare every file of a checkpoint, or of all, with its manifest
+  ls        step, time, size and metric of each checkpoint, and what is wrong
+  verify    the same, after every file was compared with its manifest
   import    a checkpoint of Lightning, Accelerate or the Transformers Trainer as
             one of ours
 
@@ -48,41 +46,37 @@ def run_ckpt(argv: Sequence[str]) -> int:
 
 
 def _ls(argv: Sequence[str]) -> int:
-    text = "The checkpoints of a run: step, time, size, metric, complete, verified."
-    parser = verb_parser("ckpt ls", text, "lit-fsdp ckpt ls runs/smoke")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder, or its checkpoints folder")
+    parser = verb_parser("ckpt ls", "The checkpoints of a run, and which are complete.", "lit-fsdp ckpt ls runs/smoke")
+    _show(parser, argv, hashes=False)
+    return 0
+
+
+def _verify(argv: Sequence[str]) -> int:
+    text = "Compare every file of a checkpoint, or of all of a run, with its manifest; exit code 1 if any differs."
+    parser = verb_parser("ckpt verify", text, "lit-fsdp ckpt verify runs/smoke --sha256")
+    parser.add_argument("--sha256", action="store_true", help="also give one SHA-256 for each, to be kept elsewhere")
+    return 1 if any(row["differences"] for row in _show(parser, argv, hashes=True)) else 0
+
+
+def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]]:
+    """Print a row per checkpoint, complete or not, oldest first, and give them back."""
+    parser.add_argument("path", metavar="PATH", type=Path, help="run folder, its checkpoints folder, or one checkpoint")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table, with all metrics")
-    parser.add_argument("--verify", action="store_true", help="hash every file; exit code 1 if anything differs")
-    parser.add_argument("--monitor", help="metric that decides which is the best; default: as in the run's recipe")
-    parser.add_argument("--mode", choices=("min", "max"), help="which value of it is better; default: as in the recipe")
     options = parse(parser, argv)
-    folder = _checkpoints_in("RUN", options.run)
-    given = f"{options.run}, which is a checkpoint"
-    require(not looks_like_one(options.run), "RUN", given, "a run folder", "write the folder above its checkpoints")
-    config = _config(folder.parent / "recipe.yaml")
-    monitor, mode = options.monitor or config.monitor, options.mode or config.mode
-    rows = _rows(folder, monitor, mode, options.verify)
-    if options.json:
-        print(json.dumps({"folder": str(folder), "monitor": monitor, "mode": mode, "checkpoints": rows}, indent=1))
-    elif rows:
-        print(_table(rows, monitor))
-    if not any(row["complete"] for row in rows):
-        print(f"{folder}: no complete checkpoint" if rows else f"{folder}: no checkpoints yet", file=sys.stderr)
-    for path, _, _ in hidden_folders(folder):
-        print(f"{path.name}: being written or removed, or left by a kill until the next run starts", file=sys.stderr)
-    for path in moved_aside(folder):
-        print(f"{path.name}: moved aside by a run that went on from an older step", file=sys.stderr)
-    return 1 if any(row["differences"] for row in rows) else 0
-
-
-def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], hashed: bool) -> list[dict[str, Any]]:
-    """One per checkpoint, complete or not, oldest first; with ``hashed`` every file is compared."""
+    path = options.path
+    require(path.is_dir(), "PATH", f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
     entries = survey(folder)
+    if not entries:
+        read_manifest(path)  # else there is nothing
+        entries = [look_at(path)]
+    config = _config(folder.parent / "recipe.yaml")
     complete = [entry for entry in entries if entry.damage is None]
-    means = {"last": complete[-1:], "best": ranked(complete, monitor, mode)[:1]}
+    means = {"last": complete[-1:], "best": ranked(complete, config.monitor, config.mode)[:1]}
     rows = []
     for entry in entries:
-        differences = verify(entry.path) if hashed else None
+        differences = verify(entry.path, hashes)
+        is_summed = getattr(options, "sha256", False) and not differences
         rows.append(
             {
                 "step": None if entry.step < 0 else entry.step,
@@ -90,13 +84,14 @@ def _rows(folder: Path, monitor: str, mode: Literal["min", "max"], hashed: bool)
                 "created": entry.created,
                 "bytes": entry.num_bytes,
                 "metrics": entry.metrics,
-                "complete": entry.damage is None,
-                "reason": entry.damage and entry.damage.replace(f"{entry.path}/", ""),
-                "verified": None if differences is None else not differences,
-                "differences": differences,
                 "means": [word for word, meant in means.items() if entry in meant],
+                "verified": hashes and not differences,
+                "differences": differences,
+                "sha256": sha256_of(read_manifest(entry.path)) if is_summed else None,
             }
         )
+    head = {"monitor": config.monitor, "mode": config.mode}
+    print(json.dumps({**head, "checkpoints": rows}, indent=1) if options.json else _table(rows, config.monitor))
     return rows
 
 
@@ -109,57 +104,20 @@ def _config(recipe: Path) -> CheckpointConfig:
 
 
 def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
-    lines = [["step", "time (UTC)", "size", monitor, "complete", "verified", ""]]
+    lines = [["checkpoint", "time (UTC)", "size", monitor, "state", ""]]
     for row in rows:
-        value, differences = row["metrics"].get(monitor), list(row["differences"] or ())
+        value, found = row["metrics"].get(monitor), "; ".join(f"{n}: {text}" for n, text in row["differences"].items())
         lines.append(
             [
-                Path(row["path"]).name if row["step"] is None else str(row["step"]),
-                row["created"].replace("T", " ").removesuffix("+00:00") if row["complete"] else "-",
-                size_words(row["bytes"]) if row["complete"] else "-",
+                Path(row["path"]).name,
+                row["created"].replace("T", " ").removesuffix("+00:00"),
+                size_words(row["bytes"]),
                 "-" if value is None else f"{value:.6g}",
-                "yes" if row["complete"] else "no",
-                f"no: {', '.join(differences[:2])}" if differences else "yes" if row["verified"] else "-",
-                row["reason"] or ", ".join(row["means"]),
+                "damaged" if found else "verified" if row["verified"] else "complete",
+                found or row["sha256"] or ", ".join(row["means"]),
             ]
         )
-    return columns(lines, right=("step", "size", monitor))
-
-
-def _verify(argv: Sequence[str]) -> int:
-    text = "Compare every file of a checkpoint, or of all of a run, with its manifest."
-    parser = verb_parser("ckpt verify", text, "lit-fsdp ckpt verify runs/smoke --sha256")
-    parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint, run folder, or its checkpoints folder")
-    parser.add_argument("--json", action="store_true", help="JSON instead of words")
-    parser.add_argument("--sha256", action="store_true", help="also print one SHA-256 for each, to be kept elsewhere")
-    options = parse(parser, argv)
-    folder = _checkpoints_in("PATH", options.path)
-    is_one = looks_like_one(options.path) or (options.path / MANIFEST).is_file()  # one that was moved aside
-    paths = [options.path] if is_one else [entry.path for entry in survey(folder)]
-    if not paths:
-        raise CheckpointError(f"{options.path}: nothing to verify: there is no checkpoint in {folder}")
-    records: list[dict[str, Any]] = []
-    for path in paths:
-        found = verify(path)
-        records.append({"path": str(path), "verified": not found, "differences": found})
-        lines = [describe(path, found)]
-        if not found:
-            manifest = read_manifest(path)
-            lines = [f"{path}: {len(manifest.files)} files, {size_words(manifest.num_bytes)}, all as in the manifest"]
-        if options.sha256:
-            records[-1]["sha256"] = None if found else sha256_of(read_manifest(path))
-            lines += [] if found else [f"{records[-1]['sha256']}  {path}"]
-        if not options.json:
-            print("\n".join(lines))
-    if options.json:
-        print(json.dumps(records, indent=1))
-    return 0 if all(record["verified"] for record in records) else 1
-
-
-def _checkpoints_in(field: str, path: Path) -> Path:
-    """The folder of checkpoints that ``path`` means."""
-    require(path.is_dir(), field, f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
-    return folder_of_checkpoints(path)
+    return columns(lines, right=("size", monitor))
 
 
 def _import(argv: Sequence[str]) -> int:
@@ -168,33 +126,24 @@ def _import(argv: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder that the other tool wrote")
     parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
     parser.add_argument("--model", required=True, help="the model it is of: folder, hub name or config .json")
-    parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer; default: the model's")
     parser.add_argument("--prefix", help="what stands before the model's names in it; default: found by matching")
-    parser.add_argument("--step", type=int, help="optimizer steps done; default: what the source says")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of weights and moments; default: the source's")
     parser.add_argument("--allow-surplus", action="store_true", help="leave out what the model does not have")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code from the hub")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parse(parser, argv)
-    require(options.step is None or options.step >= 0, "--step", options.step, ">= 0", "write 0, or leave it out")
     from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
 
     source = open_source(options.source)  # before a model is looked for
-    target = _target(options.model, options.tokenizer, options.trust_remote_code)
-    choices = {name: getattr(options, name) for name in ("prefix", "allow_surplus", "step", "dtype")}
-    report = import_checkpoint(source, options.out, target, **choices)
-    print(json.dumps(vars(report), indent=1) if options.json else report)
+    print(import_checkpoint(source, options.out, _target(options.model), options.prefix, options.allow_surplus))
     return 0
 
 
-def _target(model: str, tokenizer: str | None, trust_remote_code: bool) -> Target:
+def _target(model: str) -> Target:
     """Names, shapes and ties of the model, with its config and tokenizer; nothing of it is in memory."""
     from lit_fsdp.checkpoint.importing import Target
     from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.module import CausalLMModule
     from lit_fsdp.parallel.units import tied_names
 
-    module = CausalLMModule(name=model, tokenizer=tokenizer, trust_remote_code=trust_remote_code).build()
+    module = CausalLMModule(name=model).build()
     built = module.model
     assert built is not None
     ties = tied_names(built)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.checkpoint.manifest import Manifest
-from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.commands.parsing import parse, size_words, verb_parser
+from lit_fsdp.errors import require
 
 
 def run_export(argv: Sequence[str]) -> int:
@@ -27,9 +28,15 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
     parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with that base")
+    text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
+    parser.add_argument("--push-to-hub", metavar="NAME", help=text)
+    parser.add_argument("--private", action="store_true", help="make that repository a private one")
     options = parse(parser, argv)
+    hub_name = options.push_to_hub
+    require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
     from lit_fsdp.checkpoint.export import export
     from lit_fsdp.models.base import open_base
+    from lit_fsdp.models.hub import push
 
     def base_of(manifest: Manifest) -> Any:
         saved = manifest.extra["model"]["base"]
@@ -43,7 +50,7 @@ def run_export(argv: Sequence[str]) -> int:
         disable_progress_bar()
         return find_export_differences(place, manifest, plan, base_of)
 
-    report = export(
+    plan = export(
         options.ckpt,
         options.out,
         dtype=options.dtype,
@@ -52,7 +59,10 @@ def run_export(argv: Sequence[str]) -> int:
         check=check if options.verify else None,
         open_base=base_of,
     )
-    print(report)
+    checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
+    print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")
+    if hub_name:
+        print(push(options.out, hub_name, options.private))
     return 0
 
 

@@ -5,7 +5,6 @@ They are checked before any process starts and before torch is imported.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -53,8 +52,6 @@ class CheckpointConfig:
     async_save: bool | None = None
     """Whether training waits only until the state is copied to the host, and goes on while it is written; needs host
     memory for one copy; null: true on CUDA, false elsewhere."""
-    max_total_gib: float | None = None
-    """GiB that the checkpoints of the run may take together, the one being written included; null: all that is free."""
 
     def __post_init__(self) -> None:
         every, kept = self.every_steps, self.keep_every
@@ -66,8 +63,6 @@ class CheckpointConfig:
         fix = f"write keep_every: {10 * every}" if every else "set every_steps: 100 and keep_every: 1000"
         fits = kept is None or (every is not None and kept >= 1 and kept % every == 0)
         require(fits, "keep_every", given, allowed, fix)
-        most = self.max_total_gib
-        require(most is None or 0 < most < float("inf"), "max_total_gib", most, "a number of GiB > 0, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,26 +332,3 @@ RULES: list[Callable[[RunConfig], None]] = [
     _quantized_base_has_its_engine,
 ]
 """Every rule that needs more than one section; each raises ConfigError."""
-
-
-def validation_steps(
-    steps: int, interval: int, accumulate: int, per_epoch: int | None = None, every_n_epoch: int | None = None
-) -> set[int]:
-    """The optimizer steps of a run after which Lightning validates.
-
-    Args:
-        steps: Of the run.
-        interval: Micro-batches between validations.
-        accumulate: Micro-batches of an optimizer step.
-        per_epoch: Micro-batches of an epoch; None: they do not end, or are not known.
-        every_n_epoch: Epochs with validations, in each of which micro-batches count from 0; None: over all epochs.
-    """
-    per_epoch = per_epoch or steps * accumulate
-    steps_per_epoch = math.ceil(per_epoch / accumulate)
-    epochs, n = math.ceil(steps / steps_per_epoch), every_n_epoch
-    batches = set(range(interval, epochs * per_epoch + 1, interval))
-    if n is not None:
-        in_epoch = range(interval, per_epoch + 1, interval)
-        batches = {epoch * per_epoch + batch for epoch in range(n - 1, epochs, n) for batch in in_epoch}
-    found = {batch // per_epoch * steps_per_epoch + batch % per_epoch // accumulate for batch in batches}
-    return {step for step in found if 0 < step <= steps}

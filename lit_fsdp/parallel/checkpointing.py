@@ -146,7 +146,7 @@ class Checkpoints:
         path = self._sound(given)
         ranks, what = Ranks(), f"reading {path}"
         state, saved = ranks.own(what, lambda: (store.load_state(path), set(read_manifest(path).tensors)))
-        self._rng_after_load = ranks.own(what, lambda: store.load_rank_state(path, ranks.rank))
+        self._rng_after_load = ranks.own(what, lambda: store.load_state(path, ranks.rank))
         whole, model = self._whole_state(), self.lightning_module_state_dict()
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
         names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none

@@ -86,7 +86,7 @@ def load_all(folder: str) -> list[list[str]]:
         for step in (1, 2):
             into = _sharded(whole_tensors(99), mesh)
             store.load_tensors(step_folder(Path(folder), step), into)
-            assert store.load_rank_state(step_folder(Path(folder), step), 1) == {"rank": 1}
+            assert store.load_state(step_folder(Path(folder), step), 1) == {"rank": 1}
             truth, loaded = whole_tensors(step), {name: whole(tensor) for name, tensor in into.items()}
             found.append([n for n in truth if loaded[n].dtype != truth[n].dtype or not loaded[n].equal(truth[n])])
     return found

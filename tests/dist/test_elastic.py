@@ -217,7 +217,7 @@ def test_from_the_best_validation(
     assert next(entry.step for entry in found if "val_loss" in entry.metrics) == first_step
     losses = [entry.metrics["val_loss"] for entry in found if "val_loss" in entry.metrics]
     assert losses == sorted(losses, reverse=True)  # only what was better is saved
-    top = choose("best", tmp_path / "whole", "val_loss", "min").path
+    top = choose("best", tmp_path / "whole", "val_loss", "min")[0]
     assert read_manifest(top).metrics["val_loss"] == losses[-1]
     (after, _) = on_ranks("train", 2, run=tmp_path / "cut", ckpt_path=found[0].path, **job)
     assert after["losses"] == whole["losses"][first_step:]

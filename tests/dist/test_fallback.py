@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, moved_aside
+from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.checkpoint.verify import verify
 from tests.dist.forks import Outcome, command
 from tests.runs import content, losses
@@ -79,7 +79,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0].err
     assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0].err
     assert "damaged" not in done[1].err  # said once
-    (aside,) = moved_aside(run / "checkpoints")
+    (aside,) = (run / "checkpoints").glob("damaged-*")
     assert aside.name.startswith(f"damaged-{NEWEST}-")
     assert f"moved aside: {newest} is {aside.name} now" in done[0].err
     assert content(aside) == {k.removeprefix(f"{NEWEST}/"): v for k, v in before.items() if k.startswith(NEWEST)}
@@ -88,7 +88,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert [rank.code for rank in same] == [0, 0], same
     assert len(losses(run)) == 5
     assert losses(run) == losses(by_path)
-    (aside,) = moved_aside(by_path / "checkpoints")
+    (aside,) = (by_path / "checkpoints").glob("superseded-*")
     assert aside.name.startswith(f"superseded-{NEWEST}-")
     for folder in (run, by_path):
         assert [entry.step for entry in checkpoints(folder)] == [1, 2, 3, 4, 5]
@@ -107,7 +107,6 @@ def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Pa
     before = content(run / "checkpoints")
     for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
         assert rank.code == 1
-        assert "none of 3 checkpoints is sound:\n" in rank.err
         for file in ("state.json", "tensors/rank-00000.safetensors", "hf/config.json"):
             assert f"  {file}: xxh3 differs from the manifest" in rank.err
     assert content(run / "checkpoints") == before

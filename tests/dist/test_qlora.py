@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lit_fsdp.checkpoint.export import open_pieces
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.models import generate
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import peft_losses
@@ -113,9 +113,8 @@ def test_a_recipe_in_miniature_resumes_bit_equal_and_another_base_is_refused(tmp
         assert [one.code for one in done] == [0, 0], done[0].err
     manifests = [read_manifest(tmp_path / run / "checkpoints" / "step-00000004") for run in "ab"]
     assert manifests[0].tensors == manifests[1].tensors
-    pieces = [open_pieces(manifest) for manifest in manifests]
     for name in manifests[0].tensors:
-        one, other = (torch.cat([piece.reshape(-1) for piece in read(name)]) for read in pieces)
+        one, other = (read_tensor(manifest, name).reshape(-1) for manifest in manifests)
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
     dtypes = json.loads((tmp_path / "b/dtypes.json").read_text())["realized"]
     assert set(dtypes["packed parameters after resume"]) == {"bf16"}

@@ -28,7 +28,7 @@ def test_any_mesh_into_any_other(tmp_path: Path) -> None:
             store.load_tensors(manifest.folder, into)
             assert [name for name in truth if not torch.equal(into[name], truth[name])] == []
             assert store.load_state(manifest.folder) == {"step": step}
-            assert store.load_rank_state(manifest.folder, size - 1) == {"rank": size - 1}
+            assert store.load_state(manifest.folder, size - 1) == {"rank": size - 1}
         assert on_ranks("load_all", 2, folder=folder) == [[[]] * 2] * 2
         assert on_ranks("load_all", 4, folder=folder) == [[[]] * 4] * 4
 

@@ -90,6 +90,7 @@ class Saved:
         if num_rows is not None:
             hf["hf/config.json"] = self.model.config.to_json_string().encode()
         entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
+        entry["kept_with_adapter"] = []
         manifest = {"global_step": 5, "model": entry, "metrics": {"val_loss": 1.25, "bad": float("nan")}}
         self.folder = step_folder(tmp_path, 5)
         files = {**hf, **changes.get("files", {})}
@@ -138,7 +139,7 @@ def test_what_differs_is_named_and_nothing_is_published(saved, tmp_path):
     folder = saved().folder
     before = sorted(path.name for path in tmp_path.iterdir())
     for change, text in (
-        (lambda p: _rewritten(p, lambda t: t["model.norm.weight"].mul_(1.01)), r"logits of a fixed input differ by"),
+        (lambda p: _rewritten(p, lambda t: t["model.norm.weight"].mul_(1.01)), r"logits of a fixed input differ"),
         (lambda p: _rewritten(p, lambda t: t["model.embed_tokens.weight"][47].add_(1e-6)), "tensor model.embed_tokens"),
         (lambda p: _rewritten(p, lambda t: t.pop("model.norm.weight")), r"missing keys: model\.norm\.weight"),
         (lambda p: _rewritten(p, lambda t: t.update(x=torch.ones(1))), "unexpected keys: x"),
@@ -167,19 +168,18 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path):
     ):
         place = tmp_path / str(number)
         made = Saved(place, family, lora, layout)
-        report = export(made.folder, place / "adapter", check=CHECK)
-        assert (report.plan.form, report.is_verified) == ("adapter", True)
-        assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        assert export(made.folder, place / "adapter", check=CHECK).form == "adapter"
+        files = sorted(path.name for path in (place / "adapter").iterdir())
+        assert files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
         assert base_of_folder(place / "adapter")["xxh3"] == weights_hash(made.base)
         live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), place / "adapter")
         assert torch.equal(logits(live), made.logits()), lora
-        merged = export(made.folder, place / "merged", lora="merge", check=CHECK, open_base=_base_of)
-        assert merged.plan.form == "merge"
+        assert export(made.folder, place / "merged", lora="merge", check=CHECK, open_base=_base_of).form == "merge"
         plain = AutoModelForCausalLM.from_pretrained(place / "merged")
         assert type(plain) is type(made.model)
         torch.testing.assert_close(logits(plain), made.logits(), rtol=1e-4, atol=1e-5)
     narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=CHECK, open_base=_base_of)
-    assert (narrow.plan.dtype, narrow.is_verified) == ("bfloat16", True)
+    assert narrow.dtype == "bfloat16"
 
 
 def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path):
@@ -192,8 +192,8 @@ def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path):
         assert head["library_name"] == library
         assert (head["base_model"], head["pipeline_tag"]) == ("tiny/llama", "text-generation")
         assert head["tags"] == ["lit_fsdp"] + ["lora"] * (lora is not None)
-        for text in ("step 5", "| val_loss | 1.25 |", f"| torch | {torch.__version__}"):
-            assert text in card
+        assert "step 5" in card
+        assert "- val_loss: 1.25\n" in card
         assert not [word for word in ("/home", "canary", "bad", str(tmp_path)) if word in card]
 
 

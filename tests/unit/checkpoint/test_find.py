@@ -9,24 +9,14 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint import run_folder
-from lit_fsdp.checkpoint.run_folder import (
-    Found,
-    checkpoints,
-    choose,
-    damaged,
-    move_newer_aside,
-    moved_aside,
-    remove,
-    step_folder,
-    survey,
-)
+from lit_fsdp.checkpoint.run_folder import Found, checkpoints, choose, damaged, move_newer_aside, remove, step_folder
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
 
 
-def pick(run: Path, word: str | Path, fallback: bool = False, monitor: str = "loss", mode: str = "min"):
-    return choose(word, run, monitor, mode, fallback)  # type: ignore[arg-type]
+def pick(run: Path, word: str | Path, fallback: bool = False, monitor: str = "loss", mode: Any = "min") -> list[Path]:
+    return choose(word, run, monitor, mode, fallback)
 
 
 @pytest.fixture
@@ -35,17 +25,17 @@ def four(tmp_path: Path) -> list[Path]:
 
 
 def test_complete_ones_and_others(four: list[Path], tmp_path: Path):
-    parent = tmp_path / "checkpoints"
     (four[1] / "data").unlink()
     (four[2] / "data").write_bytes(b"123")
     (four[3] / "manifest.json").unlink()
-    (parent / ".step-00000009.tmp-0123456789abcdef").mkdir()
-    (parent / "notes").mkdir()
-    assert [entry.path for entry in checkpoints(tmp_path)] == four[:1]
-    assert checkpoints(tmp_path)[0].metrics == {"loss": 0.3}
+    for name in (".step-00000009.tmp-0123456789abcdef", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert [(entry.path, entry.metrics) for entry in checkpoints(tmp_path)] == [(four[0], {"loss": 0.3})]
     found = damaged(tmp_path)
     assert [entry.path for entry in found] == four[1:]
-    for entry, text in zip(found, ("No such file", "3 bytes, 4 in the manifest", "no manifest.json"), strict=True):
+    for entry, text in zip(
+        found, ("No such file", "3 bytes, 4 in the manifest", "manifest.json: missing"), strict=True
+    ):
         assert text in (entry.damage or "")
     assert checkpoints(tmp_path / "gone") == []
 
@@ -56,44 +46,44 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path, 3, loss=0.4)
     make(tmp_path, 4)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for word, monitor, mode, step in (
-        ("last", "loss", "min", 4),
-        ("best", "loss", "min", 3),
-        ("best", "loss", "max", 1),
-        ("best", "accuracy", "max", 1),
-        (step_folder(tmp_path, 2), "loss", "min", 2),
-        ("~/checkpoints/step-00000001", "loss", "min", 1),
+    for word, monitor, mode, steps in (
+        ("last", "loss", "min", [4, 3, 2, 1]),
+        ("best", "loss", "min", [3, 2, 1]),
+        ("best", "loss", "max", [1, 3, 2]),
+        ("best", "accuracy", "max", [1]),
+        (step_folder(tmp_path, 2), "loss", "min", [2]),
+        ("~/checkpoints/step-00000001", "loss", "min", [1]),
     ):
-        assert pick(tmp_path, word, monitor=monitor, mode=mode).path == step_folder(tmp_path, step), (word, monitor)
+        found = pick(tmp_path, word, monitor=monitor, mode=mode)
+        assert found == [step_folder(tmp_path, step) for step in steps], (word, monitor)
     with pytest.raises(CheckpointError, match="has a value of bleu; metrics there: accuracy, loss; give last"):
         pick(tmp_path, "best", monitor="bleu")
-    with pytest.raises(CheckpointError, match=r"not a checkpoint; give one of those that are in it: .*step-00000004"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json: missing, so this is no checkpoint; give a folder such as"
+    ):
         pick(tmp_path, tmp_path)
     with pytest.raises(CheckpointError, match=r"ckpt_path last: no complete checkpoint in .*gone/checkpoints"):
         pick(tmp_path / "gone", "last")
 
 
-def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(four: list[Path], tmp_path: Path):
+def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(
+    four: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (four[3] / "data").unlink()
     (four[2] / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError) as error:
-        pick(tmp_path, "last")
-    text = str(error.value)
-    assert text.index(f"  {four[3]} is damaged: ") < text.index(f"  {four[2]} is damaged: ")
-    assert f"the newest complete one is {four[1]}: to go on from there" in text
-    assert "--resume.fallback true" in text
-    with pytest.raises(CheckpointError, match=r"the best complete one is .*step-00000002"):
-        pick(tmp_path, "best")
     for word in ("last", "best"):
-        choice = pick(tmp_path, word, fallback=True)
-        assert (choice.path, choice.others) == (four[1], (four[0],))
-        # one that is worse by metrics that can be read does not come first
-        assert [entry.path for entry in choice.damaged] == ([four[3], four[2]] if word == "last" else [four[2]])
+        with pytest.raises(CheckpointError) as error:
+            pick(tmp_path, word)
+        text = str(error.value)
+        assert text.index(f"  {four[3]} is damaged: ") < text.index(f"  {four[2]} is damaged: ")
+        assert text.endswith(f"give {four[1]} as --ckpt_path, or add --resume.fallback true")
+        assert pick(tmp_path, word, fallback=True) == [four[1], four[0]]
+        assert f"{four[3]} is damaged: " in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="damaged or not ours"):  # a path never is replaced
         pick(tmp_path, four[2], fallback=True)
     (four[1] / "data").unlink()
     (four[0] / "data").unlink()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*\n  .*step-00000001 is damaged: "):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*(\n.*){3}\n  .*step-00000001 is damaged: "):
         pick(tmp_path, "last", fallback=True)
 
 
@@ -104,8 +94,7 @@ def test_newer_ones_move_aside(four: list[Path], tmp_path: Path):
     words = [new.name.rpartition("-")[0] for new in moved.values()]
     assert words == ["superseded-step-00000002", "damaged-step-00000003", "damaged-step-00000004"]
     assert (moved[four[3]] / "data").read_bytes() == b"1234"
-    assert [entry.path for entry in survey(tmp_path / "checkpoints")] == [four[0]]
-    assert sorted(moved.values()) == moved_aside(tmp_path / "checkpoints")
+    assert [entry.path for entry in run_folder.survey(tmp_path / "checkpoints")] == [four[0]]
     make(tmp_path, 2)  # the same step again
     assert len({*moved.values(), *move_newer_aside(tmp_path, 1).values()}) == 4
 
@@ -124,50 +113,36 @@ def test_only_checkpoints_are_removed(tmp_path: Path):
     assert list(kept.parent.iterdir()) == []
 
 
-def left(losses: dict[int, Any], current: int | None = None, **options: Any) -> list[int]:
-    there = [Found(s, Path(f"step-{s}"), {} if loss is None else {"val_loss": loss}) for s, loss in losses.items()]
-    gone = run_folder.to_remove(there, CheckpointConfig(**options), current)
-    assert gone == [entry for entry in sorted(there, key=lambda e: e.step) if entry in gone]
-    return [entry.step for entry in there if entry not in gone]
-
-
 def test_the_newest_the_best_and_every_nth_stay():
     losses = {10: 0.9, 20: 0.1, 30: 0.5, 40: math.nan, 50: 0.5, 60: None}
     signs = {1: -3.0, 2: -7.5, 3: -math.inf, 4: 2.0, 5: math.inf, 6: 0.0}
-    every: dict[str, Any] = {"keep_last": 1, "keep_best": 0, "every_steps": 10}
-    for values, options, expected in (
-        (losses, {"keep_last": 1, "keep_best": 0}, [60]),
-        (losses, {"keep_last": 2}, [20, 50, 60]),
-        (losses, {"keep_last": 1, "keep_best": 2}, [20, 50, 60]),  # 30 and 50 are equal: the newer one stays
-        (losses, {"keep_last": 1, "keep_best": 99}, [10, 20, 30, 50, 60]),  # nan and nothing are never the best
-        (losses, {"keep_last": 1, "mode": "max"}, [10, 60]),
-        (losses, {"keep_last": -1, "keep_best": 0}, [10, 20, 30, 40, 50, 60]),
-        (losses, {**every, "keep_every": 20}, [20, 40, 60]),
-        (signs, {"keep_last": 1, "keep_best": 2}, [1, 2, 6]),  # infinities do not count
-        (signs, {"keep_last": 1, "keep_best": 2, "mode": "max"}, [4, 6]),
+    by_signal = {5: 5.0, 10: 10.0, 11: 11.0, 17: 17.0}
+    last: dict[str, Any] = {"keep_last": 1, "keep_best": 0}
+    for values, options, expected, current, signalled in (
+        (losses, last, [60], None, ()),
+        (losses, last, [20, 60], 20, ()),  # the one just saved stays beside newer ones
+        (losses, {"keep_last": 2}, [20, 50, 60], None, ()),
+        (losses, {"keep_last": 1, "keep_best": 2}, [20, 50, 60], None, ()),  # 30 and 50 are equal: the newer one
+        (losses, {"keep_last": 1, "keep_best": 99}, [10, 20, 30, 50, 60], None, ()),  # nan is never the best
+        (losses, {"keep_last": 1, "mode": "max"}, [10, 60], None, ()),
+        (losses, {"keep_last": -1, "keep_best": 0}, [10, 20, 30, 40, 50, 60], None, ()),
+        (losses, {**last, "every_steps": 10, "keep_every": 20}, [20, 40, 60], None, ()),
+        (signs, {"keep_last": 1, "keep_best": 2}, [1, 2, 6], None, ()),  # infinities do not count
+        # of those saved on a signal only the newest counts, so that whole intervals are not pushed out
+        (by_signal, {"keep_last": 2, "keep_best": 0}, [10, 17], None, (5, 11, 17)),
+        (by_signal, {"keep_last": -1, "keep_best": 0}, [10, 11, 17], None, (5, 11)),
+        (by_signal, {"keep_last": -1, "keep_best": 1}, [5, 10, 17], None, (5, 11, 17)),  # 5 is the best
     ):
-        assert left(values, **options) == expected, options
-        assert left(dict(reversed(values.items())), **options)[::-1] == expected, options
+        there = [
+            Found(s, Path(f"step-{s}"), {} if loss is None else {"val_loss": loss}, on_signal=s in signalled)
+            for s, loss in values.items()
+        ]
+        for order in (there, there[::-1]):
+            gone = run_folder.to_remove(order, CheckpointConfig(**options), current)
+            assert [entry.step for entry in there if entry not in gone] == expected, options
 
 
-def test_of_those_saved_on_a_signal_only_the_newest_counts():
-    for signalled, options, expected in (
-        ([5, 11, 17], {"keep_last": 2, "keep_best": 0}, [10, 17]),  # whole intervals are not pushed out
-        ([5, 11], {"keep_last": -1, "keep_best": 0}, [10, 11, 17]),
-        ([5, 11, 17], {"keep_last": 1, "keep_best": 0}, [17]),
-        ([5, 11, 17], {"keep_last": -1, "keep_best": 1}, [5, 10, 17]),  # 5 is the best
-        ([5, 11, 17], {"keep_last": 1, "keep_best": 0, "every_steps": 1, "keep_every": 11}, [11, 17]),
-    ):
-        there = [Found(s, Path(f"step-{s}"), {"val_loss": s}, on_signal=s in signalled) for s in (5, 10, 11, 17)]
-        gone = run_folder.to_remove(there, CheckpointConfig(**options))
-        assert [entry.step for entry in there if entry not in gone] == expected, (signalled, options)
-
-
-def test_the_one_just_saved_stays_beside_newer_ones():
-    assert left({10: 1.0, 25: 2.0, 30: 3.0, 40: 4.0}, current=25, keep_last=1, keep_best=0) == [25, 40]
-
-
-def test_what_another_callback_saved_beside_them_stays(tmp_path):
+def test_what_another_callback_saved_beside_them_stays(tmp_path: Path):
     for step in (1, 2, 3):
         make(tmp_path, step)
     theirs = make(tmp_path, 1, "epoch=0-step=1.ckpt")

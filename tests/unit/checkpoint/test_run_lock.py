@@ -1,4 +1,4 @@
-"""A run folder belongs to one job, however the job before it ended."""
+"""A run folder belongs to one job, however the job before it ended; a second one beside it is in tests/dist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,20 +36,15 @@ time.sleep(60)
 """
 
 
-def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path):
-    """Also when a forked worker of it lives on."""
+def test_a_lock_ends_with_its_job_though_a_forked_worker_lives_on(tmp_path: Path):
     words = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         child = int(first.stdout.readline())  # type: ignore[union-attr]
         try:
-            with pytest.raises(CheckpointError) as error:
+            with pytest.raises(CheckpointError, match=rf"remove {tmp_path}/run\.lock"):
                 RunLock(tmp_path)
         finally:
             first.kill()
-    lines = str(error.value).splitlines()
-    who = f"process {first.pid} on host {socket.gethostname()}, started 20"
-    assert lines[0].startswith(f"{tmp_path}: another job is at work in this run folder: {who}")
-    assert f"remove {tmp_path / 'run.lock'}" in lines[2]
     lock = RunLock(tmp_path)
     lock.release()
     assert lock.path.read_text() == ""
@@ -64,5 +58,4 @@ def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with caplog.at_level(logging.WARNING):
         RunLock(tmp_path).release()
-    assert len(caplog.messages) == 1
     assert "nothing keeps a second job out of this run folder" in caplog.text

@@ -83,13 +83,14 @@ def test_what_cannot_be_saved_is_refused_by_name():
         ({"t": torch.ones(2).to_sparse()}, "t", "Tensor"),
         ({"n": np.array([object()])}, "n", "ndarray"),
         ({"d": defaultdict(list)}, "d", "defaultdict"),
-        ({"l": loop}, "l.1.again.1.again.1.again.1", "builtins"),
         (int, "the state", "type"),
     ):
         with pytest.raises(CheckpointError) as error:
             encode(state)
         assert str(error.value).startswith(f"{where}: cannot save a ")
         assert kind in str(error.value)
+    with pytest.raises(CheckpointError, match="cannot save what contains itself"):
+        encode({"l": loop})
 
 
 def test_malformed_values_are_refused():
