@@ -22,9 +22,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.isolation import IsolationProof
-from lit_fsdp.callbacks.loggers import LoggerRuns, RunCSVLogger, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
 from lit_fsdp.callbacks.progress import RunProgress
-from lit_fsdp.callbacks.records import PENDING_RECIPE, DataRecord, PredictionWriter, RunRecord
+from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.throughput import Throughput
@@ -232,7 +232,8 @@ class RecipeCLI(LightningCLI):
         self.resume = self._find_resume()
         if self.verb == "fit" and (self.resume.path or is_requeued()):
             self.config = asked.clone()
-            go_on_logging(self._section().trainer, Path(parsed.trainer.default_root_dir), self.resume.path)
+            manifest, folder = self.resume.manifest, Path(parsed.trainer.default_root_dir)
+            go_on_logging(self._section().trainer, folder, manifest.global_step if manifest else 0)
         super().instantiate_classes()
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule
@@ -246,9 +247,7 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
-        self.data_record = DataRecord()
-        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), self.data_record, IsolationProof(), LoggerRuns()]
-        callbacks += [Throughput(), PredictionWriter()]
+        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), IsolationProof(), Throughput(), PredictionWriter()]
         samples = self._get(self.config_init, "samples")
         self.samples = None if samples.prompts is None else Samples(**vars(samples))
         callbacks += [] if self.samples is None else [self.samples]
@@ -263,6 +262,7 @@ class RecipeCLI(LightningCLI):
         if logger is not False:
             own = RunCSVLogger(given["default_root_dir"], self.verb or "fit")
             others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+            callbacks.append(own)
             kwargs["logger"] = [*others, own]  # self.logger of a module is the one its author has named
         if isinstance(self.model, CausalLMModule):
             for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
@@ -383,9 +383,8 @@ class RecipeCLI(LightningCLI):
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
                 path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # not of a new run
-        self.data_record.shown = True  # now, or never: what others call describe() is not for us to call
         if self._has_own_data() and trainer.is_global_zero:
-            self.data_record.show(self.datamodule, verb, folder)
+            record_data(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, Checkpoint):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from pathlib import Path
@@ -33,11 +34,8 @@ class Checkpoint(ModelCheckpoint):
 
     Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
     all before; which ones stay says :func:`lit_fsdp.checkpoint.run_folder.to_remove`. The run folder is the Trainer's
-    ``default_root_dir``; no other job can train in it meanwhile. The metrics of a validation go into the manifest of
-    its step's checkpoint afterwards.
-
-    With ``async_save`` a checkpoint is written while training goes on. Once it stands, rank 0 records its metrics and
-    removes old ones; that it has failed is an error on every rank at the next save or at the end.
+    ``default_root_dir``; no other job can train in it meanwhile. With ``async_save`` a checkpoint is written while
+    training goes on; that this has failed is an error on every rank at the next save or at the end.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.CheckpointConfig`.
@@ -51,15 +49,12 @@ class Checkpoint(ModelCheckpoint):
     def __init__(self, **options: Any) -> None:
         self.config = build(CheckpointConfig, options, "checkpoint")
         super().__init__(save_top_k=-1, save_on_train_epoch_end=False, enable_version_counter=False)
-        self._saved_step = -1
-        self._seen_step = 0
+        self._seen_step = self._saved_step = -1
         self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
-        self._pending: Path | None = None
-        self._late_metrics: dict[str, float] = {}
+        self._begun = ""
         self._checkpoint_bytes = 0
         self._lock: RunLock | None = None
-        self._agreed = True
         self.resumes: bool | None = None
         """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
 
@@ -80,11 +75,9 @@ class Checkpoint(ModelCheckpoint):
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
-            self._agreed = True
             wanted = self.config.async_save
-            if wanted is None:
-                wanted = strategy.root_device.type == "cuda"
-            self._background = strategy.open_background() if wanted else None
+            is_wanted = strategy.root_device.type == "cuda" if wanted is None else wanted
+            self._background = strategy.open_background() if is_wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
@@ -103,9 +96,7 @@ class Checkpoint(ModelCheckpoint):
             self._lock.release()
             self._lock = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Save after every ``every_steps`` optimizer steps and after the last one."""
         step = trainer.global_step
         if step == self._seen_step:  # in the middle of an accumulation
@@ -115,23 +106,16 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, put its metrics (rank 0's) into the checkpoint of this step, tidy."""
+        """Save if this validation was the best, and put its metrics (rank 0's) into the checkpoint of this step."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        own = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics, is_better = Ranks().first(
-            "looking for the best", lambda: (own, self._is_better(own.get(self.config.monitor)))
-        )
+        own, monitor = {name: float(value) for name, value in trainer.callback_metrics.items()}, self.config.monitor
+        metrics, is_better = Ranks().first("looking for the best", lambda: (own, self._is_better(own.get(monitor))))
         if self.config.keep_best and is_better:
-            self.best_model_score = torch.tensor(metrics[self.config.monitor], dtype=torch.float64)
+            self.best_model_score = torch.tensor(metrics[monitor], dtype=torch.float64)
             self.save(trainer)
-        folder = self._folder(trainer.global_step)
-        if self._saved_step != trainer.global_step or self.config.monitor not in metrics:
-            return
-        if self._pending is None:
-            self._complete(trainer, folder, metrics)
-        else:
-            self._tidy_behind(trainer, metrics)
+        if self._saved_step == trainer.global_step and monitor in metrics:
+            self._tidy(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: checkpoints exist at optimizer steps only."""
@@ -140,14 +124,16 @@ class Checkpoint(ModelCheckpoint):
         """Save a run that something else ended, unless its last step is saved already; wait for the last save."""
         if trainer.global_step > max(self._saved_step, 0):
             self.save(trainer)
-        self.finish(trainer)
+        self.finish()
+        found = Ranks().first("looking for the best", lambda: run_folder.checkpoints(trainer.default_root_dir))
+        top = run_folder.ranked(found, self.config.monitor, self.config.mode)
+        self.best_model_path = str(top[0].path) if top else ""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let the save that is being written end, no more: after an exception the ranks may not agree on a step."""
-        self._agreed = False
         try:
-            self.finish(trainer)
-        except (CheckpointError, OSError) as error:
+            self.finish()
+        except CheckpointError as error:
             _log.error("the checkpoint that was being written is not complete: %s", error)
 
     def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
@@ -156,35 +142,27 @@ class Checkpoint(ModelCheckpoint):
         With ``on_signal`` nothing else is the reason, and the next of these replaces it. A CheckpointError comes on
         every rank: this save could not begin, or the one before it has failed.
         """
-        folder = self._folder(trainer.global_step)
+        folder = run_folder.step_folder(trainer.default_root_dir, trainer.global_step)
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
             return folder
-        self.finish(trainer)
+        self.finish()
         self._check_next(trainer)
-        trainer.strategy.saves_on_signal = on_signal and not self._is_due(trainer)  # type: ignore[attr-defined]
-        if self._background is None:
+        strategy: Any = trainer.strategy
+        strategy.saves_on_signal = on_signal and not self._is_due(trainer)
+        with contextlib.nullcontext() if self._background is None else strategy.saving_in_background():
             trainer.save_checkpoint(folder, weights_only=False)
-            self._saved_step = trainer.global_step
-            self._complete(trainer, folder, {})
-        else:
-            strategy: Any = trainer.strategy
-            with strategy.saving_in_background():
-                trainer.save_checkpoint(folder, weights_only=False)
-            self._saved_step, self._pending = trainer.global_step, folder
-            self._tidy_behind(trainer, {})
+        self._saved_step, self._begun = trainer.global_step, str(folder)
+        if self._background is None:
+            self.finish()
+        self._tidy(trainer, {})
         return folder
 
-    def finish(self, trainer: Trainer) -> None:
-        """Wait until the last save stands, then tidy; a CheckpointError if it has failed, on whichever rank."""
-        if self._pending is None:
-            return
-        try:
+    def finish(self) -> None:
+        """Wait until the last save stands; a CheckpointError on every rank if it has failed on any."""
+        begun, self._begun = self._begun, ""
+        if self._background is not None:
             self._background.wait()
-        except CheckpointError:
-            self._pending = None
-            raise
-        folder, self._pending = self._pending, None
-        self._complete(trainer, folder, self._late_metrics)
+        self.last_model_path = begun or self.last_model_path
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
@@ -227,30 +205,20 @@ class Checkpoint(ModelCheckpoint):
             return set()
         return {str(run_folder.choose("last", root, self.config.monitor, self.config.mode)[0])}
 
-    def _folder(self, step: int) -> Path:
-        assert self.dirpath is not None
-        return run_folder.step_folder(Path(self.dirpath).parent, step)
+    def _tidy(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Once the last save stands, put metrics into its manifest and remove what nothing keeps; on rank 0."""
+        root, step = Path(trainer.default_root_dir), self._saved_step
+        folder = run_folder.step_folder(root, step)
 
-    def _tidy_behind(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Let the thread of rank 0 tidy once the save in the background stands; :meth:`finish` looks whether it has."""
-        self._late_metrics, folder = metrics, self._folder(trainer.global_step)
-        if trainer.is_global_zero:
-            self._background.then(lambda: self._tidy(trainer, folder, metrics))
+        def tidy() -> None:
+            if metrics and folder.is_dir():  # a run that resumed here may have lost it since
+                record_metrics(folder, metrics)
+            run_folder.retain(root, self.config, step)
 
-    def _complete(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> None:
-        """What comes after a save, collective: all learn the best; after an exception rank 0 tidies alone."""
-        self.last_model_path = str(folder)
-        if self._agreed:
-            what = f"recording and removing in {self.dirpath}"
-            self.best_model_path = Ranks().first(what, lambda: self._tidy(trainer, folder, metrics))
+        if self._background is None:
+            Ranks().first(f"recording and removing in {self.dirpath}", tidy)
         elif trainer.is_global_zero:
-            self._tidy(trainer, folder, metrics)
-
-    def _tidy(self, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> str:
-        """Put metrics into the manifest and remove what nothing keeps; returns the best checkpoint's folder."""
-        if metrics and folder.is_dir():  # a run that resumed here may have lost it since
-            record_metrics(folder, metrics)
-        return str(run_folder.retain(Path(trainer.default_root_dir), self.config, self._saved_step) or "")
+            self._background.then(tidy)
 
     def _take(self, root: Path) -> None:
         """Lock the run folder and clear away what killed jobs have left there; on rank 0."""
@@ -259,11 +227,7 @@ class Checkpoint(ModelCheckpoint):
         run_folder.sweep(root)
 
     def _begin(self, trainer: Trainer) -> list[Found]:
-        """What a run goes on with, once those of steps that it has yet to reach are moved aside; on rank 0.
-
-        Raises:
-            CheckpointError: A new run has to begin in a folder without checkpoints.
-        """
+        """What a run goes on with, once those of steps that it has yet to reach are moved aside; on rank 0."""
         strategy: Any = trainer.strategy
         root, step = Path(trainer.default_root_dir), trainer.global_step
         found = run_folder.checkpoints(root)

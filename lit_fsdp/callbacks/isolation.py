@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 import lit_fsdp
 from lit_fsdp.callbacks.records import gathered, write_json
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
-from lit_fsdp.models.packing import measure_isolation, proof_batch, takes_positions
+from lit_fsdp.models.packing import measure_isolation
 from lit_fsdp.parallel.base import EngineStrategy
 
 _log = logging.getLogger(__name__)
@@ -44,42 +44,36 @@ class IsolationProof(Callback):
     """For the data module, which warns where packed rows are trained on without a proof."""
 
     def __init__(self) -> None:
-        self._done = False
+        self._is_done = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Prove it before the first step of this process, or the first validation or test if nothing is trained."""
         module: Any = pl_module
-        if self._done:
+        is_packed = isinstance(batch, Mapping) and "cu_seq_lens" in batch
+        if self._is_done or not is_packed:
             return
-        self._done = True
-        if not (isinstance(batch, Mapping) and "cu_seq_lens" in batch):
-            return
+        self._is_done = True
         if not isinstance(trainer.strategy, EngineStrategy) or not hasattr(module, "last_hidden_states"):
             if trainer.is_global_zero:
-                _log.warning(
-                    "packed samples under %s with %s: that they do not see each other is not proved; CausalLMModule "
-                    "under lit_fsdp.fsdp_strategy proves it before step 1, also with engine ddp or single",
-                    type(trainer.strategy).__name__,
-                    type(module).__name__,
-                )
+                text = "that packed samples do not see each other is proved only for CausalLMModule under fsdp_strategy"
+                _log.warning("%s, not for %s", text, type(module).__name__)
             return
-        if not takes_positions(module.model):
-            raise _refusal(module, "its forward takes no position_ids, so nothing tells it where samples begin")
         if batch.get("attention_mask") is not None:
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
-        path = _remembered_at(trainer, module)
-        remembered = trainer.strategy.broadcast(_read(path) if trainer.is_global_zero else None)
-        record = remembered or self.prove(trainer, batch)
+        path, is_fixed = _remembered_at(trainer.strategy, module), not module.config.trust_remote_code
+        read = lambda: json.loads(path.read_bytes()) if is_fixed and path.is_file() else None  # noqa: E731
+        record = Ranks().first("looking for an earlier proof", read) or self.prove(trainer, batch)
         if trainer.is_global_zero:
-            if path is not None and not remembered:
-                with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
-                    write_json(path, record)
+            with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
+                write_json(path, record)
             verb = trainer.state.fn.value if trainer.state.fn else "fit"
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)
-            print(_sentence(record, not remembered), file=sys.stderr)
+            text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
+            text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
+            print(text.format(**record), file=sys.stderr)
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
@@ -91,61 +85,45 @@ class IsolationProof(Callback):
         """
         module: Any = trainer.lightning_module
         strategy: Any = trainer.strategy
-        started, ids = time.perf_counter(), batch["input_ids"]
 
         def states(batch: Mapping[str, Any]) -> torch.Tensor:
             return run_aside(strategy, module, "last_hidden_states", batch)
 
         with untouched(strategy, module):
-            own = measure_isolation(states, ids)
-            found = gathered(trainer, own)
-            change, moved = max(one.change for one in found), max(one.moved for one in found)
-            again = proof_batch(ids.flatten()[:2].repeat(2, 8))
-            repeats = change == 0 or torch.equal(states(again), states(again))
-        compute, inexact = strategy.config.precision_config.row.compute, _shares_rounding(module, strategy)
-        record: dict[str, Any] = {
-            "model_type": module.source.hf_config.model_type,
-            "attn_implementation": module.attn_implementation,
-            "engine": strategy.config.engine,
-            "compute_dtype": compute,
-            "step": int(trainer.global_step),
-            "ranks": trainer.world_size,
-            "seconds": round(time.perf_counter() - started, 3),
-            "largest_change": change,
-            "largest_change_when_moved": moved,
-            "bit_equal": change == 0,
-            "tolerance": _ROUNDING[compute] if inexact else 0.0,
-            "tolerance_because_of": inexact,
-            "tolerance_when_moved": _MOVED[compute],
-        }
-        if change > record["tolerance"]:
-            if not repeats:
-                raise _refusal(module, "its forward pass is not repeatable here, so that nothing can be proved")
-            by = f"{change:.1e} of its size (allowed: {record['tolerance']:g})"
+            found = gathered(trainer, measure_isolation(states, batch["input_ids"]))
+        change, moved = max(one.change for one in found), max(one.moved for one in found)
+        compute = strategy.config.precision_config.row.compute
+        tolerance = _ROUNDING[compute] if _shares_rounding(module, strategy) else 0.0
+        if change > tolerance:
+            by = f"{change:.1e} of its size (allowed: {tolerance:g})"
             raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
         if any(one.is_blind for one in found):
             raise _refusal(module, "a sample with other tokens has the same hidden states")
         if moved > _MOVED[compute]:
             raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
-        return record
+        return {
+            "model_type": module.source.hf_config.model_type,
+            "attn_implementation": module.attn_implementation,
+            "engine": strategy.config.engine,
+            "compute_dtype": compute,
+            "largest_change": change,
+            "tolerance": tolerance,
+            "largest_change_when_moved": moved,
+            "tolerance_when_moved": _MOVED[compute],
+        }
 
 
 def _refusal(module: Any, reason: str) -> ConfigError:
     kind, backend = module.source.hf_config.model_type, module.attn_implementation
-    others = [name for name in ("sdpa", "eager", "flash_attention_2") if name != backend]
     return ConfigError(
         "data.packing",
         f"true, but {kind} with attn_implementation {backend} does not keep the samples of a pack apart: {reason}",
         "a model and an attention under which no sample of a pack depends on another",
-        f"set data.packing: false, or try model.attn_implementation: {' or '.join(others)}",
+        "set data.packing: false, or try another model.attn_implementation",
     )
 
 
-def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
-    """Where a proof of this model, attention and dtype is kept; None for a model whose code may be another tomorrow."""
-    strategy: Any = trainer.strategy
-    if module.config.trust_remote_code:
-        return None
+def _remembered_at(strategy: Any, module: Any) -> Path:
     device = strategy.root_device
     parts = [
         module.source.hf_config.to_json_string(use_diff=False),
@@ -154,15 +132,7 @@ def _remembered_at(trainer: Trainer, module: Any) -> Path | None:
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    folder = getattr(getattr(getattr(trainer, "datamodule", None), "config", None), "cache_dir", None)
-    return (Path(folder).expanduser() if folder else cache_root()) / "isolation" / f"{key}.json"
-
-
-def _read(path: Path | None) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):  # it is proved again
-        return json.loads(path.read_bytes()) if path else None
-    return None
+    return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"
 
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
@@ -189,18 +159,8 @@ def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
         strategy.contract.realized = counted
 
 
-def _shares_rounding(module: Any, strategy: Any) -> str | None:
-    """What makes the rounding of one token depend on others, if anything does."""
-    if strategy.config.precision_config.mode == "fp8":
-        return "fp8 scales"
+def _shares_rounding(module: Any, strategy: Any) -> bool:
+    """Whether the rounding of one token depends on others."""
     config = module.source.hf_config.get_text_config().to_dict()
     experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
-    return "experts" if max(experts, default=0) > 1 else None
-
-
-def _sentence(record: Mapping[str, Any], is_new: bool) -> str:
-    inexact = "equal to {largest_change:.1e} (allowed for {tolerance_because_of}: {tolerance:g})"
-    result = "bit-equal whatever its neighbors hold" if record["bit_equal"] else inexact.format(**record)
-    how = ", ".join(str(record[key]) for key in ("model_type", "attn_implementation", "compute_dtype", "engine"))
-    when = f"in {record['seconds']:.1f} s" if is_new else "by an earlier run"
-    return f"isolation proved {when}: a packed sample is {result}; {how}"
+    return strategy.config.precision_config.mode == "fp8" or max(experts, default=0) > 1

@@ -16,7 +16,6 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
-from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
@@ -29,28 +28,25 @@ PENDING_RECIPE = ".recipe.yaml"
 
 
 class DataRecord(Callback):
-    """Prints what is about to be trained on and writes ``data.json``, on rank 0 and once per process.
-
-    The command line does so before any process group exists, a Trainer while it sets up.
-    """
+    """Prints what a :class:`lit_fsdp.CausalLMDataModule` is about to train on and writes ``data.json``, once."""
 
     def __init__(self) -> None:
-        self.shown = False
-
-    def show(self, datamodule: Any, stage: str, folder: Path) -> None:
-        """Show what a :class:`lit_fsdp.CausalLMDataModule` is about to give; of training it leaves a record."""
-        record = datamodule.describe()
-        if stage == "fit":
-            write_json(folder / "data.json", record)
-        print_data(record, sys.stderr)
+        self._is_shown = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show it, unless that was done before; what rank 0 meets is a DataError on every rank."""
-        datamodule = getattr(trainer, "datamodule", None)
-        if self.shown or not hasattr(datamodule, "describe"):
-            return
-        self.shown = True
-        Ranks().first("showing the data", lambda: self.show(datamodule, stage, Path(trainer.default_root_dir)))
+        """Show it; what rank 0 meets is a DataError on every rank."""
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not self._is_shown:
+            self._is_shown, folder = True, Path(trainer.default_root_dir)
+            Ranks().first("showing the data", lambda: record_data(datamodule, stage, folder))
+
+
+def record_data(datamodule: Any, stage: str, folder: Path) -> None:
+    """Show what our data module is about to give; of training it leaves a record."""
+    record = datamodule.describe()
+    if stage == "fit":
+        write_json(folder / "data.json", record)
+    print_data(record, sys.stderr)
 
 
 class RunRecord(Callback):
@@ -76,12 +72,9 @@ class RunRecord(Callback):
         if not isinstance(exception, torch.OutOfMemoryError) or trainer.strategy.root_device.type != "cuda":
             return
         path = Path(trainer.default_root_dir) / "debug" / f"rank-{trainer.global_rank}.memory.pickle"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
-            exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
-        except OSError as error:
-            exception.add_note(f"what was allocated could not be written down: {error}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say from which step the run goes on; its recipe is the run folder's from here on."""
@@ -96,15 +89,12 @@ class RunRecord(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, EngineStrategy):
             return
-        ranks = gathered(trainer, {"before_bytes": self._before_bytes, "after_bytes": peak_host_bytes()})
         if trainer.is_global_zero:
-            record = {**strategy.audit, "peak_host_memory_per_rank": ranks, "versions": versions()}
+            record = {**strategy.audit, "versions": versions()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
-            print_audit(record)
+            show(*audit_lines(record))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the gradient norm, and write the dtypes once the first step has been compared with the declared ones."""
         strategy = trainer.strategy
         if not isinstance(strategy, EngineStrategy):
@@ -117,7 +107,8 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             report = strategy.contract.report()
             write_json(Path(trainer.default_root_dir) / "dtypes.json", report)
-            print_dtypes(report)
+            declared = ", ".join(f"{name} {dtype}" for name, dtype in report["declared"].items())
+            show(f"Realized dtypes; precision {report['mode']} declares {declared}", dtypes_table(report))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the peak of each rank's memory to the audit: what it grew by on a CPU, what torch allocated on CUDA."""
@@ -138,27 +129,26 @@ class PredictionWriter(Callback):
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
-        self._is_foreign = False
+        self._has_others = False
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *loader: int
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *batch: Any) -> None:
         """Keep this rank's rows."""
         if isinstance(outputs, list) and all(isinstance(row, dict) and "row" in row for row in outputs):
             self._rows.extend(outputs)
-        elif outputs is not None and trainer.is_global_zero and not self._is_foreign:
-            self._is_foreign = True
-            text = "%s.predict_step gives no rows with numbers, so they are not in predictions.jsonl, but for a "
-            _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
+        elif outputs is not None:
+            self._has_others = True
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all rows, in their order, on rank 0."""
         parts, self._rows = gathered(trainer, self._rows), []
-        if trainer.is_global_zero and any(parts):
-            rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
+        rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
+        if trainer.is_global_zero and rows:
             path = Path(trainer.default_root_dir) / "predictions.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if trainer.is_global_zero and self._has_others:
+            text = "%s.predict_step gives no rows with numbers, so they are not in predictions.jsonl, but for a "
+            _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
 
 
 def gathered(trainer: Trainer, own: Any) -> list[Any]:
@@ -180,28 +170,18 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
     return "\n".join(lines)
 
 
-def print_audit(record: dict[str, Any]) -> None:
-    """Print the FSDP units as a table on standard error, and the memory of the load."""
-    console = wide_console(sys.stderr)
-    console.print(units_table(record))
-    memory = [
-        f"{r['before_bytes'] / GIB:.2f} → {r['after_bytes'] / GIB:.2f}" for r in record["peak_host_memory_per_rank"]
-    ]
-    console.print(
-        f"{parameter_counts(record)} in {record['num_units']} units, "
-        f"{record['num_params_on_this_rank']:,} on rank 0; peak host memory per rank while loading: "
-        f"{', '.join(memory)} GiB"
-    )
-    for name, text in record["replaced"].items():
-        console.print(f"replaced: {name}: {text}", highlight=False, markup=False)
+def audit_lines(record: dict[str, Any]) -> list[Any]:
+    """An audit for :func:`show`: its FSDP units as a table, how many parameters there are, and what was replaced."""
+    counts = f"{parameter_counts(record)} in {record['num_units']} units"
+    text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
+    return [units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items())]
 
 
-def print_dtypes(report: dict[str, Any]) -> None:
-    """Print declared and realized dtypes as a table on standard error."""
-    declared = ", ".join(f"{k} {v}" for k, v in report["declared"].items())
+def show(*parts: Any) -> None:
+    """Print tables and plain text on standard error."""
     console = wide_console(sys.stderr)
-    console.print(f"Realized dtypes; precision {report['mode']} declares {declared}", highlight=False)
-    console.print(dtypes_table(report))
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
 
 
 def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

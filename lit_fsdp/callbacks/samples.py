@@ -5,16 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from rich.table import Table
-from rich.text import Text
-from torchmetrics import MeanMetric
 
 from lit_fsdp.callbacks.isolation import run_aside, untouched
 from lit_fsdp.callbacks.records import gathered
@@ -22,8 +16,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
 from lit_fsdp.data.prompts import Prompt
-from lit_fsdp.report.samples import visible
-from lit_fsdp.report.tables import wide_console
+from lit_fsdp.report.samples import visible_lines
 
 _COLUMNS = ["step", "prompt", "wanted", "got"]
 _AT_ONCE = 8  # prompts of one batch on each rank
@@ -33,10 +26,9 @@ _SHOWN_CHARACTERS = 300
 class Samples(Callback):
     """Asks the model after each validation, on all ranks in step, and shows prompt, wanted answer and what it said.
 
-    ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
-    taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
-    letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place; either can be monitored.
-    Training is not changed, random generators neither. Module, data module and strategy are those of this package.
+    ``samples.csv`` in the run folder and W&B get the table; its step is the number of optimizer steps taken, as in the
+    names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the letter. Training is
+    not changed, random generators neither. Module, data module and strategy are those of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
@@ -57,22 +49,22 @@ class Samples(Callback):
             self.read(trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask, show and log."""
+        """Ask and show, and log how many answers are right."""
         if self.config.every_validation and not trainer.sanity_checking:
-            for name, value in self._ask(trainer, pl_module).items():
-                pl_module.log(name, value, sync_dist=True)
+            rows = self._ask(trainer, pl_module)
+            right = [got == wanted for _, _, wanted, got in rows if wanted]
+            if right:  # all ranks have all answers
+                pl_module.log("val_exact_match", sum(right) / len(right))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same once, where that is asked for; Lightning logs nothing here."""
+        """Ask and show once, where that is asked for."""
         if not self.config.every_validation:
-            metrics = self._ask(trainer, pl_module)
-            for logger in trainer.loggers if metrics else ():
-                logger.log_metrics(metrics, trainer.global_step)
+            self._ask(trainer, pl_module)
 
-    def _ask(self, trainer: Trainer, module: Any) -> dict[str, float]:
-        """Have the prompts answered, write the table, and return the metrics; collective."""
+    def _ask(self, trainer: Trainer, module: Any) -> list[list[Any]]:
+        """Have the prompts answered, write the table and return its rows; collective."""
         if not self._prompts:
-            return {}
+            return []
         ranks, rank = trainer.world_size, trainer.global_rank
         each = -(-len(self._prompts) // ranks)
         own = [prompt.input_ids for prompt in self._prompts[rank::ranks]]
@@ -83,30 +75,20 @@ class Samples(Callback):
                 batch = own[start : start + _AT_ONCE]
                 found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
         by_rank = gathered(trainer, found)
-        answers = [by_rank[i % ranks][i // ranks] for i in range(len(self._prompts))]
-        asked = [(prompt.input_ids, prompt.wanted, ids) for prompt, ids in zip(self._prompts, answers, strict=True)]
-        rows = [[trainer.global_step, *(_text(module.tokenizer, ids) for ids in three)] for three in asked]
+        rows: list[list[Any]] = []
+        for i, prompt in enumerate(self._prompts):
+            three = (prompt.input_ids, prompt.wanted or [], by_rank[i % ranks][i // ranks])
+            texts = [str(module.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in three]
+            rows.append([trainer.global_step, *texts])
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
-            wide_console(sys.stderr).print(_table(rows))
-            _log_table(trainer, rows)
-        return self._metrics(rows, answers)
-
-    def _metrics(self, rows: list[list[Any]], answers: list[list[int]]) -> dict[str, float]:
-        # all ranks have all answers, so that nothing is left to reduce
-        exact, tokens = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
-        for (_, _, wanted, got), prompt, answer in zip(rows, self._prompts, answers, strict=True):
-            if prompt.wanted is not None:
-                exact.update(float(got == wanted))
-                pairs = zip_longest(prompt.wanted, answer[: len(prompt.wanted)])
-                tokens.update(torch.tensor([float(a == b) for a, b in pairs]))
-        if all(prompt.wanted is None for prompt in self._prompts):
-            return {}
-        return {"val_exact_match": float(exact.compute()), "val_answer_token_accuracy": float(tokens.compute())}
-
-
-def _text(tokenizer: Any, ids: list[int] | None) -> str:
-    return str(tokenizer.decode(ids or [], skip_special_tokens=True)).strip()
+            for step, asked, wanted, got in rows:
+                shown = f"step {step}: {asked[-_SHOWN_CHARACTERS:]}\nwanted: {wanted}\ngot: {got}"
+                print(visible_lines(shown), file=sys.stderr)
+            for logger in trainer.loggers:
+                if hasattr(logger, "log_table"):  # W&B
+                    logger.log_table("samples", columns=_COLUMNS, data=rows, step=trainer.global_step)
+        return rows
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
@@ -118,25 +100,3 @@ def _write(path: Path, rows: list[list[Any]]) -> None:
     text = io.StringIO(newline="")
     csv.writer(text).writerows([_COLUMNS, *kept, *rows])
     replace_bytes(path, text.getvalue().encode())
-
-
-def _table(rows: list[list[Any]]) -> Table:
-    table = Table(title=f"step {rows[0][0]}: what the model answers", title_justify="left", show_lines=True)
-    for name in _COLUMNS[1:]:
-        table.add_column(name, overflow="fold")
-    for _, prompt, wanted, got in rows:
-        start = "…" if len(prompt) > _SHOWN_CHARACTERS else ""
-        shown = (start + prompt[-_SHOWN_CHARACTERS:], wanted, got)
-        table.add_row(*(Text(visible(text)) for text in shown))
-    return table
-
-
-def _log_table(trainer: Trainer, rows: list[list[Any]]) -> None:
-    """Give it to the loggers that show tables or text."""
-    for logger in trainer.loggers:
-        if hasattr(logger, "log_table"):  # W&B
-            logger.log_table("samples", columns=_COLUMNS, data=rows, step=rows[0][0])
-        elif isinstance(logger, TensorBoardLogger):
-            cells = [[str(cell).replace("|", r"\|").replace("\n", "<br>") for cell in row] for row in rows]
-            lines = [" | ".join(row) for row in (_COLUMNS, ["---"] * len(_COLUMNS), *cells)]
-            logger.experiment.add_text("samples", "\n".join(f"| {line} |" for line in lines), rows[0][0])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula
@@ -18,6 +17,7 @@ from lit_fsdp.metrics.hardware import peak_device_bytes, peak_flops, peak_reserv
 from lit_fsdp.metrics.step_metrics import step_counts
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.units import clean_name
 
 
 class Throughput(Callback):
@@ -32,9 +32,10 @@ class Throughput(Callback):
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
-        self._seconds = self._waited = self._mark = 0.0
+        self._seconds = self._waited = 0.0
+        self._mark: float | None = None  # the clock stands
         self._steps = self._seen_step = 0
-        self._is_warm, self._is_paused = False, True
+        self._is_warm = False
         self._flops = FlopMeter()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -44,7 +45,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        self._seen_step, self._is_warm, self._is_paused = trainer.global_step, False, True
+        self._seen_step, self._is_warm, self._mark = trainer.global_step, False, None
         self._begin_again()
         missing = self._flops.read_device(trainer, pl_module)
         if missing and trainer.is_global_zero:
@@ -53,24 +54,22 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the wait for this batch, or start the clock after a pause."""
         now = time.perf_counter()
-        if self._is_paused:
-            self._mark, self._is_paused = now, False
+        if self._mark is None:
+            self._mark = now
         self._waited += now - self._mark
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause."""
-        self._is_paused = True
+        self._mark = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Pause."""
-        self._is_paused = True
+        self._mark = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
         totals: torch.Tensor | None = getattr(pl_module, "step_totals", None)
-        is_step = trainer.global_step != self._seen_step
+        is_step, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         counts = None
         if is_step and totals is not None and self._is_warm:
             self._steps += 1
@@ -78,18 +77,16 @@ class Throughput(Callback):
             if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
                 counts = step_counts(self._sum.tolist())  # waits for the device
         now = time.perf_counter()
-        self._seconds += now - self._mark
+        self._seconds += 0.0 if self._mark is None else now - self._mark
         self._mark = now
         if counts is not None and counts["slots"]:  # none of a subclass with a training step of its own
             self._log(trainer, pl_module, counts)
         elif is_step and not self._is_warm:
             self._is_warm = True
             self._begin_again()
-        self._seen_step = trainer.global_step
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, counts: dict[str, float]) -> None:
-        seconds = max(self._seconds, 1e-9)
-        device = trainer.strategy.root_device
+        seconds, device = max(self._seconds, 1e-9), trainer.strategy.root_device
         found = {
             **{f"{name}_per_second": counts[name] / seconds for name in ("tokens", "supervised_tokens", "samples")},
             "step_seconds": seconds / self._steps,
@@ -99,10 +96,7 @@ class Throughput(Callback):
             "peak_memory_gib": peak_device_bytes(device) / GIB,
         }
         reserved = peak_reserved_bytes(device)
-        if reserved is not None:
-            found["peak_reserved_gib"] = reserved / GIB
-        for name, value in found.items():
-            pl_module.log(name, value, prog_bar=name in ("tokens_per_second", "mfu", "peak_memory_gib"))
+        pl_module.log_dict(found if reserved is None else found | {"peak_reserved_gib": reserved / GIB})
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -124,14 +118,10 @@ class FlopMeter:
         self._peak: float | None = None
         self._ranks = 1
 
-    def read_shapes(self, pl_module: LightningModule) -> None:
+    def read_shapes(self, module: Any) -> None:
         """Find the formula, from a ``CausalLMModule`` that is not sharded yet."""
-        build = getattr(pl_module, "build", None)
-        model = getattr(build(), "model", None) if callable(build) else None
-        if not isinstance(model, nn.Module):
-            return
         try:
-            self._formula = flop_formula(model)
+            self._formula = flop_formula(module.build().model)
         except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
             self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
@@ -139,13 +129,10 @@ class FlopMeter:
         """Find the device's peak and what the live blocks recompute; returns what cannot be known, or nothing."""
         if self._formula is None:
             return f"MFU –: FLOPs are not counted: {self._reason}"
-        strategy: Any = trainer.strategy
-        live = {name.replace("_fsdp_wrapped_module.", ""): module for name, module in pl_module.named_modules()}
-        for name in self._formula.blocks:
-            block = live.get(f"model.{name}")
-            if block is not None:
-                self._words[name] = recomputes(getattr(block, "module", block))
-        self._ranks, device, multiplies = trainer.world_size, strategy.root_device, _multiplies(trainer)
+        live = {clean_name(name): module for name, module in pl_module.named_modules()}
+        blocks: dict[str, Any] = {name: live.get(f"model.{name}") for name in self._formula.blocks}
+        self._words = {name: recomputes(getattr(block, "module", block)) for name, block in blocks.items() if block}
+        self._ranks, device, multiplies = trainer.world_size, trainer.strategy.root_device, _multiplies(trainer)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         self._peak = peak_flops(name, multiplies)
         if self._peak is None:
@@ -173,6 +160,6 @@ def _multiplies(trainer: Trainer) -> str:
         precision = trainer.strategy.config.precision_config
         dtype = "fp8" if precision.mode == "fp8" else precision.row.compute
     else:
-        word: Any = trainer.precision
-        dtype = "bf16" if "bf16" in str(word) else "fp16" if str(word).startswith("16") else "fp32"
+        word = str(trainer.precision)
+        dtype = "bf16" if "bf16" in word else "fp16" if word.startswith("16") else "fp32"
     return "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype

@@ -8,7 +8,6 @@ Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D h
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +33,6 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     flat = {name: value.reshape(1, -1) for name, value in inputs.items()}
     lengths = {"max_length_q": longest, "max_length_k": longest}
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Whether the model's forward knows ``position_ids``; one that does not cannot tell packed samples apart."""
-    return "position_ids" in inspect.signature(type(owner_of_head(model) or model).forward).parameters
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:

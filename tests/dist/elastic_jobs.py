@@ -168,7 +168,7 @@ def elastic_run(
     try:
         trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
     except StopRequested as stop:
-        stopped = [stop.exit_code, stop.step]
+        stopped = [stop.exit_code, trainer.global_step]
     except RuntimeError as error:
         stopped = [str(error), trainer.global_step]
     live: Any = trainer.strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class Proofs(IsolationProof):
         hook.remove()
         same = torch.equal(before, torch.get_rng_state())
         is_training = all(child.training for child in trainer.lightning_module.model.modules())
-        self.records.append({**record, "left_alone": same and is_training, "tokens": sum(seen)})
+        record |= {"left_alone": same and is_training, "tokens": sum(seen), "step": trainer.global_step}
+        self.records.append(record)
         return self.records[-1]
 
 
@@ -63,9 +65,10 @@ def packed_run(
     grads: str | None = None,
 ) -> dict[str, Any]:
     """Train on generated rows; what a run finds, what was proved, and gradients as a file."""
+    os.environ["LIT_FSDP_CACHE"] = f"{Path(run).parent}/cache"
     proofs, gradients = Proofs(), Gradients()
     module = module_for(folder, model, warmup_steps=4)
-    rows = {"train": "generated:60", "max_seq_length": 64, "seed": 3, "cache_dir": f"{Path(run).parent}/cache", **data}
+    rows = {"train": "generated:60", "max_seq_length": 64, "seed": 3, **data}
     callbacks = [proofs, gradients, Checkpoint(every_steps=every, keep_last=-1)]
     run_of = {"steps": steps, "ckpt_path": ckpt_path, "default_root_dir": run, "seed": 5}
     trainer, found = fit(module, {"precision": "fp32", **strategy}, callbacks, CausalLMDataModule(**rows), **run_of)

@@ -64,7 +64,6 @@ def test_the_run_folder(smoke: Path) -> None:
     assert [bool(row["val_loss"]) for row in rows] == [False, True, False, True]
     audit = json.loads((run / "audit.json").read_text())
     assert audit["shard_degree"] == 2
-    assert len(audit["peak_host_memory_per_rank"]) == 2
     dtypes = json.loads((run / "dtypes.json").read_text())
     assert dtypes["declared"] == {"param": "fp32", "compute": "bf16", "reduce": "fp32"}
     assert dtypes["realized"]["reductions"].keys() == {"fp32"}

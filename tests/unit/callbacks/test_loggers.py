@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lit_fsdp.callbacks.loggers import LoggerRuns, RunCSVLogger, go_on_logging
-from lit_fsdp.checkpoint.manifest import Manifest
+from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -24,13 +24,18 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
-    first = RunCSVLogger(tmp_path)
+    def start(loaded_step: int | None) -> RunCSVLogger:
+        logger = RunCSVLogger(tmp_path)
+        logger.setup(SimpleNamespace(global_step=10), BoringModel(), "fit")  # type: ignore[arg-type]
+        if loaded_step is not None:
+            logger.on_load_checkpoint(Trainer, BoringModel(), {"global_step": loaded_step})  # type: ignore[arg-type]
+        return logger
+
+    first, second = start(None), start(3)
     for step in range(5):
         first.log_metrics({"a": float(step)}, step)
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("5,1.0\n,7\n")  # cut off by a kill
-    second = RunCSVLogger(tmp_path)
-    second.loaded_step = 3
     second.log_metrics({"a": 30.0, "b": 1.0}, 3)
     second.log_metrics({"a": 40.0}, 4)
     assert rows(tmp_path) == [
@@ -38,7 +43,7 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
         {"step": "3", "a": "30.0", "b": "1.0"},
         {"step": "4", "a": "40.0"},
     ]
-    RunCSVLogger(tmp_path).log_metrics({"b": 2.0}, 0)  # a new run
+    start(None).log_metrics({"b": 2.0}, 0)  # a new run
     assert rows(tmp_path) == [{"step": "0", "b": "2.0"}]
 
 
@@ -55,7 +60,7 @@ class _Counting(BoringModel):
 def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_before(tmp_path: Path):
     logger = RunCSVLogger(tmp_path)
     switched_off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": logger, "callbacks": [LoggerRuns()]}
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": logger, "callbacks": [logger]}
     options |= {"max_steps": 3, "accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
     trainer = Trainer(**options, **dict.fromkeys(switched_off, 0), log_every_n_steps=1)
     trainer.fit(_Counting())
@@ -75,36 +80,28 @@ def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
     """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""
     options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
     saved = _KilledAfterTheSave(tmp_path, every_n_train_steps=1)
-    logs = {"callbacks": [LoggerRuns(), saved], "logger": RunCSVLogger(tmp_path), "log_every_n_steps": 1}
+    logger = RunCSVLogger(tmp_path)
     with pytest.raises(InterruptedError):
-        Trainer(**options, **logs, max_steps=3, limit_val_batches=0).fit(_Counting())
+        Trainer(
+            **options, callbacks=[logger, saved], logger=logger, log_every_n_steps=1, max_steps=3, limit_val_batches=0
+        ).fit(_Counting())
     assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(tmp_path: Path):
-    (tmp_path / "step").mkdir()
-    manifest = Manifest(
-        folder=tmp_path / "step", layout="full", global_step=10, world_size=1, created="", versions={}, tensors={},
-        files={}, metrics={},
-    )  # fmt: skip
-    (tmp_path / "step" / "manifest.json").write_bytes(manifest.dumps())
     options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
     options |= {"enable_checkpointing": False, "max_steps": 1, "limit_val_batches": 0, "default_root_dir": tmp_path}
-    loggers = [TensorBoardLogger(tmp_path, version=3), CSVLogger(tmp_path)]
-    Trainer(**options, callbacks=[LoggerRuns()], logger=loggers).fit(_Counting())
-    for given, path, expected in (
-        ({"version": None, "purge_step": None}, tmp_path / "step", {"version": 3, "purge_step": 10}),
-        ({"version": None, "purge_step": None}, None, {"version": 3, "purge_step": 0}),
-        ({"version": 5, "purge_step": 7}, tmp_path / "step", {"version": 5, "purge_step": 7}),  # the recipe says where
-    ):
-        board, plain, other = (
-            Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(**arguments))
-            for name, arguments in (("TensorBoardLogger", given), ("CSVLogger", {}), ("WandbLogger", {"id": None}))
-        )
-        go_on_logging({"logger": [other, plain, board]}, tmp_path, path)
-        assert [logger.init_args for logger in (board, plain, other)] == [
-            Namespace(**expected), Namespace(), Namespace(id=None),
-        ]  # fmt: skip
+    own = RunCSVLogger(tmp_path)
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version=3), TensorBoardLogger(tmp_path, version=4), own]
+    Trainer(**options, callbacks=[own], logger=loggers).fit(_Counting())
+    given = [Namespace(version=None, purge_step=None), Namespace(version=5, purge_step=7)]  # one says where
+    boards = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=one) for one in given]
+    plain = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace())
+    go_on_logging({"logger": [plain, *boards]}, tmp_path, 10)
+    assert given == [Namespace(version=3, purge_step=10), Namespace(version=5, purge_step=7)]
+    other = Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=Namespace(id=None))
+    go_on_logging({"logger": [other, *boards]}, tmp_path, 10)
+    assert (plain.init_args, other.init_args) == (Namespace(), Namespace(id=None))
     for switch in (None, True, False):
-        go_on_logging({"logger": switch}, tmp_path, None)
+        go_on_logging({"logger": switch}, tmp_path, 0)

@@ -14,40 +14,38 @@ import torch
 from lit_fsdp.callbacks import progress
 from lit_fsdp.callbacks.progress import RunProgress
 
+METRICS = {"train_loss": 1.25, "tokens_per_second": 12345.6, "peak_memory_gib": 0.5, "val_loss": 2.0}
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
 
 @pytest.fixture
 def trainer() -> Any:
-    return SimpleNamespace(
-        global_step=0,
-        estimated_stepping_batches=20,
-        log_every_n_steps=2,
-        sanity_checking=False,
-        validating=False,
-        state=SimpleNamespace(fn="fit"),
-        callback_metrics={
-            "train_loss": torch.tensor(1.25),
-            "tokens_per_second": torch.tensor(12345.6),
-            "peak_memory_gib": torch.tensor(0.5),
-            "val_loss": torch.tensor(2.0),
-        },
-    )
+    metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
+    plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True}
+    state = {"sanity_checking": False, "validating": False, "state": SimpleNamespace(fn="fit")}
+    return SimpleNamespace(global_step=0, callback_metrics=metrics, **plan, **state)
 
 
-def run(bar: RunProgress, trainer: Any, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    bar.on_train_start(trainer, None)
+def run(trainer: Any, now: list[float], steps: int) -> None:
+    bar = RunProgress()
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
     for _ in range(steps):
         now[0] += 5
         trainer.global_step += 1
         for batch in range(2):  # the second micro-batch of an accumulation says nothing new
-            bar.on_train_batch_end(trainer, None, None, None, batch)
-    bar.on_validation_end(trainer, None)
-    bar.on_train_end(trainer, None)
+            bar.on_train_batch_end(trainer, None, None, None, batch)  # type: ignore[arg-type]
+    bar.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    bar.on_train_end(trainer, None)  # type: ignore[arg-type]
 
 
-def test_plain_lines_where_there_is_no_terminal(trainer, monkeypatch, capsys):
-    run(RunProgress(), trainer, monkeypatch, steps=4)
+def test_plain_lines_where_there_is_no_terminal(trainer, now, capsys):
+    run(trainer, now, steps=4)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
@@ -56,31 +54,34 @@ def test_plain_lines_where_there_is_no_terminal(trainer, monkeypatch, capsys):
         "step 4/20  loss 1.2500  12,346 tokens/s  peak 0.50 GiB  1:20 left",
         "step 4: val_loss 2.0000",
     ]
-    run(RunProgress(), trainer, monkeypatch, steps=2)  # the time left counts the steps of this start only
+    run(trainer, now, steps=2)  # the time left counts the steps of this start only
     assert [line[-9:] for line in capsys.readouterr().err.splitlines()[:2]] == ["1:15 left", "1:10 left"]
+    trainer.is_global_zero = False
+    run(trainer, now, steps=2)
+    assert capsys.readouterr().err == ""
 
 
-def test_a_bar_of_80_columns_keeps_step_and_time(trainer, monkeypatch, capsys):
+def test_a_bar_of_60_columns_keeps_step_and_time(trainer, now, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    trainer.callback_metrics |= {name: torch.tensor(0.25) for name in ("mfu", "padding_share", "data_wait_share")}
-    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TTY_INTERACTIVE", "1"), ("TTY_COMPATIBLE", "1")):
+    trainer.callback_metrics["mfu"] = torch.tensor(0.25)
+    for name, value in (("COLUMNS", "60"), ("NO_COLOR", "1"), ("TTY_INTERACTIVE", "1"), ("TTY_COMPATIBLE", "1")):
         monkeypatch.setenv(name, value)
-    run(RunProgress(), trainer, monkeypatch, steps=4)
+    run(trainer, now, steps=4)
     shown = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", capsys.readouterr().err)
     last = re.split(r"[\r\n]+", shown.rstrip())[-1]
-    assert re.match(r"step 4/20 \S+ +\d:\d\d:\d\d [-:\d]+ loss 1.2500  12,346 tokens/s  MFU 25", last)
-    assert len(last) <= 80
+    assert re.search(r"^step 4: val_loss 2.0000$", shown.replace("\r", "\n"), re.MULTILINE)  # above the bar
+    assert re.match(r"step 4/20 [-:\d]+ loss 1.2500  12,346 tokens/s  MFU 25", last)
+    assert len(last) <= 60
     monkeypatch.delenv("TTY_INTERACTIVE")
     monkeypatch.setenv("TERM", "dumb")
-    run(RunProgress(), trainer, monkeypatch, steps=4)
+    run(trainer, now, steps=4)
     assert capsys.readouterr().err.startswith("step 5/20  loss 1.2500")
 
 
-def test_there_is_a_line_at_least_every_20_seconds(trainer, monkeypatch, capsys):
-    now, bar = [0.0], RunProgress()
+def test_there_is_a_line_at_least_every_20_seconds(trainer, now, monkeypatch, capsys):
+    bar = RunProgress()
     trainer.log_every_n_steps = 50
     monkeypatch.setattr(progress.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     bar.on_train_start(trainer, None)
     spoken = [0.0]
     for seconds_of_step in (40, 2, 2, 2, 2, 2, 14, 35, 3):  # the first is slow, and one that another process disturbs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,14 +33,9 @@ class Run:
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
             is_global_zero=True,
         )
-        self.module: Any = SimpleNamespace(log=self._log)
+        self.module: Any = SimpleNamespace(log_dict=self.logged.append)
         self.callback = Throughput()
         self.callback.on_train_start(self.trainer, self.module)
-
-    def _log(self, name: str, value: float, **_: Any) -> None:
-        if name == "tokens_per_second":
-            self.logged.append({})
-        self.logged[-1][name] = value
 
     def step(self, seconds: float, tokens: int = 0, wait: float = 0.0, micro_batches: int = 1) -> None:
         """One optimizer step: supervised a quarter of the tokens, samples a tenth, a fifth of the places empty."""
@@ -108,20 +103,25 @@ class Module(nn.Module):
         return self
 
 
-def meter(
-    module: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch, precision: str = "bf16-mixed"
-) -> tuple[FlopMeter, str]:
-    monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
-    made = FlopMeter()
-    made.read_shapes(module)
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    return made, made.read_device(SimpleNamespace(strategy=strategy, world_size=2, precision=precision), module)  # type: ignore[arg-type]
+Meter = Callable[..., tuple[FlopMeter, str]]
 
 
-def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+    def make(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
+        monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
+        made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
+        made.read_shapes(module)
+        trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+        return made, made.read_device(trainer, module)
+
+    return make
+
+
+def test_shares_of_the_peak_of_all_ranks(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
     formula = flop_formula(module.model)
-    found, said = meter(module, "cuda", "NVIDIA H200", monkeypatch)
+    found, said = meter(module, "cuda", "NVIDIA H200")
     assert said == ""
     rates = found.rates(COUNTS, 0.5)
     assert rates["model_tflops_per_rank"] == pytest.approx(formula.train_flops(COUNTS) / 0.5 / 2 / 1e12)
@@ -129,11 +129,11 @@ def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for setting, peak in (("highest", 66.9), ("high", 494.7)):  # of fp32, and of tf32 where torch may take it
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
-        found, _ = meter(module, "cuda", "NVIDIA H200", monkeypatch, "32-true")
+        found, _ = meter(module, "cuda", "NVIDIA H200", "32-true")
         assert found.rates(COUNTS, 0.5)["mfu"] == pytest.approx(rates["model_tflops_per_rank"] / peak)
 
     prepare_blocks(module.model.model.layers, ActivationConfig(mode="full"))
-    found, _ = meter(module, "cuda", "NVIDIA H200", monkeypatch)
+    found, _ = meter(module, "cuda", "NVIDIA H200")
     recomputing = found.rates(COUNTS, 0.5)
     assert recomputing["mfu"] == rates["mfu"]
     words = dict.fromkeys(formula.blocks, "full")
@@ -142,29 +142,17 @@ def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recomputing["hfu"] / rates["hfu"] == pytest.approx(1 + again / formula.train_flops(COUNTS))
 
 
-def test_build_of_somebody_elses_module_is_not_called() -> None:
-    """It may well mean another thing, such as making the layers."""
-    called: list[str] = []
-
-    class Theirs(LightningModule):
-        def build(self) -> None:
-            called.append("build")
-
-    Throughput().setup(SimpleNamespace(), Theirs(), "fit")  # type: ignore[arg-type]
-    assert not called
-
-
-def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_made_up_share(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a peak that is unknown, of what the compiler chooses to recompute, of somebody else's module."""
     for device, name, shown in (("cpu", "", "CPU"), ("cuda", "Some GPU", "Some GPU")):
-        found, said = meter(Module(), device, name, monkeypatch)
+        found, said = meter(Module(), device, name)
         assert said == f"MFU –: no peak rate is known for bf16 on {shown}"
         assert list(found.rates(COUNTS, 1.0)) == ["model_tflops_per_rank"]
-    found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200", monkeypatch)
-    assert said == "MFU –: FLOPs are not counted: the module holds no transformers model"
+    found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200")
+    assert said == "MFU –: FLOPs are not counted: 'Linear' object has no attribute 'build'"
     assert found.rates(COUNTS, 1.0) == {}
     monkeypatch.setattr(throughput, "recomputes", lambda block: "budget 0.5")
-    found, said = meter(Module(), "cuda", "NVIDIA H200", monkeypatch)
+    found, said = meter(Module(), "cuda", "NVIDIA H200")
     assert said == "HFU –: what is recomputed is up to the compiler"
     rates = found.rates(COUNTS, 1.0)
     assert ("mfu" in rates, "hfu" in rates) == (True, False)
