@@ -22,7 +22,7 @@ from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, prepare_samples
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
-from lit_fsdp.data.stats import describe_data, split_numbers
+from lit_fsdp.data.stats import describe_data, first_samples
 from lit_fsdp.data.stream import SampleStream, StreamLoader
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
@@ -99,8 +99,8 @@ class CausalLMDataModule(LightningDataModule):
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
         encoder = self._encoder()
-        numbers = split_numbers(self._samples, self.config, encoder if self._streams_train else None)
-        return describe_data(numbers, self.config, encoder)
+        first = {"train": first_samples(self.config, encoder)} if self._streams_train else {}
+        return describe_data({**first, **self._samples}, self.config, encoder)
 
     def prompts(self, of: int | str) -> list[Prompt]:
         """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""

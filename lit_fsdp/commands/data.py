@@ -56,7 +56,7 @@ def _inspect(argv: Sequence[str]) -> int:
 def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> None:
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import prepare_samples
-    from lit_fsdp.data.stats import describe_data, split_numbers
+    from lit_fsdp.data.stats import describe_data, first_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.data_tables import print_data, write_plot
     from lit_fsdp.report.samples import pieces, print_samples
@@ -64,14 +64,14 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
 
     config, tokenizer = run.data, resolve_tokenizer(run.model)
     encoder = RowEncoder(tokenizer, config)
-    streams = config.streaming and "train" in splits
-    samples = prepare_samples(config, [split for split in splits if not (streams and split == "train")], encoder)
-    numbers = split_numbers(samples, config, encoder if streams else None)
-    record = describe_data(numbers, config, encoder)
+    streamed = {"train"} if config.streaming else set()
+    samples = {split: first_samples(config, encoder) for split in splits if split in streamed}
+    samples |= prepare_samples(config, [split for split in splits if split not in streamed], encoder)
+    record = describe_data(samples, config, encoder)
     if options.plot is not None:
-        write_plot(numbers, config.max_seq_length, options.plot)
-    split = numbers[options.split]
-    shown = [split.sample(index) for index in range(min(options.n, len(split.lengths)))]
+        write_plot(samples, config.max_seq_length, options.plot)
+    split = samples[options.split]
+    shown = [split.rows.row(int(row)) for row in split.row_ids[: options.n]]
     if options.json:
         found = [
             {

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from lit_fsdp.host import cache_root, is_first_process, make_once
 ARRAYS = {
     "input_ids": "<i4",
     "supervised": "u1",
-    "offsets": "<i8",
+    "lengths": "<i4",
     "num_supervised": "<i4",
     "numbers": "<i8",
     "keys": "<u8",
@@ -47,38 +48,37 @@ _ROWS = 100
 class TokenizedRows:
     """Rows of tokens, memory-mapped. N rows of T tokens together, with the types of :data:`ARRAYS`.
 
-    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``numbers`` (N,) says
-    which row over all sources, from 0, it comes from, and ``keys`` (N,) is a hash of that row's columns, the same with
-    any tokenizer. ``meta`` has the fingerprint, digests of the sources, counts, format and number of rows of each
-    source in ``sources``, and the first bad rows in ``refused``.
+    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``meta`` has the
+    fingerprint, digests of the sources, counts, name, format and number of rows of each source in ``sources``, and the
+    first bad rows in ``refused``.
     """
 
     folder: Path
     meta: dict[str, Any]
     input_ids: np.ndarray
-    """(T,), all rows one after another."""
+    """(T,), all rows one after another, as ``supervised``."""
     supervised: np.ndarray
-    """(T,)."""
-    offsets: np.ndarray
-    """Where each row begins; (N + 1,)."""
+    lengths: np.ndarray
+    """Tokens of each row (N,)."""
     num_supervised: np.ndarray
     numbers: np.ndarray
+    """Which row over all sources, from 0, each comes from (N,)."""
     keys: np.ndarray
+    """Hash of the columns of that row, the same with any tokenizer (N,)."""
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens per row, int64 (N,)."""
-        return np.diff(self.offsets)
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_rows, (self.folder,)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and supervision (uint8) of one row, both of shape (T of the row,)."""
-        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        part = slice(int(self._ends[index] - self.lengths[index]), int(self._ends[index]))
         return self.input_ids[part], self.supervised[part]
 
 
@@ -115,7 +115,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 def open_rows(folder: Path) -> TokenizedRows:
     """Map rows that :func:`prepare_rows` has written."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    sizes = {"input_ids": meta["tokens"], "supervised": meta["tokens"], "offsets": meta["rows"] + 1}
+    sizes = {"input_ids": meta["tokens"], "supervised": meta["tokens"]}
     arrays = {
         name: np.memmap(folder / f"{name}.bin", dtype, "r", shape=(sizes.get(name, meta["rows"]),))
         for name, dtype in ARRAYS.items()
@@ -173,6 +173,21 @@ def counts_of(encoded: Sequence[EncodedRow]) -> dict[str, Any]:
     }
 
 
+def arrays_of(encoded: Sequence[EncodedRow], keys: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+    """The samples of some rows as :data:`ARRAYS`, with numbers of rows among them."""
+    samples = [sample for row in encoded for sample in row.samples]
+    numbers = [number for number, row in enumerate(encoded) for _ in row.samples]
+    arrays: dict[str, Any] = {
+        "input_ids": np.concatenate([np.zeros(0, int), *(sample.input_ids for sample in samples)]),
+        "supervised": np.concatenate([np.zeros(0, int), *(sample.supervised for sample in samples)]),
+        "lengths": [len(sample.input_ids) for sample in samples],
+        "num_supervised": [np.count_nonzero(sample.supervised) for sample in samples],
+        "numbers": numbers,
+        "keys": [keys[number] if keys else 0 for number in numbers],
+    }
+    return {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
+
+
 def _hash(text: str, size: int = 16) -> str:
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
@@ -182,7 +197,7 @@ def _hash(text: str, size: int = 16) -> str:
 _Task = tuple[int, list[RawRow]]
 """Number of the source, and some of its rows."""
 _Block = tuple[int, dict[str, Any], list[str], dict[str, np.ndarray]]
-"""Number of the source, what :func:`counts_of` counts, bad rows, and :data:`ARRAYS`, with lengths for offsets."""
+"""Number of the source, what :func:`counts_of` counts, bad rows, and :data:`ARRAYS`, numbers within it."""
 
 
 class _Blocks(Dataset[Any]):
@@ -199,19 +214,8 @@ class _Blocks(Dataset[Any]):
             found, refused = encode_rows(rows, source.row_format, self._encoder, self._drops)
         except (DataError, ConfigError) as error:
             return error
-        samples = [sample for row in found for sample in row.samples]
         keys = [_key(row) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
-        of_row = [index for index, row in enumerate(found) for _ in row.samples]
-        arrays: dict[str, Any] = {
-            "input_ids": np.concatenate([np.zeros(0, int), *(sample.input_ids for sample in samples)]),
-            "supervised": np.concatenate([np.zeros(0, int), *(sample.supervised for sample in samples)]),
-            "offsets": [len(sample.input_ids) for sample in samples],
-            "num_supervised": [np.count_nonzero(sample.supervised) for sample in samples],
-            "numbers": of_row,
-            "keys": [keys[index] for index in of_row],
-        }
-        typed = {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
-        return number, counts_of(found), refused, typed
+        return number, counts_of(found), refused, arrays_of(found, keys)
 
 
 def _key(row: Any) -> int:
@@ -227,15 +231,12 @@ def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder:
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
         for number, counts, bad, arrays in _in_order(sources, config, encoder):
-            lengths = arrays["offsets"]
-            arrays["offsets"] = total["tokens"] + lengths.cumsum() - lengths  # where each begins
             arrays["numbers"] += total["rows_read"]
             for name, file in files.items():
                 file.write(arrays[name].tobytes())
             total = {name: total[name] + count for name, count in counts.items()}
             refused += bad[: _NAMED - len(refused)]
             made[number]["rows"] += counts["rows"]
-        files["offsets"].write(np.array([total["tokens"]], ARRAYS["offsets"]).tobytes())
     if not total["rows"]:
         raise nothing_supervised(", ".join(source.name for source in sources), total["dropped"])
     return {**total, "refused": refused, "sources": made}

@@ -51,6 +51,21 @@ class Samples:
             digest.update(part.astype("<i8").tobytes())
         return digest.hexdigest()
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row of ``row_ids``, int32."""
+        return self.rows.lengths[self.row_ids]
+
+    @property
+    def num_supervised(self) -> np.ndarray:
+        """Supervised tokens of every row of ``row_ids``, int32."""
+        return self.rows.num_supervised[self.row_ids]
+
+    @property
+    def fills(self) -> np.ndarray:
+        """Share of every pack that is filled; nothing without packing."""
+        return np.add.reduceat(self.lengths, self.offsets[:-1]) / self.capacity if self.capacity else np.zeros(0)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -78,7 +93,7 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
             if source not in read:
                 read[source] = prepare_rows(getattr(config, source), config, encoder)
             weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
-            found[split] = _plan(read[source], split, config, weights)
+            found[split] = plan_items(read[source], split, config, weights)
     return found
 
 
@@ -96,7 +111,8 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     return pairs
 
 
-def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...]) -> Samples:
+def plan_items(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...] = ()) -> Samples:
+    """Items of a split that is tokenized, with a weight for each source of a mix."""
     capacity = config.max_seq_length if config.packing and split != "predict" else None
     sources = rows.meta["sources"]
     pairs = holds_pairs([source["format"] for source in sources], f"data.{split}", config)

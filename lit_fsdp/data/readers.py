@@ -75,6 +75,45 @@ def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
             number += len(batch)
 
 
+def files_by_split(folder: str) -> dict[str, list[str]]:
+    """What ``datasets`` finds in a folder, by the names of files or the README.md."""
+    import datasets
+
+    found = datasets.load_dataset_builder(folder).config.data_files or {}
+    return {str(split): list(paths) for split, paths in found.items()}
+
+
+def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:
+    """A data set on the hub as what :func:`read_table` reads, a stream shard by shard.
+
+    Args:
+        hub: What ``datasets.load_dataset`` is called with, at a commit.
+        streaming: Leave it there.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    hub_builder(hub["path"], hub["name"], hub["revision"])
+    with naming(hub["path"]):
+        table: Any = datasets.load_dataset(**hub, streaming=streaming)
+        return [table.shard(table.num_shards, n) for n in range(table.num_shards)] if streaming else [table]
+
+
+def hub_builder(name: str, configuration: str | None, revision: str | None) -> Any:
+    """What knows the commit of a data set on the hub, as its ``hash``."""
+    import datasets
+
+    with naming(f"{name}: no such file below {Path.cwd()}, and on the hub"):
+        builder = datasets.load_dataset_builder(name, configuration, revision=revision)
+    # without a network datasets takes whatever commit it finds in its cache
+    if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
+        raise DataError(
+            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
+            f"revision {revision}\n  fix:     start again where there is a network, or name that commit"
+        )
+    return builder
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Put the name of what is read into a library's error: into that of its first cause, as ``datasets`` wraps it."""

@@ -17,7 +17,19 @@ from typing import Any
 
 from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, check_sources
 from lit_fsdp.data.formats import find_format
-from lit_fsdp.data.readers import KINDS, RawRow, Row, from_json, kind_of, naming, read_file, read_table
+from lit_fsdp.data.readers import (
+    KINDS,
+    RawRow,
+    Row,
+    files_by_split,
+    from_json,
+    hub_builder,
+    hub_shards,
+    kind_of,
+    naming,
+    read_file,
+    read_table,
+)
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
 
@@ -79,15 +91,7 @@ class Source:
     def _parts(self) -> list[Callable[..., Iterator[RawRow]]]:
         if self.hub is None:
             return [partial(read_file, path) for path in self.files]
-        import datasets
-
-        datasets.disable_progress_bars()
-        with naming(self.name):
-            _builder(self.hub["path"], self.hub["name"], self.hub["revision"])
-            table: Any = datasets.load_dataset(**self.hub, streaming=self.streaming)
-            count = table.num_shards if self.streaming else 1
-            shards = [table.shard(count, number) for number in range(count)]
-        return [partial(read_table, self.name, shard) for shard in shards]
+        return [partial(read_table, self.name, shard) for shard in hub_shards(self.hub, self.streaming)]
 
     def parse(self, raw: RawRow) -> Row:
         """One of the rows that were read, with our columns."""
@@ -194,11 +198,8 @@ def _folder(name: str, folder: str, split: str) -> list[str]:
     elif saved.is_file():
         splits = {key: _saved(f"{folder}/{key}") for key in json.loads(saved.read_text("utf-8"))["splits"]}
     else:
-        import datasets
-
         with naming(name):
-            found = datasets.load_dataset_builder(folder).config.data_files or {}
-        splits = {str(key): list(paths) for key, paths in found.items()}
+            splits = files_by_split(folder)
     if split not in splits:
         raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(splits)} (write name:split)")
     return splits[split]
@@ -220,27 +221,13 @@ def _hub(entry: SourceConfig) -> dict[str, Any]:
     configuration, _, split = rest.rpartition(":")
     commit = entry.revision
     if not (commit and _COMMIT.fullmatch(commit)):
-        with naming(f"{entry.source}: no such file below {Path.cwd()}, and on the hub"):
-            commit = _builder(base, configuration or None, entry.revision).hash
+        commit = hub_builder(base, configuration or None, entry.revision).hash
     return {
         "path": base,
         "name": configuration or None,
         "split": (split or "train") + bracket + rows,
         "revision": commit,
     }
-
-
-def _builder(name: str, configuration: str | None, revision: str | None) -> Any:
-    import datasets
-
-    builder = datasets.load_dataset_builder(name, configuration, revision=revision)
-    # without a network datasets takes whatever commit it finds in its cache
-    if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
-        raise DataError(
-            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
-            f"revision {revision}\n  fix:     start again where there is a network, or name that commit"
-        )
-    return builder
 
 
 def _file_digest(path: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from lit_fsdp.data.stats import SplitNumbers
+from lit_fsdp.data.packing import Samples
 from lit_fsdp.report.samples import visible
 from lit_fsdp.report.tables import wide_console
 
@@ -57,7 +57,7 @@ def _cells(split: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def write_plot(splits: Mapping[str, SplitNumbers], max_seq_length: int, path: Path) -> None:
+def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -> None:
     """Draw every split into one file: histograms of lengths, of supervised shares, and of how full the packs are."""
     import matplotlib
 
@@ -67,10 +67,10 @@ def write_plot(splits: Mapping[str, SplitNumbers], max_seq_length: int, path: Pa
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
     longest = max(int(split.lengths.max()) for split in splits.values())
     for name, split in splits.items():
-        label, fills = f"{name} ({len(split.lengths):,})", split.fills
+        label, shares = f"{name} ({len(split.lengths):,})", 100 * split.num_supervised / split.lengths
         axes[0].hist(split.lengths, np.linspace(0, longest + 1, _NUM_BINS), histtype="step", label=label)
-        axes[1].hist(100 * split.supervised / split.lengths, np.linspace(0, 100, 21), histtype="step", label=label)
-        axes[2].hist(() if fills is None else 100 * fills, np.linspace(0, 100, 51), histtype="step", label=label)
+        axes[1].hist(shares, np.linspace(0, 100, 21), histtype="step", label=label)
+        axes[2].hist(100 * split.fills, np.linspace(0, 100, 51), histtype="step", label=label)
     axes[0].axvline(max_seq_length, color="grey", linestyle=":", label="max_seq_length")
     labels = ("tokens per sample", "supervised tokens, % of a sample", "how full a pack is, %")
     for axis, label in zip(axes, labels, strict=True):

@@ -51,7 +51,7 @@ def test_rows_and_counts(small, source):
     rows = _prepare(small, source, max_seq_length=8)
     assert [small.decode(rows.row(i)[0]) for i in range(len(rows))] == ["<s>12<s>34</s>", "<s>1<s>23456", "<s><s></s>"]
     assert [rows.row(i)[1].tolist() for i in range(3)] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0] + [1] * 5, [0, 0, 1]]
-    assert (rows.input_ids.dtype, rows.supervised.dtype, rows.lengths.dtype) == (np.int32, np.uint8, np.int64)
+    assert (rows.input_ids.dtype, rows.supervised.dtype, rows.lengths.dtype) == (np.int32, np.uint8, np.int32)
     assert (rows.num_supervised.tolist(), rows.numbers.tolist()) == ([3, 5, 1], [0, 3, 4])
     assert {name: rows.meta[name] for name in ("rows_read", "rows", "truncated", "tokens", "dropped", "sources")} == {
         **{"rows_read": 5, "rows": 3, "truncated": 1, "tokens": 18},

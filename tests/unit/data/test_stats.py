@@ -11,7 +11,7 @@ import pytest
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import prepare_samples
-from lit_fsdp.data.stats import describe_data, split_numbers
+from lit_fsdp.data.stats import describe_data, first_samples
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.data.conversations import say
@@ -21,15 +21,15 @@ def _described(path: Path, *rows: tuple[str, ...], **options: Any) -> dict[str, 
     path.write_text("".join(json.dumps({"messages": say(*turns)}) + "\n" for turns in rows))
     config = DataConfig(train=str(path), max_seq_length=64, num_tokenizers=1, cache_dir=str(path.parent), **options)
     encoder = RowEncoder(miniature_tokenizer(), config)
-    samples = {} if config.streaming else prepare_samples(config, ["train"], encoder)
-    numbers = split_numbers(samples, config, encoder if config.streaming else None)
-    described: dict[str, Any] = json.loads(json.dumps(describe_data(numbers, config, encoder)))["splits"]["train"]
+    samples = {"train": first_samples(config, encoder)} if config.streaming else {}
+    samples |= {} if config.streaming else prepare_samples(config, ["train"], encoder)
+    described: dict[str, Any] = json.loads(json.dumps(describe_data(samples, config, encoder)))["splits"]["train"]
     return described
 
 
 def test_counts(tmp_path: Path):
     split = _described(tmp_path / "t.jsonl", ("u:a", "a:b"), ("u:x",), ("u:" + "q" * 100, "a:z"), ("u:c", "a:d"))
-    assert (split["rows_read"], split["samples"], split["packs"]) == (4, 2, False)
+    assert (split["rows_read"], split["samples"], split["packs"]) == (4, 2, None)
     assert split["dropped"] == {"without an assistant turn": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
     assert Path(split["cache"]).is_dir()
