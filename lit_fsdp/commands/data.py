@@ -77,7 +77,7 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
             {
                 "input_ids": ids.tolist(),
                 "supervised": supervised.tolist(),
-                "pieces": [vars(piece) for piece in pieces(tokenizer, ids, supervised)],
+                "pieces": pieces(tokenizer, ids, supervised),
             }
             for ids, supervised in shown
         ]

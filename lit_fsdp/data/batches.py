@@ -99,10 +99,9 @@ def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
 def collate_items(
     items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool = False
 ) -> Batch:
-    """Items of a split or stream as a batch: packs of ``pack_length`` tokens, or with ``None`` one sample each.
+    """Items as a batch: packs of ``pack_length`` tokens, or one sample each; one without samples is a filler.
 
     Pairs are two samples each: all that are chosen, then all that are rejected in the same order; they count as one.
-    An item without samples is a filler.
     """
     if pack_length is not None:
         return collate_packs(items, pack_length, pad_id)

@@ -161,20 +161,8 @@ def encode_rows(
     return found, refused
 
 
-def counts_of(encoded: Sequence[EncodedRow]) -> dict[str, Any]:
-    """Rows read, truncated and (by reason) dropped, samples (``rows``) and their tokens."""
-    samples = [sample for row in encoded for sample in row.samples]
-    return {
-        "rows_read": len(encoded),
-        "rows": len(samples),
-        "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
-        "tokens": sum(len(sample.input_ids) for sample in samples),
-        "dropped": Counter(row.dropped for row in encoded if row.dropped is not None),
-    }
-
-
-def arrays_of(encoded: Sequence[EncodedRow], keys: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """The samples of some rows as :data:`ARRAYS`, with numbers of rows among them."""
+def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Counts of some rows, and their samples as :data:`ARRAYS`, with numbers of rows among them."""
     samples = [sample for row in encoded for sample in row.samples]
     numbers = [number for number, row in enumerate(encoded) for _ in row.samples]
     arrays: dict[str, Any] = {
@@ -185,7 +173,14 @@ def arrays_of(encoded: Sequence[EncodedRow], keys: Sequence[int] | None = None) 
         "numbers": numbers,
         "keys": [keys[number] if keys else 0 for number in numbers],
     }
-    return {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
+    counts = {
+        "rows_read": len(encoded),
+        "rows": len(samples),
+        "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
+        "tokens": len(arrays["input_ids"]),
+        "dropped": Counter(row.dropped for row in encoded if row.dropped is not None),
+    }
+    return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 
 
 def _hash(text: str, size: int = 16) -> str:
@@ -196,8 +191,8 @@ def _hash(text: str, size: int = 16) -> str:
 
 _Task = tuple[int, list[RawRow]]
 """Number of the source, and some of its rows."""
-_Block = tuple[int, dict[str, Any], list[str], dict[str, np.ndarray]]
-"""Number of the source, what :func:`counts_of` counts, bad rows, and :data:`ARRAYS`, numbers within it."""
+_Block = tuple[int, dict[str, Any], dict[str, np.ndarray], list[str]]
+"""Number of the source, what :func:`tokenized` gives, and what is wrong with bad rows."""
 
 
 class _Blocks(Dataset[Any]):
@@ -215,7 +210,7 @@ class _Blocks(Dataset[Any]):
         except (DataError, ConfigError) as error:
             return error
         keys = [_key(row) if encoded.samples else 0 for (_, row), encoded in zip(rows, found, strict=True)]
-        return number, counts_of(found), refused, arrays_of(found, keys)
+        return number, *tokenized(found, keys), refused
 
 
 def _key(row: Any) -> int:
@@ -227,10 +222,10 @@ def _key(row: Any) -> int:
 def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
     made: list[dict[str, Any]] = [{"name": source.name, "format": source.row_format, "rows": 0} for source in sources]
-    total, refused = counts_of([]), list[str]()
+    (total, _), refused = tokenized([]), list[str]()
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
-        for number, counts, bad, arrays in _in_order(sources, config, encoder):
+        for number, counts, arrays, bad in _in_order(sources, config, encoder):
             arrays["numbers"] += total["rows_read"]
             for name, file in files.items():
                 file.write(arrays[name].tobytes())
@@ -262,7 +257,4 @@ def _in_order(sources: Sequence[Source], config: DataConfig, encoder: RowEncoder
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_processes = config.num_tokenizers or cores
     blocks = _Blocks(sources, encoder, config.on_bad_row == "drop")
-    for block in load(blocks, 0 if is_alone or num_processes == 1 else num_processes, False, chain(first, tasks)):
-        if isinstance(block, Exception):
-            raise block
-        yield block
+    return load(blocks, 0 if is_alone or num_processes == 1 else num_processes, False, chain(first, tasks))

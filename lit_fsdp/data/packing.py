@@ -1,8 +1,6 @@
-"""Items of a split: its rows alone, or packs of them by best-fit-decreasing, exact, in time that grows with the rows.
+"""Items of a split: its rows alone, or packs of them by best-fit-decreasing.
 
-Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it. Packs
-are kept by the room they have left, and samples of one length are placed together: as the fullest pack that takes one
-is still the fullest after it has taken it, a pack takes as many of a length as fit before the next one is looked at.
+Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it.
 
 Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing of training samples arXiv:2404.10830.
 """
@@ -162,44 +160,23 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
         ``members`` (int64, shape (N,)): every sample once, pack after pack, ascending in each pack. ``offsets``
         (int64, shape (packs + 1,)): where each pack begins in it. Packs are in the order of their first samples.
     """
-    assert lengths.min(initial=1) >= 1
-    assert lengths.max(initial=1) <= capacity
-    found = np.empty(len(lengths), dtype=np.int64)
-    found[np.argsort(-lengths, kind="stable")] = _best_fit(np.bincount(lengths), capacity)
-    _, first, pack = np.unique(found, return_index=True, return_inverse=True)
-    place = np.empty(len(first), dtype=np.int64)
-    place[np.argsort(first)] = np.arange(len(first))
-    pack = place[pack]
-    return np.argsort(pack, kind="stable"), np.concatenate([[0], np.bincount(pack).cumsum()])
-
-
-def _best_fit(counts: np.ndarray, capacity: int) -> np.ndarray:
-    """The pack of each sample, the longest samples first; ``counts``: samples per length."""
+    pack_of = np.zeros(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: some pack has room r
-    placed: list[int] = []
-    num_packs = 0
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            fitting = rooms >> length
-            if not fitting:
-                new = -(-left // (capacity // length))
-                by_room[capacity] = list(range(num_packs + new - 1, num_packs - 1, -1))
-                num_packs += new
-                rooms |= 1 << capacity
-                fitting = rooms >> length
+    num_packs, sizes = 0, lengths.tolist()
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = sizes[sample]
+        assert 1 <= length <= capacity
+        room, pack = capacity, num_packs
+        if fitting := rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1
-            packs, each = by_room[room], room // length
-            full = min(len(packs), left // each)
-            if not full:  # the last pack takes fewer than it could
-                full, each = 1, left
-            taken = packs[-full:]
-            del packs[-full:]
-            placed += taken * each
-            left -= full * each
-            by_room[room - each * length] += taken
-            rooms |= 1 << (room - each * length)
-            if not packs:
+            pack = by_room[room].pop()
+            if not by_room[room]:
                 rooms ^= 1 << room
-    return np.array(placed, dtype=np.int64)
+        num_packs += pack == num_packs
+        pack_of[sample] = pack
+        by_room[room - length].append(pack)
+        rooms |= 1 << (room - length)
+    _, first, pack_of = np.unique(pack_of, return_index=True, return_inverse=True)
+    pack_of = np.argsort(np.argsort(first))[pack_of]
+    return np.argsort(pack_of, kind="stable"), np.concatenate([[0], np.bincount(pack_of).cumsum()])

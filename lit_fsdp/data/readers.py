@@ -84,12 +84,7 @@ def files_by_split(folder: str) -> dict[str, list[str]]:
 
 
 def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:
-    """A data set on the hub as what :func:`read_table` reads, a stream shard by shard.
-
-    Args:
-        hub: What ``datasets.load_dataset`` is called with, at a commit.
-        streaming: Leave it there.
-    """
+    """A data set on the hub, by the arguments of ``datasets.load_dataset``; a stream as the shards that it has."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -108,8 +103,8 @@ def hub_builder(name: str, configuration: str | None, revision: str | None) -> A
     # without a network datasets takes whatever commit it finds in its cache
     if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
         raise DataError(
-            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, which need not be "
-            f"revision {revision}\n  fix:     start again where there is a network, or name that commit"
+            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, not revision {revision}\n"
+            "  fix:     start again where there is a network, or name that commit"
         )
     return builder
 
@@ -143,9 +138,9 @@ def _numbered(path: str, rows: Iterable[Any]) -> Iterator[RawRow]:
 def _lines(path: str, is_text: bool) -> Iterator[RawRow]:
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
-            location, content = f"{path}:{number}", line.removeprefix(_BOM)
-            if content.strip():
-                yield location, _text(content, location) if is_text else content
+            location = f"{path}:{number}"
+            if line.removeprefix(_BOM).strip():
+                yield location, from_json(line, location, is_text) if is_text else line
 
 
 def _has_lines(path: str) -> bool:
@@ -161,8 +156,6 @@ def _document(path: str) -> list[Any]:
         loaded = from_json(file.read(), path)
     if isinstance(loaded, DataError):
         raise loaded
-    if not isinstance(loaded, (list, dict)):
-        raise DataError(f"{path}: a JSON file holds a list of rows, or one row\n  fix:     write [{{...}}, {{...}}]")
     return loaded if isinstance(loaded, list) else [loaded]
 
 
@@ -180,27 +173,21 @@ def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
                     yield dict(zip(names, cells, strict=True))
                 else:
                     problem = f"{len(cells)} cells for the {len(names)} columns {', '.join(names)}"
-                    yield DataError(f"{path}: row {number}: {problem}\n  fix:     quote cells that hold a separator")
+                    yield DataError(f"{path}: row {number}: {problem}")
         except csv.Error as error:
             raise DataError(f"{path}: line {records.line_num}: not CSV ({error})") from error
 
 
-def from_json(content: bytes, location: str) -> Any:
+def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
     """What the content says, or the error that it is none."""
     try:
-        return json.loads(content.removeprefix(_BOM).decode("utf-8"))
+        text = content.removeprefix(_BOM).decode("utf-8")
+        return {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
     except UnicodeDecodeError as error:
         return DataError(f"{location}: not UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
         shown = content[:60].decode("utf-8", "replace").rstrip()
         return DataError(f"{location}: not JSON ({error}): {shown!r}")
-
-
-def _text(line: bytes, location: str) -> dict[str, str] | DataError:
-    try:
-        return {"text": line.decode("utf-8").rstrip("\r\n")}
-    except UnicodeDecodeError as error:
-        return DataError(f"{location}: not UTF-8 at byte {error.start}")
 
 
 def _as_written(value: Any, kind: Any) -> Any:

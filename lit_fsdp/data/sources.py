@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _SLICE = re.compile(r"[\w./-]+:[^*?]*\[[^]]*:[^]]*\].*")  # imdb:train[:10%], which is no pattern of files
 _EDGE_BYTES = 2**16
 _HEAD_ROWS = 100
-_RACY_SECONDS = 2.0
+_RACY_NS = 2 * 10**9
 """A file that was written so recently may be written again without another time of change."""
 
 
@@ -72,8 +72,7 @@ class Source:
         there = {name for _, row in good for name in row}
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
-                allowed = ", ".join(sorted(map(str, there)))
-                raise DataError(f"{good[0][0]}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {allowed}")
+                raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {sorted(there)}")
         location, row = good[0]
         return find_format(set(row), location) if self.format == "auto" else self.format
 
@@ -82,16 +81,13 @@ class Source:
 
         Parts are files, or shards of a stream; the one that is begun at is read again from its beginning.
         """
-        parts = self._parts()
+        parts = self.files if self.hub is None else hub_shards(self.hub, self.streaming)
         for number in range(part, len(parts)):
-            for index, raw in enumerate(parts[number](start=row), row + 1):
+            one = parts[number]
+            rows = read_file(one, row) if self.hub is None else read_table(f"{self.name}:{number}", one, row)
+            for index, raw in enumerate(rows, row + 1):
                 yield (number, index), raw
             row = 0
-
-    def _parts(self) -> list[Callable[..., Iterator[RawRow]]]:
-        if self.hub is None:
-            return [partial(read_file, path) for path in self.files]
-        return [partial(read_table, self.name, shard) for shard in hub_shards(self.hub, self.streaming)]
 
     def parse(self, raw: RawRow) -> Row:
         """One of the rows that were read, with our columns."""
@@ -121,14 +117,14 @@ class Source:
         One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change.
         """
         seen = self.seen()
-        if not seen or max(time for *_, time in seen) > (time.time() - _RACY_SECONDS) * 1e9:
+        if not seen or max(changed for *_, changed in seen) > time.time_ns() - _RACY_NS:
             return self._content(_file_digest)
 
         def make(partial: Path) -> None:
-            (partial / "digest").write_text(self._content(_file_digest), encoding="ascii")
+            (partial / "digest").write_text(self._content(_file_digest))
 
         key = _hash([[kind_of(path) for path in self.files], seen])
-        return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text(encoding="ascii")
+        return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
 
     def edges_digest(self) -> str:
         """As :meth:`digest`, of size, beginning and end of each file: for streams, which nobody wants to read twice."""
@@ -141,12 +137,7 @@ class Source:
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
-    """The sources of one split, one per entry; globs and folders hold their files in sorted order.
-
-    Args:
-        sources: The value of ``data.train`` (or val, test, predict).
-        config: Gives format and columns to entries without their own.
-        streaming: Leave data sets on the hub there.
+    """The sources of one split, one per entry, with format and columns of ``config`` unless they have their own.
 
     Raises:
         DataError: A source that is missing.
@@ -164,9 +155,11 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
 
 def pinned(sources: Sources | None) -> list[SourceConfig]:
     """The entries of one split, data sets on the hub at the commit that their names stand for now."""
-    entries = check_sources("train", sources)
-    hubs = [_found(entry)[1] for entry in entries]
-    return [replace(entry, revision=hub["revision"] if hub else None) for entry, hub in zip(entries, hubs, strict=True)]
+    found = []
+    for entry in check_sources("train", sources):
+        _, hub = _found(entry)
+        found.append(replace(entry, revision=hub["revision"] if hub else entry.revision))
+    return found
 
 
 def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
@@ -216,18 +209,13 @@ def _hub(entry: SourceConfig) -> dict[str, Any]:
 
     The hub is asked for it, unless the revision is a commit.
     """
-    base, _, rest = entry.source.partition(":")
+    path, _, rest = entry.source.partition(":")
     rest, bracket, rows = rest.partition("[")  # of train[:10%], whose colon is no border
-    configuration, _, split = rest.rpartition(":")
-    commit = entry.revision
-    if not (commit and _COMMIT.fullmatch(commit)):
-        commit = hub_builder(base, configuration or None, entry.revision).hash
-    return {
-        "path": base,
-        "name": configuration or None,
-        "split": (split or "train") + bracket + rows,
-        "revision": commit,
-    }
+    name, _, split = rest.rpartition(":")
+    revision = entry.revision
+    if not (revision and _COMMIT.fullmatch(revision)):
+        revision = hub_builder(path, name or None, revision).hash
+    return {"path": path, "name": name or None, "split": (split or "train") + bracket + rows, "revision": revision}
 
 
 def _file_digest(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.cache import TokenizedRows, arrays_of, counts_of, nothing_supervised
+from lit_fsdp.data.cache import TokenizedRows, nothing_supervised, tokenized
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.packing import Samples, plan_items
 from lit_fsdp.data.stream import SampleStream
@@ -27,14 +27,12 @@ def first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
     """
     stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
     _, rows = next(stream.windows())
-    encoded = stream.encode(rows)
-    counts, seen = counts_of(encoded), f"the first {len(rows):,} rows of a stream"
+    (counts, arrays), seen = tokenized(stream.encode(rows)), f"the first {len(rows):,} rows of a stream"
     if not counts["rows"]:
         raise nothing_supervised(f"data.train, {seen}", counts["dropped"])
     formats = zip(stream.sources, stream.formats, strict=True)
     sources = [{"name": source.name, "format": form} for source, form in formats]
-    tokenized = TokenizedRows(Path(), {**counts, "sources": sources, "seen": seen}, **arrays_of(encoded))
-    return plan_items(tokenized, "train", config)
+    return plan_items(TokenizedRows(Path(), {**counts, "sources": sources, "seen": seen}, **arrays), "train", config)
 
 
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:

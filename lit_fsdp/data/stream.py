@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,21 +40,15 @@ from lit_fsdp.host import is_first_process
 
 _log = logging.getLogger(__name__)
 _ENOUGH_ROWS = 1000
-_TOGETHER = 256
-_END, _ERROR = "stream_end", "stream_error"
+_END = "stream_end"
 _KEPT = 16  # the loader is ahead of the step by a batch or two
 
 Window = tuple[dict[str, Any], list[tuple[int, Row]]]
 """Where it begins, for JSON, and rows that are shuffled together, each with the number of its source."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
-    """Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
-
-    items: list[list[Sample]]
-    numbers: list[int]
-    end: dict[str, Any]
+GlobalBatch = tuple[list[tuple[int, list[Sample]]], dict[str, Any]]
+"""Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
 
 
 @dataclass
@@ -81,11 +75,7 @@ class _Reader:
 
 
 class SampleStream:
-    """Global batches of samples, one after another, in an order that ``seed`` decides.
-
-    Raises:
-        DataError: A source is missing, or has no rows or rows of no known format.
-    """
+    """Global batches of samples in an order that ``seed`` decides; DataError if a source cannot be used."""
 
     def __init__(self, config: DataConfig, encoder: RowEncoder, seed: int) -> None:
         assert config.train is not None
@@ -102,8 +92,7 @@ class SampleStream:
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
-        forms = [[form, source.columns] for form, source in zip(self.formats, self.sources, strict=True)]
-        text = json.dumps([self._encoder.text, forms])
+        text = json.dumps([self._encoder.text, self.formats, [source.columns for source in self.sources]])
         names = ("shuffle", "shuffle_window", "packing", "global_batch_size", "max_seq_length")
         return {
             "fingerprint": self.fingerprint,
@@ -115,18 +104,15 @@ class SampleStream:
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning."""
-        items: list[list[Sample]] = []
-        numbers: list[int] = []
+        """Global batches from the position after one on; ``None``: from the beginning."""
+        items: list[tuple[int, list[Sample]]] = []
         first = int(start["item"]) if start else 0
         for at, rows in self.windows(start):
-            planned = self._plan(at, rows)
-            for index in range(first, len(planned)):
-                items.append(planned[index])
-                numbers.append(index)
+            for number, item in islice(enumerate(self._plan(at, rows)), first, None):
+                items.append((number, item))
                 if len(items) == self._config.global_batch_size:
-                    yield GlobalBatch(items, numbers, {**at, "item": index + 1})
-                    items, numbers = [], []
+                    yield items, {**at, "item": number + 1}
+                    items = []
             first = 0
 
     def _plan(self, at: dict[str, Any], rows: list[tuple[int, Row]]) -> list[list[Sample]]:
@@ -150,15 +136,13 @@ class SampleStream:
 
     def encode(self, rows: Sequence[tuple[int, Row]]) -> list[EncodedRow]:
         """What becomes of every row of a window, in order."""
-        found: dict[int, EncodedRow] = {}
-        for form in dict.fromkeys(self.formats):
-            mine = [i for i, (source, _) in enumerate(rows) if self.formats[source] == form]
-            for some in (mine[i : i + _TOGETHER] for i in range(0, len(mine), _TOGETHER)):
-                part, drops = [rows[i][1] for i in some], self._config.on_bad_row == "drop"
-                encoded, refused = encode_rows(part, form, self._encoder, drops)
-                found.update(zip(some, encoded, strict=True))
-                say_dropped(refused)
-        return [found[i] for i in range(len(rows))]
+        found: list[EncodedRow] = []
+        for form, some in groupby(rows, key=lambda row: self.formats[row[0]]):
+            drops = self._config.on_bad_row == "drop"
+            encoded, refused = encode_rows([row for _, row in some], form, self._encoder, drops)
+            found += encoded
+            say_dropped(refused)
+        return found
 
     def windows(self, start: dict[str, Any] | None = None) -> Iterator[Window]:
         """Windows without end from the beginning of one on; ``None``: from the first row."""
@@ -188,15 +172,9 @@ class SampleStream:
 
 
 class StreamLoader(Resumable):
-    """An iterable of batches without length, with the position after each step.
+    """One rank's batches without end, and the position after each step.
 
-    Args:
-        stream: What is read.
-        rank: Of this process.
-        ranks: All of them; each gets its part of every global batch.
-        pad_id: Token put where there is none.
-        config: The ``data`` section; of ``num_workers`` one is used, as each would read and tokenize every row.
-        pin_memory: Copy batches into page-locked memory.
+    Of ``data.num_workers`` one is used, as each would read and tokenize every row.
     """
 
     def __init__(
@@ -227,11 +205,8 @@ class StreamLoader(Resumable):
         if step and position is None and is_first_process():
             _log.warning("the checkpoint of step %d has no position in a stream, which begins at its first rows", step)
         self._ends = {step: position}
-        found = load(_Batches(self.stream, position, self._cut, self._collate), self._num_workers, self._pin_memory)
-        for batch in found:
-            if _ERROR in batch:
-                del found  # its processes end now, not when the traceback is let go
-                raise DataError(batch[_ERROR])
+        batches = _Batches(self.stream, position, self._cut, self._collate)
+        for batch in load(batches, self._num_workers, self._pin_memory):
             end = batch.pop(_END)
             if end is not None:
                 step += 1
@@ -240,19 +215,19 @@ class StreamLoader(Resumable):
             yield batch
 
 
-class _Batches(IterableDataset[Batch]):
-    """The batches of a rank; a DataError travels as its text, without a traceback."""
+class _Batches(IterableDataset[Any]):
+    """The batches of a rank; a DataError comes as the last of them."""
 
     def __init__(self, stream: SampleStream, start: dict[str, Any] | None, cut: Any, collate: Any) -> None:
         self._stream, self._start, self._cut, self._collate = stream, start, cut, collate
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | DataError]:
         try:
-            for found in self._stream.global_batches(self._start):
-                end: dict[str, Any] | None = found.end
-                for mine in self._cut(np.arange(len(found.items))):
-                    batch = self._collate([found.items[i] for i in mine])
-                    yield {**batch, "row": torch.tensor([found.numbers[i] for i in mine]), _END: end}
+            for items, after in self._stream.global_batches(self._start):
+                end: dict[str, Any] | None = after
+                for mine in self._cut(np.arange(len(items))):
+                    batch = self._collate([items[i][1] for i in mine])
+                    yield {**batch, "row": torch.tensor([items[i][0] for i in mine]), _END: end}
                     end = None  # with the first of them: the step may be ended early
         except DataError as error:
-            yield {_ERROR: str(error)}
+            yield error

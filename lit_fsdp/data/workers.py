@@ -26,7 +26,8 @@ def load(
 ) -> Iterator[Any]:
     """What torch's loader processes make, one by one and in order; they live through signals to the whole job.
 
-    ``dataset`` maps what ``sampler`` gives, which is asked as late as the loaders need it, or is an iterable one.
+    ``dataset`` maps what ``sampler`` gives, which is asked as late as the loaders need it, or is an iterable one. An
+    error that it gives is raised here, as it is; of one that it raises torch would make another, with a traceback.
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -42,9 +43,14 @@ def load(
     # loaders begin with signals blocked, and nothing is lost for this process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
-        return iter(loader)
+        items = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for item in items:
+        if isinstance(item, Exception):
+            del items  # its processes end now, not when the traceback is let go
+            raise item
+        yield item
 
 
 def _as_it_is(item: Any) -> Any:

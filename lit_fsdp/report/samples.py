@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,8 @@ def visible(text: str) -> str:
     return _OBEYED.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Neighboring tokens of one kind, or one special token; the text is not safe to print."""
-
-    text: str
-    supervised: bool
-    special: bool
+Piece = tuple[str, bool, bool]
+"""Text that is not safe to print, whether it is supervised, and whether it is one special token."""
 
 
 def pieces(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
@@ -43,7 +37,7 @@ def pieces(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> list[Piec
     new = (supervised[1:] != supervised[:-1]) | special[1:] | special[:-1]
     starts, whole = [0, *(np.flatnonzero(new) + 1).tolist()], ids.tolist()
     runs = zip(starts, [*starts[1:], len(whole)], strict=True)
-    return [Piece(_decoded(tokenizer, whole, a, b), bool(supervised[a]), bool(special[a])) for a, b in runs]
+    return [(_decoded(tokenizer, whole, a, b), bool(supervised[a]), bool(special[a])) for a, b in runs]
 
 
 def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
@@ -65,11 +59,11 @@ def print_samples(
         title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
         _line(console, Text(title, _HEAD))
         text, inside = Text(), False
-        for piece in [*pieces(tokenizer, ids, supervised), Piece("", False, False)]:
-            if marks and piece.supervised != inside:
-                text.append(_OPEN if piece.supervised else _CLOSE)
-            inside = piece.supervised
-            text.append(visible(piece.text), " ".join([_SUPERVISED] * inside + [_SPECIAL] * piece.special))
+        for said, is_supervised, is_special in [*pieces(tokenizer, ids, supervised), ("", False, False)]:
+            if marks and is_supervised != inside:
+                text.append(_OPEN if is_supervised else _CLOSE)
+            inside = is_supervised
+            text.append(visible(said), " ".join([_SUPERVISED] * is_supervised + [_SPECIAL] * is_special))
         _line(console, text)
 
 

@@ -49,9 +49,8 @@ def test_what_is_shown_is_what_is_trained_on(capsys: Out, monkeypatch: pytest.Mo
     for index, sample in enumerate(record["samples"]):
         ids, supervised = rows.row(index)
         assert (sample["input_ids"], sample["supervised"]) == (ids.tolist(), supervised.tolist())
-        supervised_text = "".join(piece["text"] for piece in sample["pieces"] if piece["supervised"])
-        assert supervised_text == "bd"[index] + "<|im_end|>"
-        assert "".join(p["text"] for p in sample["pieces"]) == miniature_tokenizer().decode(ids)
+        assert "".join(text for text, is_marked, _ in sample["pieces"] if is_marked) == "bd"[index] + "<|im_end|>"
+        assert "".join(text for text, *_ in sample["pieces"]) == miniature_tokenizer().decode(ids)
 
 
 def test_marks_stand_where_there_is_no_color(capsys: Out):

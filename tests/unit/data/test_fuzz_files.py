@@ -92,7 +92,7 @@ def _became(tokenizer: Any, config: DataConfig) -> str:
     encoder = encoder_of(tokenizer, config, TEMPLATE)
     if config.streaming:
         batches = islice(SampleStream(config, encoder, 0).global_batches(), 3)
-        found, word = [sample for batch in batches for item in batch.items for sample in item], "streamed"
+        found, word = [sample for items, _ in batches for _, item in items for sample in item], "streamed"
     else:
         rows = prepare_samples(config, ["train"], encoder)["train"].rows
         found, dropped = [rows.row(index) for index in range(len(rows))], sum(rows.meta["dropped"].values())

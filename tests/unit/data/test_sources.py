@@ -217,7 +217,7 @@ def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch
     assert pinned(entries[:1]) == entries[:1]
     cache = type("Cache", (), {"hash": "d" * 40})  # what datasets makes of its cache where the hub does not answer
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words, **more: cache())
-    with pytest.raises(DataError, match=f"its cache has commit {'d' * 40}, which need not be revision old"):
+    with pytest.raises(DataError, match=f"its cache has commit {'d' * 40}, not revision old"):
         find_sources([SourceConfig(source="imdb", revision="old")])
     with pytest.raises(ConfigError, match="revision of generated:3"):
         find_sources([SourceConfig(source="generated:3", revision="old")])
@@ -233,8 +233,8 @@ def test_names_that_are_not_there(tmp_path: Path):
         find_sources("")
     assert _rows("generated:7") == generated_rows(20)[:7]
     for content in ("3", '[{"a": 1}', '{"a": 1} {"a": 2}\n'):
-        with pytest.raises(DataError, match=r"rows\.json: (not JSON|a JSON file holds a list of rows)"):
-            _read(_write(tmp_path / "rows.json", content))
+        with pytest.raises(DataError, match=r"rows\.json: (not JSON|row 0: int, not an object)"):
+            _ = find_sources(str(_write(tmp_path / "rows.json", content)))[0].row_format
     for name, content in {"a.jsonl": "", "b.jsonl": "\n \n", "c.json": "[]", "d.csv": "a,b\n"}.items():
         with pytest.raises(DataError, match=f"{name}: no rows"):
             _ = find_sources(str(_write(tmp_path / name, content)))[0].row_format
@@ -243,7 +243,7 @@ def test_names_that_are_not_there(tmp_path: Path):
 def test_columns_and_formats(tmp_path: Path):
     path = _write(tmp_path / "a.jsonl", _lines([{"q": "x", "a": "y", "prompt": "no"}]))
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no column 'z', .*\n  allowed: a, q"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
     assert find_sources(str(path), DataConfig(format="text"))[0].row_format == "text"
     entry = SourceConfig(source=str(path), format="sharegpt")
