@@ -368,9 +368,7 @@ class RecipeCLI(LightningCLI):
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
-            longest = getattr(self.model.source.hf_config, "max_position_embeddings", None)
-            tokenizer, seed = self.model.tokenizer, parsed.seed_everything or 0
-            self.datamodule.attach(tokenizer, seed, longest, self.model.takes_pairs)
+            self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.takes_pairs)
             self.datamodule.prepare(_STAGES[verb])
             if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, prepare_samples
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
-from lit_fsdp.data.stats import describe_data, split_numbers
+from lit_fsdp.data.stats import describe_data, first_samples
 from lit_fsdp.data.stream import SampleStream, StreamLoader
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
@@ -54,32 +53,19 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
-        self._max_positions: int | None = None
         self._takes_pairs: bool | None = None
         self._samples: dict[str, Samples] = {}
-        self._commits: dict[str, list[str | None]] = {}
         self._refused: Exception | None = None
         self._stream: StreamLoader | None = None
         self._streams_train = False
         self._position: dict[str, Any] | None = None
 
-    def attach(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        max_positions: int | None = None,
-        takes_pairs: bool | None = None,
-    ) -> None:
+    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, takes_pairs: bool | None = None) -> None:
         """Set the model's tokenizer, and the run's seed, which orders rows if ``data.seed`` is null.
 
-        Args:
-            tokenizer: The model's.
-            seed: Of the run.
-            max_positions: Longest row that the model is made for; a longer one is warned of.
-            takes_pairs: Whether the module trains on pairs of completions; None: rows of either kind are good.
+        ``takes_pairs`` is whether the module trains on pairs of completions; None: rows of either kind are good.
         """
-        self._tokenizer, self._seed, self._max_positions = tokenizer, seed, max_positions
-        self._takes_pairs = takes_pairs
+        self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, takes_pairs
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
         """Tokenize and pack the named splits that the recipe has; see :func:`prepare_samples`."""
@@ -88,21 +74,19 @@ class CausalLMDataModule(LightningDataModule):
             self._takes_pairs = getattr(module, "takes_pairs", None)
         if self._takes_pairs and self.config.format == "auto":
             self.config = dataclasses.replace(self.config, format="preference")
-        self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
         held_out = self.config.val_split is not None
-        for split in dict.fromkeys("train" if split == "val" and held_out else split for split in splits):
-            entries = pinned(getattr(self.config, split), self._commits.get(split, ()))
-            self._commits[split] = [entry.revision for entry in entries]
-            changes: dict[str, Any] = {split: entries or None}
-            self.config = dataclasses.replace(self.config, **changes)
-        cached = [split for split in splits if not (split == "train" and self.config.streaming)]
-        wanted = [split for split in cached if self.config.has(split) and split not in self._samples]
+        for split in ("train" if split == "val" and held_out else split for split in splits):
+            entries: dict[str, Any] = {split: pinned(getattr(self.config, split)) or None}
+            self.config = dataclasses.replace(self.config, **entries)
+        self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
+        cached = [
+            split for split in splits if self.config.has(split) and not (split == "train" and self._streams_train)
+        ]
+        wanted = [split for split in cached if split not in self._samples]
         if wanted:
-            found = prepare_samples(self.config, wanted, self._encoder())
-            for split, samples in found.items():
-                self._check_pairs(split, samples.pairs)
-                self._warn_of_long_rows(split, samples)
-            self._samples.update(found)
+            self._samples.update(prepare_samples(self.config, wanted, self._encoder()))
+            for split in wanted:
+                self._check_pairs(split, self._samples[split].pairs)
         if self._streams_train and self._stream is None:
             self._check_pairs("train", SampleStream(self.config, self._encoder(), 0).pairs)
         return self._samples
@@ -110,16 +94,13 @@ class CausalLMDataModule(LightningDataModule):
     def _check_pairs(self, split: str, pairs: bool) -> None:
         """Raise ConfigError for rows of another kind than the module takes."""
         kinds = ("rows with one completion, for CausalLMModule", "pairs of chosen and rejected, for PreferenceModule")
-        fix = "leave data.format out: preference is found by itself"
-        if pairs:
-            fix = "set model.class_path: lit_fsdp.PreferenceModule, or train on data.columns: {completion: chosen}"
-        require(self._takes_pairs in (None, pairs), f"data.{split}", kinds[pairs], kinds[not pairs], fix)
+        require(self._takes_pairs in (None, pairs), f"data.{split}", kinds[pairs], kinds[not pairs])
 
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
         encoder = self._encoder()
-        numbers = split_numbers(self._samples, self.config, encoder if self._streams_train else None)
-        return describe_data(numbers, self.config, encoder)
+        first = {"train": first_samples(self.config, encoder)} if self._streams_train else {}
+        return describe_data({**first, **self._samples}, self.config, encoder)
 
     def prompts(self, of: int | str) -> list[Prompt]:
         """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
@@ -145,14 +126,20 @@ class CausalLMDataModule(LightningDataModule):
             self._refused = error
 
     def setup(self, stage: str) -> None:
-        """Map the tokenized rows; in training derive the accumulation from the batch sizes and the ranks.
+        """Map the tokenized rows, at the commits that the first rank found; in training settle the accumulation.
 
         Raises:
             DataError: On every rank, what one has met in :meth:`prepare_data`.
             ConfigError: The batch sizes do not fit the ranks, or another ``accumulate_grad_batches`` was given.
         """
         if self.trainer is not None:
-            self._follow_first(self.trainer.strategy)
+            strategy, refused, self._refused = self.trainer.strategy, self._refused, None
+            is_good = strategy.reduce_boolean_decision(refused is None)
+            said, config = strategy.broadcast((str(refused) if refused else None, self.config))
+            if not is_good:
+                raise refused or DataError(said or "another node could not prepare the data, and says why")
+            if config != self.config:  # as after a push to the hub in the meantime
+                self.config, self._samples = config, {}
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
@@ -174,18 +161,6 @@ class CausalLMDataModule(LightningDataModule):
         trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
         if not self.config.has("val"):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
-
-    def _follow_first(self, strategy: Any) -> None:
-        """Raise on all ranks what one has met, and take over the commits that the first one has found."""
-        refused, self._refused = self._refused, None
-        is_good = strategy.reduce_boolean_decision(refused is None)
-        said, commits = strategy.broadcast((str(refused) if refused else None, self._commits))
-        if not is_good:
-            raise refused or DataError(said or "another node could not prepare the data, and says why")
-        for split, found in self._commits.items():
-            if commits.get(split, found) != found:  # as after a push to the hub in the meantime
-                self._samples.clear()
-        self._commits |= commits
 
     def fix_batches(self, world_size: int, accumulate: int | None) -> int:
         """Settle the global batch size, and return the forward passes per step; see :func:`accumulation_steps`."""
@@ -247,16 +222,22 @@ class CausalLMDataModule(LightningDataModule):
         return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Say so if a run is resumed on other global batches than the checkpoint was trained on."""
+        """Say so if a run is resumed on other global batches than the checkpoint was trained on.
+
+        Raises:
+            DataError: A stream is not what it was then, so that a position in it means nothing.
+        """
         self._position = state_dict.get("position")
         now = self._streamed().stream.record() if self._streams_train else self.state_dict()
-        other = [
-            f"{name} {state_dict[name]} → {now[name]}" for name in now if state_dict.get(name, now[name]) != now[name]
-        ]
-        if other and is_first_process():
-            _log.warning(
-                "the checkpoint comes from other global batches, which are not continued: %s", ", ".join(other)
+        then = {name: state_dict.get(name, now[name]) for name in now}
+        other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
+        if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
+            raise DataError(
+                f"data.train: not what was streamed when the checkpoint was written: {other}\n"
+                "  fix:     resume with the same files, or the same revision of each source"
             )
+        if other and is_first_process():
+            _log.warning("the checkpoint comes from other global batches, which are not continued: %s", other)
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Every validation row once, in file order; nothing if the recipe has no validation rows."""
@@ -289,19 +270,12 @@ class CausalLMDataModule(LightningDataModule):
 
     def _evaluation(self, split: str) -> BatchLoader:
         trainer, items = self._trainer(), np.arange(len(self._split(split)))
-        micro = self.config.val_micro_batch_size or self.config.micro_batch_size
-        batches = micro_batches(items, micro, trainer.world_size, trainer.global_rank)
+        batches = micro_batches(items, self.config.micro_batch_size, trainer.world_size, trainer.global_rank)
         return self._loader(split, lambda: iter(batches), len(batches))
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
         batches = SampleBatches(self._split(split), pad_id(self._tokenizer_or_the_models()))
         return BatchLoader(lambda: load(batches, self.config.num_workers, self._pin(), indices()), length)
-
-    def _warn_of_long_rows(self, split: str, samples: Samples) -> None:
-        limit = min(self._tokenizer_or_the_models().model_max_length, self._max_positions or sys.maxsize)
-        longest = samples.rows.meta["longest"]
-        if longest > limit and is_first_process():
-            _log.warning("data.%s: a row of %d tokens, but the model is made for %d", split, longest, limit)
 
     def _pin(self) -> bool:
         return self._trainer().strategy.root_device.type == "cuda"

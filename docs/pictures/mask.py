@@ -22,15 +22,16 @@ def main() -> None:
     quickstart.prepare_model()
     quickstart.prepare_rows()
     from lit_fsdp.config.parser import load_recipe
+    from lit_fsdp.data.cache import prepare_rows
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.samples import print_samples, show_rows
+    from lit_fsdp.report.samples import print_samples
 
     run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
     tokenizer = resolve_tokenizer(run.model)
-    shown = show_rows(run.data, "train", RowEncoder(tokenizer, run.data), [0, 1])
+    rows = prepare_rows(run.data.train, run.data, RowEncoder(tokenizer, run.data))
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    print_samples(console, tokenizer, shown, False)
+    print_samples(console, tokenizer, "train", [rows.row(0), rows.row(1)])
     svg = console.export_svg(title="lit-fsdp data inspect --config recipes/quickstart.yaml --n 2", theme=MONOKAI)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched
     svg = svg.replace("Fira Code, monospace", "monospace")

@@ -20,7 +20,7 @@ from lit_fsdp.errors import require
 
 BELOW = {
     "recipes": ("ls", "show", "cp"),
-    "data": ("inspect", "prepare"),
+    "data": ("inspect",),
     "model": ("prepare",),
     "slurm": ("render", "submit"),
     "ckpt": ("ls", "verify", "import"),

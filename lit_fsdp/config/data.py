@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lit_fsdp.errors import require
 
 GENERATED = "generated:"
-_ROWS = r"[\w.\-]+(\[-?\d*%?:-?\d*%?\](\([a-z0-9_]+\))?)?"
-HUB_SLICE = re.compile(rf"[\w.\-/]+(:[\w.\-]+)*:{_ROWS}(\+{_ROWS})*")
-"""A part of a data set as ``datasets`` writes it, imdb:train[:10%], which is no pattern of files."""
 RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference"]
+COLUMNS = (
+    *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
+    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask", "chosen", "rejected"),
+)
+"""Our columns, of all row formats."""
+
+
+def _check_columns(columns: dict[str, str] | None) -> None:
+    for ours, theirs in (columns or {}).items():
+        allowed = f"our column: the source's, as {{messages: chat}}, ours being {', '.join(COLUMNS)}"
+        require(ours in COLUMNS, f"columns.{ours}", theirs, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +40,7 @@ class SourceConfig:
     def __post_init__(self) -> None:
         weight = self.weight
         require(weight is None or 0 < weight < float("inf"), "weight", weight, "a finite number > 0")
-        check_columns("columns", self.columns)
-
-
-COLUMNS = (
-    *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
-    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask", "chosen", "rejected"),
-)
-"""Our columns, of all row formats: what ``columns`` may map."""
-
-
-def check_columns(field: str, columns: dict[str, str] | None) -> None:
-    """Raise ConfigError unless every key is one of our columns, and no two keys name one column of the source."""
-    names = list((columns or {}).values())
-    for ours, theirs in (columns or {}).items():
-        fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
-        require(ours in COLUMNS, f"{field}.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
-        require(names.count(theirs) == 1, field, f"{theirs!r} twice", "each column of the source once")
+        _check_columns(self.columns)
 
 
 Sources = str | list[str | SourceConfig]
@@ -64,9 +55,6 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
     found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
     named = found and all(entry.source for entry in found)
     require(named, split, sources, "at least one source, each with a name", f"write {split}: rows.jsonl")
-    for entry in found:
-        fits = not entry.source.startswith(GENERATED) or re.fullmatch(rf"{GENERATED}[1-9][0-9]{{0,5}}", entry.source)
-        require(fits, split, entry.source[:80], f"{GENERATED}N, N from 1 to 999999")
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"
     require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
@@ -75,7 +63,6 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
 
 DEFAULT_BATCH = 16
 """Samples per optimizer step of a recipe that says nothing."""
-Truncation = Literal["end", "start", "drop", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +99,12 @@ class DataConfig:
     """Loss on every token of a conversation, the prompt too."""
     max_seq_length: int = 2048
     """Longest sample in tokens; with packing the length of every pack."""
-    truncation: Truncation = "end"
+    truncation: Literal["end", "start", "drop", "error"] = "end"
     """What is cut off a longer conversation: its end or its start, the whole row (drop), or nothing (error)."""
     packing: bool = False
     """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
     on_bad_row: Literal["error", "drop"] = "error"
     """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
-    max_dropped_share: float = 0.5
-    """Largest share of rows cut so far that no supervised token is left; more of them stop the run."""
     streaming: bool = False
     """Tokenize while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000
@@ -128,8 +113,6 @@ class DataConfig:
     """Samples (packs) per optimizer step over all ranks; default: 16, or what trainer.accumulate_grad_batches makes."""
     micro_batch_size: int = 1
     """Samples (packs) per rank per forward; accumulation follows: global / (micro * ranks)."""
-    val_micro_batch_size: int | None = None
-    """Samples (packs) per rank per validation, test or predict forward; default: micro_batch_size."""
     shuffle: bool = True
     """A new order of the training rows each epoch; false keeps file order."""
     seed: int | None = None
@@ -142,29 +125,25 @@ class DataConfig:
     """Folder for tokenized rows; default: $LIT_FSDP_CACHE, else ~/.cache/lit_fsdp."""
 
     def __post_init__(self) -> None:
-        counts = ("global_batch_size", "micro_batch_size", "val_micro_batch_size", "num_tokenizers", "shuffle_window")
+        counts = ("global_batch_size", "micro_batch_size", "num_tokenizers", "shuffle_window")
         for field, least in (*((count, 1) for count in counts), ("max_seq_length", 2), ("num_workers", 0)):
             value = getattr(self, field)
-            require(value is None or value >= least, field, value, f">= {least}", f"write {field}: {least} or more")
-        require(0 <= self.max_dropped_share <= 1, "max_dropped_share", self.max_dropped_share, "0 to 1")
+            require(value is None or value >= least, field, value, f">= {least}")
         given = f"true with supervise: {self.supervise}"
         fits = not self.train_on_prompt or self.supervise == "all"
-        require(fits, "train_on_prompt", given, "supervise: all, as every token is supervised", "drop one of the two")
-        given = f"drop with truncation: {self.truncation}"
-        fits = self.on_bad_row == "error" or self.truncation != "error"
-        require(fits, "on_bad_row", given, "truncation: drop, end or start", "set truncation: drop")
+        require(fits, "train_on_prompt", given, "supervise: all, as every token is supervised")
         for split in ("train", "val", "test", "predict"):
             entries = check_sources(split, getattr(self, split))
             fits = split == "train" or not any(entry.weight for entry in entries)
-            require(fits, split, "a source with a weight", "none: every row counts once", "drop the weights")
-        check_columns("columns", self.columns)
+            require(fits, split, "a source with a weight", "none: every row counts once")
+        _check_columns(self.columns)
         share = self.val_split
         if share is not None:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())
             require(fits, "val_split", share, "a share between 0 and 1, or a number of rows >= 1")
             require(self.val is None, "val_split", f"{share} beside data.val", "one of the two")
             given = f"{share} with streaming: true"
-            require(not self.streaming, "val_split", given, "null: a stream has no number of rows", "name data.val")
+            require(not self.streaming, "val_split", given, "data.val: a stream has no number of rows")
 
     def has(self, split: str) -> bool:
         """Whether there are rows for ``train``, ``val``, ``test`` or ``predict``; val_split makes those for val."""

@@ -32,7 +32,7 @@ _ARGUMENTS: Table = {
     "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
     "save_total_limit": Keep("checkpoint.keep_last", why="and the best one"),
     "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
-    "per_device_eval_batch_size": Keep("data.val_micro_batch_size"),
+    "per_device_eval_batch_size": Drop("validation takes data.micro_batch_size"),
     "data_seed": Keep("data.seed"),
     "dataloader_num_workers": Keep("data.num_workers"),
     **rows("max_seq_length max_length", Keep("data.max_seq_length")),

@@ -25,9 +25,8 @@ Sample = tuple[np.ndarray, np.ndarray]
 def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
     """The batch of some samples, padded on the right to the longest of them.
 
-    Args:
-        samples: ``None`` becomes a single token without supervision, for a rank that is short of samples.
-        pad_id: Put where there is no token. Labels never depend on it: it may well be a token that is supervised.
+    ``None`` becomes a single token without supervision, for a rank that is short of samples. Labels never depend on
+    ``pad_id``: it may well be a token that is supervised.
 
     Returns:
         int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
@@ -55,17 +54,12 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
     A 2-D mask beside such positions would switch off that transformers tells the samples apart. Padding at the end of
     a pack is a sequence of its own without labels, so that no token attends to nothing.
 
-    Args:
-        packs: Samples of each, no more than ``length`` tokens together; none make a filler.
-        length: T.
-        pad_id: Put where there is no token.
-
     Returns:
-        int64 ``input_ids``, ``labels`` and ``position_ids`` (B, T). Positions restart at 0 with every sequence, whose
-        first token has the label -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,): where each
-        sequence begins in the flattened (B * T) tokens, and their number. ``longest`` is a plain number, at least
-        the longest sequence, one of few: the next power of two, at most T. ``counts`` as for :func:`collate`, where a
-        sample is a row, not a pack.
+        int64 ``input_ids``, ``labels`` and ``position_ids`` (B, ``length``). Positions restart at 0 with every
+        sequence, whose first token has the label -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,):
+        where each sequence begins in the flattened (B * T) tokens, and their number. ``longest`` is a plain number, at
+        least the longest sequence, one of few: the next power of two, at most T. ``counts`` as for :func:`collate`,
+        where a sample is a row, not a pack.
     """
     ids = np.full((len(packs), length), pad_id, dtype=np.int64)
     labels = np.full((len(packs), length), IGNORED, dtype=np.int64)
@@ -105,10 +99,9 @@ def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
 def collate_items(
     items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool = False
 ) -> Batch:
-    """Items of a split or stream as a batch: packs of ``pack_length`` tokens, or with ``None`` one sample each.
+    """Items as a batch: packs of ``pack_length`` tokens, or one sample each; one without samples is a filler.
 
     Pairs are two samples each: all that are chosen, then all that are rejected in the same order; they count as one.
-    An item without samples is a filler.
     """
     if pack_length is not None:
         return collate_packs(items, pack_length, pad_id)
@@ -120,19 +113,13 @@ def collate_items(
 
 
 class SampleBatches(Dataset[Batch]):
-    """Maps item ids, -1 for a filler, to a batch, with the ids themselves as ``row`` (B,).
-
-    Args:
-        samples: Of one split.
-        pad_id: Token put where there is none.
-    """
+    """Maps item ids, -1 for a filler, to a batch, with the ids themselves as ``row`` (B,)."""
 
     def __init__(self, samples: Samples, pad_id: int) -> None:
         self._samples, self._pad_id = samples, pad_id
 
     def __getitem__(self, items: Sequence[int]) -> Batch:
         samples = self._samples
-        assert all(FILLER <= item < len(samples) for item in items)
         members = [samples.members(item) if item != FILLER else () for item in items]
         found = [[samples.rows.row(int(row)) for row in rows] for rows in members]
         return {**collate_items(found, samples.capacity, self._pad_id, samples.pairs), "row": torch.tensor(items)}
@@ -150,11 +137,9 @@ class Resumable:
 
 
 class BatchLoader(Resumable):
-    """An iterable of batches; not a torch DataLoader, so that Lightning leaves its order alone.
+    """``length`` batches; not a torch DataLoader, so that Lightning leaves its order alone.
 
-    Args:
-        batches: Called when the first batch is asked for, and not before: a resumed Trainer knows its step by then.
-        length: Batches per epoch; the iterator may go on beyond it.
+    ``batches`` is called when the first one is asked for, and not before: a resumed Trainer knows its step by then.
     """
 
     def __init__(self, batches: Callable[[], Iterator[Batch]], length: int) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-
-from lit_fsdp.errors import ConfigError
 
 FILLER = -1
 """Id of an item without supervision, for a rank that is short of items."""
@@ -39,9 +37,6 @@ class GlobalOrder:
     weights: tuple[float, ...] = ()
     """One for each group, or none."""
 
-    def __post_init__(self) -> None:
-        assert not self.weights or sum(self.groups) == self.num_rows
-
     @property
     def batches_per_epoch(self) -> int:
         """Global batches per epoch; the last one may be short."""
@@ -54,9 +49,7 @@ class GlobalOrder:
 
     def record(self) -> dict[str, Any]:
         """What decides the order, as JSON can hold it."""
-        plain = {name: getattr(self, name) for name in ("num_rows", "global_batch_size", "fingerprint", "seed")}
-        mix = {"groups": list(self.groups), "weights": list(self.weights)} if self.weights else {}
-        return {**plain, "shuffle": self.shuffle, **mix}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Item ids of an epoch in order, int64 of shape (num_rows,); file order without shuffling.
@@ -87,12 +80,12 @@ class GlobalOrder:
 
     def _taken(self, group: int, size: int, start: int, count: int) -> np.ndarray:
         """``count`` items of one source from the ``start``-th on, counted over pass after pass through it."""
-        passes = range(start // size, -(-(start + count) // size))
+        first, last = start // size, (start + count - 1) // size
         orders = [
             self._generator(number, f"source {group}").permutation(size) if self.shuffle else np.arange(size)
-            for number in passes
+            for number in range(first, last + 1)
         ]
-        return np.concatenate(orders)[start - passes.start * size :][:count]
+        return np.concatenate(orders)[start - first * size :][:count]
 
     def _generator(self, *parts: Any) -> np.random.Generator:
         return generator_of(self.fingerprint, self.seed, *parts)
@@ -102,18 +95,6 @@ def generator_of(*parts: Any) -> np.random.Generator:
     """Random numbers that depend on these parts alone."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
-
-
-def check_shares(num_items: int, weights: Sequence[float]) -> None:
-    """Raise ConfigError if a source of a mix has a weight so small that it gives nothing to an epoch."""
-    for group, share in enumerate(apportion(num_items, weights)):
-        if not share:
-            raise ConfigError(
-                "data.train",
-                f"weight {weights[group]:g} of {sum(weights):g} for source {group + 1}",
-                f"a share of at least one of the {num_items} samples of an epoch",
-                "give it a larger weight, or leave the source out",
-            )
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -133,11 +114,8 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int
     All ranks get the same number of micro-batches; one without any items is one filler.
     """
     per_step = micro_batch_size * ranks
-    found = []
-    for start in range(rank * micro_batch_size, -(-len(rows) // per_step) * per_step, per_step):
-        part = rows[start : start + micro_batch_size].tolist()
-        found.append(part or [FILLER])
-    return found
+    starts = range(rank * micro_batch_size, -(-len(rows) // per_step) * per_step, per_step)
+    return [rows[start : start + micro_batch_size].tolist() or [FILLER] for start in starts]
 
 
 def num_micro_batches(order: GlobalOrder, micro_batch_size: int, ranks: int) -> int:

@@ -1,8 +1,6 @@
-"""Items of a split: its rows alone, or packs of them by best-fit-decreasing, exact, in time that grows with the rows.
+"""Items of a split: its rows alone, or packs of them by best-fit-decreasing.
 
-Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it. Packs
-are kept by the room they have left, and samples of one length are placed together: as the fullest pack that takes one
-is still the fullest after it has taken it, a pack takes as many of a length as fit before the next one is looked at.
+Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it.
 
 Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing of training samples arXiv:2404.10830.
 """
@@ -21,7 +19,7 @@ import numpy as np
 from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import TokenizedRows, prepare_rows
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.order import check_shares
+from lit_fsdp.data.order import apportion
 from lit_fsdp.errors import DataError, require
 
 
@@ -37,8 +35,8 @@ class Samples:
     offsets: np.ndarray
     groups: tuple[int, ...]
     """Items per source of a weighted mix, in the order of the items; else all of them as one group."""
-    weights: tuple[float, ...] | None = None
-    """Weight of each group; ``None``: every item once per epoch."""
+    weights: tuple[float, ...] = ()
+    """Weight of each group; none: every item once per epoch."""
     capacity: int | None = None
     """Tokens per pack; ``None`` without packing."""
     pairs: bool = False
@@ -53,13 +51,18 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every row of ``row_ids``, int64."""
+        """Tokens of every row of ``row_ids``, int32."""
         return self.rows.lengths[self.row_ids]
 
     @property
     def num_supervised(self) -> np.ndarray:
-        """Supervised tokens of every row of ``row_ids``, int64."""
-        return self.rows.num_supervised[self.row_ids].astype(np.int64)
+        """Supervised tokens of every row of ``row_ids``, int32."""
+        return self.rows.num_supervised[self.row_ids]
+
+    @property
+    def fills(self) -> np.ndarray:
+        """Share of every pack that is filled; nothing without packing."""
+        return np.add.reduceat(self.lengths, self.offsets[:-1]) / self.capacity if self.capacity else np.zeros(0)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,10 +70,6 @@ class Samples:
     def members(self, item: int) -> np.ndarray:
         """Row ids of one item, ascending."""
         return self.row_ids[int(self.offsets[item]) : int(self.offsets[item + 1])]
-
-    def item_tokens(self) -> np.ndarray:
-        """Tokens of every item, int64 of shape (items,)."""
-        return np.add.reduceat(self.lengths, self.offsets[:-1])
 
 
 def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
@@ -81,7 +80,7 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
 
     Raises:
         DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
-        ConfigError: A weight so small that its source would never be read.
+        ConfigError: A source of a mix would never be read.
     """
     found: dict[str, Samples] = {}
     read: dict[str, TokenizedRows] = {}
@@ -91,9 +90,8 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
         if entries:
             if source not in read:
                 read[source] = prepare_rows(getattr(config, source), config, encoder)
-            weights = [entry.weight for entry in entries if entry.weight is not None] if split == "train" else []
-            found[split] = _plan(read[source], split, config, tuple(weights))
-            check_shares(len(found[split]), weights)
+            weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
+            found[split] = plan_items(read[source], split, config, weights)
     return found
 
 
@@ -107,20 +105,24 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
     allowed = "false for rows of chosen and rejected: a sample is a pair, padded to the longer of the two"
-    require(not (pairs and config.packing), "data.packing", "true", allowed, "set data.packing: false")
+    require(not (pairs and config.packing), "data.packing", "true", allowed)
     return pairs
 
 
-def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...]) -> Samples:
+def plan_items(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...] = ()) -> Samples:
+    """Items of a split that is tokenized, with a weight for each source of a mix."""
     capacity = config.max_seq_length if config.packing and split != "predict" else None
-    kept = np.arange(len(rows))
-    pairs = holds_pairs([entry["format"] for entry in rows.meta["entries"]], f"data.{split}", config)
+    sources = rows.meta["sources"]
+    pairs = holds_pairs([source["format"] for source in sources], f"data.{split}", config)
+    kept = np.ones(len(rows), dtype=bool)
     if config.val_split is not None and split in ("train", "val"):
-        chosen = _held_out(rows, config.val_split)
-        kept = np.flatnonzero(chosen if split == "val" else ~chosen)
+        kept = _held_out(rows, config.val_split) == (split == "val")
+    # a pack of a mix has rows of one source
+    borders = np.cumsum([0, *(source["rows"] for source in sources)]) if weights else np.array([0, len(rows)])
     ids: list[np.ndarray] = []
     offsets, groups = [np.zeros(1, dtype=np.int64)], []
-    for members in _groups(rows, kept, len(weights)):
+    for start, end in pairwise(borders.tolist()):
+        members = start + np.flatnonzero(kept[start:end])
         order, bounds = np.arange(len(members)), np.arange(len(members) + 1)
         if capacity:
             order, bounds = plan_packs(rows.lengths[members], capacity)
@@ -129,7 +131,10 @@ def _plan(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[fl
         offsets.append(bounds[1:] + sum(len(part) for part in ids))
         ids.append(members[order])
         groups.append(len(bounds) - 1)
-    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights or None, capacity, pairs)
+    is_read = all(groups) and all(apportion(sum(groups), weights))
+    given = f"weights {weights} for sources of {groups} samples"
+    require(is_read, "data.train", given, "at least one sample of each source in every epoch")
+    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights, capacity, pairs)
 
 
 def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
@@ -143,25 +148,9 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
     if chosen.all() or not chosen.any():
         raise DataError(
             f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
-            "  allowed: a share or number that leaves rows for training and for validation\n"
-            f"  fix:     set data.val_split: {max(1, len(firsts) // 10)}"
+            "  allowed: a share or number that leaves rows for training and for validation"
         )
     return np.asarray(chosen)
-
-
-def _groups(rows: TokenizedRows, kept: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """The kept rows of each source of a weighted mix, as a pack has rows of one source; else all of them."""
-    if not num_groups:
-        return [kept]
-    borders = np.cumsum([0, *(entry["rows"] for entry in rows.meta["entries"])])
-    parts = [kept[(kept >= a) & (kept < b)] for a, b in pairwise(borders.tolist())]
-    for entry, part in enumerate(parts):
-        if not len(part):
-            raise DataError(
-                f"source {entry + 1} of the {num_groups} in data.train has a weight but no row left to train on\n"
-                "  fix:     leave it out, or take fewer rows with data.val_split"
-            )
-    return parts
 
 
 def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -171,45 +160,23 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
         ``members`` (int64, shape (N,)): every sample once, pack after pack, ascending in each pack. ``offsets``
         (int64, shape (packs + 1,)): where each pack begins in it. Packs are in the order of their first samples.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if not len(lengths):
-        return np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    assert lengths.min() >= 1
-    assert lengths.max() <= capacity
-    found = np.empty(len(lengths), dtype=np.int64)
-    found[np.argsort(-lengths, kind="stable")] = _best_fit(np.bincount(lengths), capacity)
-    _, first, pack = np.unique(found, return_index=True, return_inverse=True)
-    place = np.empty(len(first), dtype=np.int64)
-    place[np.argsort(first)] = np.arange(len(first))
-    pack = place[pack]
-    return np.argsort(pack, kind="stable"), np.concatenate([[0], np.bincount(pack).cumsum()])
-
-
-def _best_fit(counts: np.ndarray, capacity: int) -> np.ndarray:
-    """The pack of each sample, the longest samples first; ``counts``: samples per length."""
+    pack_of = np.zeros(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 1 << capacity  # bit r: some pack has room r; a new pack is always at hand
-    placed: list[int] = []
-    num_packs = 0
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            fitting = rooms >> length
+    rooms = 0  # bit r: some pack has room r
+    num_packs, sizes = 0, lengths.tolist()
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = sizes[sample]
+        assert 1 <= length <= capacity
+        room, pack = capacity, num_packs
+        if fitting := rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1
-            packs, each = by_room[room], room // length
-            if room == capacity and not packs:
-                new = -(-left // each)
-                packs.extend(range(num_packs + new - 1, num_packs - 1, -1))
-                num_packs += new
-            full = min(len(packs), left // each)
-            each = each if full else left  # the last one takes fewer than it could
-            full = full or 1
-            taken = packs[-full:]
-            del packs[-full:]
-            placed += taken * each
-            left -= full * each
-            by_room[room - each * length] += taken
-            rooms |= 1 << (room - each * length)
-            if not packs and room != capacity:
+            pack = by_room[room].pop()
+            if not by_room[room]:
                 rooms ^= 1 << room
-    return np.array(placed, dtype=np.int64)
+        num_packs += pack == num_packs
+        pack_of[sample] = pack
+        by_room[room - length].append(pack)
+        rooms |= 1 << (room - length)
+    _, first, pack_of = np.unique(pack_of, return_index=True, return_inverse=True)
+    pack_of = np.argsort(np.argsort(first))[pack_of]
+    return np.argsort(pack_of, kind="stable"), np.concatenate([[0], np.bincount(pack_of).cumsum()])

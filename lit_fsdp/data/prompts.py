@@ -48,7 +48,7 @@ def read_prompts(
     if numbers is None:
         config = replace(config, format="auto")
     found = find_sources(sources, config)
-    rows = ((row, one) for one in found for chunk in one.chunks() for row in chunk.rows())
+    rows = ((row, one) for one in found for row in one.rows())
     prompts = []
     for number, ((location, row), source) in enumerate(islice(rows, None if numbers is None else max(numbers) + 1)):
         if numbers is None or number in numbers:

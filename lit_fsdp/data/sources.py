@@ -6,46 +6,56 @@ import glob
 import hashlib
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.data import GENERATED, HUB_SLICE, DataConfig, RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, check_sources
 from lit_fsdp.data.formats import find_format
 from lit_fsdp.data.readers import (
     KINDS,
-    Chunk,
-    Part,
-    Position,
+    RawRow,
     Row,
-    file_part,
-    folder_parts,
-    hub_part,
+    files_by_split,
+    from_json,
+    hub_builder,
+    hub_shards,
     kind_of,
-    reading,
-    unreadable,
+    naming,
+    read_file,
+    read_table,
 )
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
 
+_COMMIT = re.compile("[0-9a-f]{40}")
+_SLICE = re.compile(r"[\w./-]+:[^*?]*\[[^]]*:[^]]*\].*")  # imdb:train[:10%], which is no pattern of files
 _EDGE_BYTES = 2**16
-_RACY_SECONDS = 2.0
+_HEAD_ROWS = 100
+_RACY_NS = 2 * 10**9
 """A file that was written so recently may be written again without another time of change."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one entry of the recipe, not read yet; ``columns`` are pairs of our column and the source's."""
+    """The rows of one entry of the recipe, not read yet; ``columns`` maps our column to the source's."""
 
     name: str
-    parts: tuple[Part, ...]
+    files: tuple[str, ...] = ()
+    """Paths, or ``generated:N``; none of a data set on the hub."""
+    hub: dict[str, Any] | None = None
+    """What ``datasets.load_dataset`` is called with, at a commit."""
+    streaming: bool = False
+    """Leave a data set on the hub there."""
     format: RowFormat = "auto"
     """As the recipe has it; :attr:`row_format` is what the rows have."""
     weight: float | None = None
-    columns: tuple[tuple[str, str], ...] = ()
+    columns: dict[str, str] | None = None
 
     @cached_property
     def row_format(self) -> RowFormat:
@@ -54,38 +64,52 @@ class Source:
         Raises:
             DataError: There is no row, its columns are of no known format, or a mapped column is not there.
         """
-        bad: DataError | None = None
-        for chunk in self.chunks():
-            for location, row in chunk.rows():
-                if isinstance(row, dict):
-                    self._check_columns(replace(chunk, columns=()).rows())
-                    return find_format(set(row), location) if self.format == "auto" else self.format
-                bad = bad or row
-        raise bad or DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+        head = [self.parse(raw) for _, raw in islice(self.read(), _HEAD_ROWS)]
+        good = [(location, row) for location, row in head if isinstance(row, dict)]
+        if not good:
+            bad = [row for _, row in head if isinstance(row, DataError)]
+            raise bad[0] if bad else DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+        there = {name for _, row in good for name in row}
+        for ours, theirs in (self.columns or {}).items():
+            if ours not in there:
+                raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {sorted(there)}")
+        location, row = good[0]
+        return find_format(set(row), location) if self.format == "auto" else self.format
 
-    def _check_columns(self, rows: list[Row]) -> None:
-        there = {name for _, row in rows if isinstance(row, dict) for name in row}
-        for ours, theirs in self.columns:
-            if theirs not in there:
-                raise DataError(
-                    f"{rows[0][0]}: no column {theirs!r}, which columns maps to {ours!r}\n"
-                    f"  allowed: {', '.join(sorted(map(str, there)))}"
-                )
+    def read(self, part: int = 0, row: int = 0) -> Iterator[tuple[tuple[int, int], RawRow]]:
+        """Rows as they lie there from ``row`` of a ``part`` on, each with the position behind it.
 
-    def chunks(self, start: Position = None) -> Iterator[Chunk]:
-        """Chunks of rows in order, from the ``start`` of a chunk on."""
-        first, inside = start or (0, None)
-        for index in range(first, len(self.parts)):
-            for chunk in self.parts[index].chunks(inside if index == first else None):
-                yield replace(chunk, start=[index, chunk.start], columns=self.columns)
+        Parts are files, or shards of a stream; the one that is begun at is read again from its beginning.
+        """
+        parts = self.files if self.hub is None else hub_shards(self.hub, self.streaming)
+        for number in range(part, len(parts)):
+            one = parts[number]
+            rows = read_file(one, row) if self.hub is None else read_table(f"{self.name}:{number}", one, row)
+            for index, raw in enumerate(rows, row + 1):
+                yield (number, index), raw
+            row = 0
 
-    def seen(self) -> list[list[Any]]:
+    def parse(self, raw: RawRow) -> Row:
+        """One of the rows that were read, with our columns."""
+        location, content = raw
+        row = from_json(content, location) if isinstance(content, bytes) else content
+        if isinstance(row, dict):
+            mapped = self.columns or {}
+            rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
+            row = {**rest, **{ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}}
+        elif not isinstance(row, DataError):
+            row = DataError(f"{location}: {type(row).__name__}, not an object with columns")
+        return location, row
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, parsed."""
+        return (self.parse(raw) for _, raw in self.read())
+
+    def seen(self) -> list[tuple[str, int, int]]:
         """Path, size and time of change of every file."""
-        paths = [path for part in self.parts for path in part.files()]
-        try:
-            return [[os.path.abspath(path), (now := path.stat()).st_size, now.st_mtime_ns] for path in paths]
-        except OSError as error:
-            raise unreadable(self.name, "", error) from error
+        with naming(self.name):
+            found = [(os.path.abspath(path), os.stat(path)) for path in self.files if not path.startswith(GENERATED)]
+        return [(path, now.st_size, now.st_mtime_ns) for path, now in found]
 
     def digest(self, root: Path) -> str:
         """Of the content: kind and bytes of every file and not its path, or the commit of a data set on the hub.
@@ -93,98 +117,115 @@ class Source:
         One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change.
         """
         seen = self.seen()
-        if not seen or max(time for *_, time in seen) > (time.time() - _RACY_SECONDS) * 1e9:
+        if not seen or max(changed for *_, changed in seen) > time.time_ns() - _RACY_NS:
             return self._content(_file_digest)
 
         def make(partial: Path) -> None:
-            (partial / "digest").write_text(self._content(_file_digest), encoding="ascii")
+            (partial / "digest").write_text(self._content(_file_digest))
 
-        key = _hash([[part.kind for part in self.parts], seen])
-        return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text(encoding="ascii")
+        key = _hash([[kind_of(path) for path in self.files], seen])
+        return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
 
     def edges_digest(self) -> str:
         """As :meth:`digest`, of size, beginning and end of each file: for streams, which nobody wants to read twice."""
         return self._content(_edges)
 
-    def _content(self, read: Callable[[Path], Any]) -> str:
-        return _hash([[_identity(part), *(read(path) for path in part.files())] for part in self.parts])
+    def _content(self, read: Callable[[str], Any]) -> str:
+        with naming(self.name):
+            files = [path if path.startswith(GENERATED) else [kind_of(path), read(path)] for path in self.files]
+        return _hash([files, self.hub])
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
-    """The sources of one split, one per entry; globs and folders hold their files in sorted order.
-
-    Args:
-        sources: The value of ``data.train`` (or val, test, predict).
-        config: Gives format and columns to entries without their own.
-        streaming: Leave data sets on the hub there.
+    """The sources of one split, one per entry, with format and columns of ``config`` unless they have their own.
 
     Raises:
-        DataError: A source that is missing or of an unknown kind.
+        DataError: A source that is missing.
     """
     config = config or DataConfig()
     found = []
     for entry in check_sources("train", sources):
+        files, hub = _found(entry)
+        require(entry.revision is None or hub, "data", f"revision of {entry.source}", "a name on the hub")
         columns = config.columns if entry.columns is None else entry.columns
-        pairs = tuple(sorted((columns or {}).items()))
-        form = entry.format or config.format
-        found.append(Source(entry.source, tuple(_parts(entry, streaming)), form, entry.weight, pairs))
+        given = entry.format or config.format
+        found.append(Source(entry.source, tuple(files), hub, streaming, given, entry.weight, columns))
     return found
 
 
-def pinned(sources: Sources | None, commits: Sequence[str | None] = ()) -> list[SourceConfig]:
-    """The entries of one split, data sets on the hub at a commit: of ``commits``, else what their names stand for."""
-    entries = check_sources("train", sources)
-    commits = commits or [_parts(entry, True)[0].revision for entry in entries]
-    return [replace(entry, revision=commit) for entry, commit in zip(entries, commits, strict=True)]
+def pinned(sources: Sources | None) -> list[SourceConfig]:
+    """The entries of one split, data sets on the hub at the commit that their names stand for now."""
+    found = []
+    for entry in check_sources("train", sources):
+        _, hub = _found(entry)
+        found.append(replace(entry, revision=hub["revision"] if hub else entry.revision))
+    return found
 
 
-def _parts(entry: SourceConfig, streaming: bool) -> list[Part]:
-    parts = _found(entry, streaming)
-    given = f"revision {entry.revision} of {entry.source}"
-    require(entry.revision is None or parts[0].is_hub, "data", given, "a name on the hub")
-    return parts
-
-
-def _found(entry: SourceConfig, streaming: bool) -> list[Part]:
+def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
+    """Files of an entry, or what names it on the hub."""
     name = entry.source
     if name.startswith(GENERATED):
-        return [Part(name, "generated")]
+        return [name], None
     # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
     path = os.path.expanduser(name)
-    base, colon, split = path.rpartition(":")
-    folder, wanted = (base, split) if colon and not os.path.exists(path) else (path, None)
-    if glob.has_magic(name) and not (os.path.exists(path) or os.path.isdir(folder) or HUB_SLICE.fullmatch(name)):
-        paths = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)]
-        if not paths:
-            raise DataError(
-                f"{name}: no file matches this pattern\n  fix:     check the path, relative to {Path.cwd()}"
-            )
-        return [file_part(found) for found in paths]
-    if os.path.isdir(folder):
-        return folder_parts(name, folder, wanted)
+    folder, _, split = path.rpartition(":")
+    if os.path.isdir(path):
+        return _folder(name, path, "train"), None
     if os.path.isfile(path):
-        return [file_part(path)]
-    if kind_of(path) in KINDS or name.startswith((".", "/", "~")):
+        return [path], None
+    if os.path.isdir(folder):
+        return _folder(name, folder, split), None
+    is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
+    files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
+    if not files and (is_pattern or kind_of(path) in KINDS or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
-    return [hub_part(entry, streaming)]
+    return files, None if files else _hub(entry)
 
 
-def _identity(part: Part) -> list[str | None]:
-    """What decides the rows of a part beside the bytes of its files."""
-    if part.files():
-        return [part.kind]
-    return [part.kind.removesuffix(" stream"), part.name, part.configuration, part.split, part.revision]
+def _folder(name: str, folder: str, split: str) -> list[str]:
+    """Files of a split: of what ``datasets`` saved, or as it finds them by their names or the README.md."""
+    saved = Path(folder, "dataset_dict.json")
+    if Path(folder, "state.json").is_file():
+        splits = {"train": _saved(folder)}
+    elif saved.is_file():
+        splits = {key: _saved(f"{folder}/{key}") for key in json.loads(saved.read_text("utf-8"))["splits"]}
+    else:
+        with naming(name):
+            splits = files_by_split(folder)
+    if split not in splits:
+        raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(splits)} (write name:split)")
+    return splits[split]
 
 
-def _file_digest(path: Path) -> str:
-    with reading(path, unpacked=False) as file:
+def _saved(folder: str) -> list[str]:
+    """Arrow files in ``folder``, without the caches that ``datasets`` leaves beside them."""
+    state = json.loads(Path(folder, "state.json").read_text("utf-8"))
+    return [f"{folder}/{found['filename']}" for found in state["_data_files"]]
+
+
+def _hub(entry: SourceConfig) -> dict[str, Any]:
+    """``name``, ``name:split`` or ``name:configuration:split``, at the commit that its revision is now.
+
+    The hub is asked for it, unless the revision is a commit.
+    """
+    path, _, rest = entry.source.partition(":")
+    rest, bracket, rows = rest.partition("[")  # of train[:10%], whose colon is no border
+    name, _, split = rest.rpartition(":")
+    revision = entry.revision
+    if not (revision and _COMMIT.fullmatch(revision)):
+        revision = hub_builder(path, name or None, revision).hash
+    return {"path": path, "name": name or None, "split": (split or "train") + bracket + rows, "revision": revision}
+
+
+def _file_digest(path: str) -> str:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _edges(path: Path) -> list[Any]:
-    with reading(path, unpacked=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(_EDGE_BYTES)
+def _edges(path: str) -> list[Any]:
+    with open(path, "rb") as file:
+        first, size = file.read(_EDGE_BYTES), os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _EDGE_BYTES))
         return [size, hashlib.blake2b(first + file.read(_EDGE_BYTES), digest_size=16).hexdigest()]
 

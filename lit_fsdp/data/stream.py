@@ -17,9 +17,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,11 @@ from torch.utils.data import IterableDataset
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.batches import Batch, Resumable, Sample, collate_items
-from lit_fsdp.data.cache import check_dropped, encode_rows, nothing_supervised
+from lit_fsdp.data.cache import encode_rows, nothing_supervised, say_dropped
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.order import generator_of, micro_batches
 from lit_fsdp.data.packing import holds_pairs, plan_packs
-from lit_fsdp.data.readers import Position, Row
+from lit_fsdp.data.readers import Row
 from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import DataError
@@ -40,47 +40,51 @@ from lit_fsdp.host import is_first_process
 
 _log = logging.getLogger(__name__)
 _ENOUGH_ROWS = 1000
-_TOGETHER = 256
-_END, _ERROR = "stream_end", "stream_error"
+_END = "stream_end"
 _KEPT = 16  # the loader is ahead of the step by a batch or two
 
-
-@dataclass(frozen=True)
-class Window:
-    """Rows that are shuffled together, each with the number of its source; ``number`` counts windows of an epoch.
-
-    ``start`` is where its first row is, for JSON: :meth:`SampleStream.windows` goes on from there.
-    """
-
-    epoch: int
-    number: int
-    rows: list[tuple[int, Row]]
-    start: dict[str, Any]
+Window = tuple[dict[str, Any], list[tuple[int, Row]]]
+"""Where it begins, for JSON, and rows that are shuffled together, each with the number of its source."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
-    """Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
+GlobalBatch = tuple[list[tuple[int, list[Sample]]], dict[str, Any]]
+"""Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
 
-    items: list[list[Sample]]
-    numbers: list[int]
-    end: dict[str, Any]
+
+@dataclass
+class _Reader:
+    """How far a source has been read in an epoch."""
+
+    part: int = 0
+    row: int = 0
+    ended: int = 0
+    """Times that it has ended."""
+    taken: int = 0
+    """Rows that it has given."""
+
+    def rows(self, source: Source) -> Iterator[Row | None]:
+        """Its rows from here on, round and round, with None at each end."""
+        while True:
+            for at, raw in source.read(self.part, self.row):
+                self.part, self.row = at
+                self.taken += 1
+                yield source.parse(raw)
+            self.part, self.row = 0, 0
+            self.ended += 1
+            yield None
 
 
 class SampleStream:
-    """Global batches of samples, one after another, in an order that ``seed`` decides.
-
-    Raises:
-        DataError: A source is missing, or has no rows or rows of no known format.
-    """
+    """Global batches of samples in an order that ``seed`` decides; DataError if a source cannot be used."""
 
     def __init__(self, config: DataConfig, encoder: RowEncoder, seed: int) -> None:
         assert config.train is not None
         self._config, self._encoder, self._seed = config, encoder, seed
         self.sources = find_sources(config.train, config, streaming=True)
-        self.name = ", ".join(source.name for source in self.sources)
         self.formats = [source.row_format for source in self.sources]
         self.pairs = holds_pairs(self.formats, "data.train", config)
+        self._name = ", ".join(source.name for source in self.sources)
+        self._weights = [source.weight for source in self.sources if source.weight is not None]
         digests = [source.edges_digest() for source in self.sources]
         self.fingerprint = hashlib.blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
         """Of the content, as far as it is known; the order depends on it."""
@@ -88,39 +92,36 @@ class SampleStream:
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
-        config = self._config
-        weights = [source.weight for source in self.sources]
-        forms = [[form, source.columns] for form, source in zip(self.formats, self.sources, strict=True)]
-        text = json.dumps([self._encoder.text, forms])
-        revisions = {part.name: part.revision for source in self.sources for part in source.parts if part.revision}
+        text = json.dumps([self._encoder.text, self.formats, [source.columns for source in self.sources]])
         names = ("shuffle", "shuffle_window", "packing", "global_batch_size", "max_seq_length")
         return {
             "fingerprint": self.fingerprint,
-            **({"revisions": revisions} if revisions else {}),
-            "weights": None if weights[0] is None else weights,
+            "revisions": {source.name: source.hub["revision"] for source in self.sources if source.hub},
+            "weights": self._weights,
             "seed": self._seed,
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(self._config, name) for name in names},
             "encoding": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        """Global batches from a :attr:`GlobalBatch.end` on; ``None``: from the beginning."""
-        items: list[list[Sample]] = []
-        numbers: list[int] = []
+        """Global batches from the position after one on; ``None``: from the beginning."""
+        items: list[tuple[int, list[Sample]]] = []
         first = int(start["item"]) if start else 0
-        for window in self.windows(start):
-            planned = self._plan(window)
-            for index in range(first, len(planned)):
-                items.append(planned[index])
-                numbers.append(index)
+        for at, rows in self.windows(start):
+            for number, item in islice(enumerate(self._plan(at, rows)), first, None):
+                items.append((number, item))
                 if len(items) == self._config.global_batch_size:
-                    yield GlobalBatch(items, numbers, {**window.start, "item": index + 1})
-                    items, numbers = [], []
+                    yield items, {**at, "item": number + 1}
+                    items = []
             first = 0
 
-    def _plan(self, window: Window) -> list[list[Sample]]:
-        encoded = self.encode(window)
-        self._check(window, encoded)
+    def _plan(self, at: dict[str, Any], rows: list[tuple[int, Row]]) -> list[list[Sample]]:
+        """The items of a window; a stream of little use is refused once enough of it, or an epoch, has been seen."""
+        encoded = self.encode(rows)
+        self._read += len(encoded)
+        self._dropped.update(row.dropped for row in encoded if row.dropped is not None)
+        if (self._read >= _ENOUGH_ROWS or at["epoch"]) and self._read == self._dropped.total():
+            raise nothing_supervised(self._name, self._dropped)
         samples = [(sample.input_ids, sample.supervised) for row in encoded for sample in row.samples]
         size = 2 if self.pairs else 1
         items = [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -130,128 +131,50 @@ class SampleStream:
             items = [[samples[i] for i in members[a:b]] for a, b in pairwise(offsets.tolist())]
         if not self._config.shuffle:
             return items
-        generator = generator_of(self.fingerprint, self._seed, window.epoch, window.number)
+        generator = generator_of(self.fingerprint, self._seed, at["epoch"], at["window"])
         return [items[i] for i in generator.permutation(len(items))]
 
-    def encode(self, window: Window) -> list[EncodedRow]:
+    def encode(self, rows: Sequence[tuple[int, Row]]) -> list[EncodedRow]:
         """What becomes of every row of a window, in order."""
-        found: dict[int, EncodedRow] = {}
-        for form in dict.fromkeys(self.formats):
-            mine = [i for i, (source, _) in enumerate(window.rows) if self.formats[source] == form]
-            for some in (mine[i : i + _TOGETHER] for i in range(0, len(mine), _TOGETHER)):
-                rows = [window.rows[i][1] for i in some]
-                encoded, refused = encode_rows(rows, form, self._encoder, self._config.on_bad_row == "drop")
-                found.update(zip(some, encoded, strict=True))
-                for line in refused if is_first_process() else ():
-                    _log.warning("dropped (data.on_bad_row): %s", line.split("\n")[0])
-        return [found[i] for i in range(len(window.rows))]
-
-    def _check(self, window: Window, encoded: Sequence[EncodedRow]) -> None:
-        """Refuse a stream of little use, once enough of it, or an epoch, has been seen."""
-        self._read += len(encoded)
-        self._dropped.update(row.dropped for row in encoded if row.dropped is not None)
-        if self._read >= _ENOUGH_ROWS or window.epoch:
-            if self._read == self._dropped.total():
-                raise nothing_supervised(self.name, self._dropped)
-            check_dropped(self.name, self._dropped, self._read, self._config)
-
-    # -- windows of rows
+        found: list[EncodedRow] = []
+        for form, some in groupby(rows, key=lambda row: self.formats[row[0]]):
+            drops = self._config.on_bad_row == "drop"
+            encoded, refused = encode_rows([row for _, row in some], form, self._encoder, drops)
+            found += encoded
+            say_dropped(refused)
+        return found
 
     def windows(self, start: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows without end from a :attr:`Window.start` on; ``None``: from the first row.
-
-        Raises:
-            DataError: A file is broken, a whole epoch has no row, or a source is not what it was when ``start`` was
-                noted.
-        """
-        if start and start["fingerprint"] != self.fingerprint:
-            then = "".join(f"\n  then:    {name} at revision {commit}" for name, commit in start["revisions"].items())
-            raise DataError(
-                f"{self.name}: not what was streamed when the checkpoint was written{then}\n"
-                "  fix:     resume with the same files, or the same revision of each source"
-            )
-        revisions = self.record().get("revisions", {})
-        epoch, number = (start["epoch"], start["window"]) if start else (0, 0)
-        positions = start["sources"] if start else [{} for _ in self.sources]
+        """Windows without end from the beginning of one on; ``None``: from the first row."""
+        start = start or {"epoch": 0, "window": 0, "sources": [{} for _ in self.sources]}
+        epoch, number = start["epoch"], start["window"]
+        readers = [_Reader(**at) for at in start["sources"]]
         while True:
-            readers = [_Reader(source, **at) for source, at in zip(self.sources, positions, strict=True)]
-            rows = self._epoch(readers)
-            while True:
-                at = [reader.position() for reader in readers]
-                found = list(islice(rows, self._config.shuffle_window))
-                if not found:
-                    break
-                names = {"epoch": epoch, "window": number, "fingerprint": self.fingerprint, "revisions": revisions}
-                yield Window(epoch, number, found, {**names, "sources": at})
-                number += 1
-            if number == 0:
-                raise DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
-            epoch, number, positions = epoch + 1, 0, [{} for _ in self.sources]
+            rows, at = self._epoch(readers), [asdict(reader) for reader in readers]
+            while found := list(islice(rows, self._config.shuffle_window)):
+                yield {"epoch": epoch, "window": number, "sources": at}, found
+                number, at = number + 1, [asdict(reader) for reader in readers]
+            epoch, number, readers = epoch + 1, 0, [_Reader() for _ in self.sources]
 
     def _epoch(self, readers: Sequence[_Reader]) -> Iterator[tuple[int, Row]]:
-        weights = [source.weight for source in self.sources]
-        if weights[0] is None:
-            for index, reader in enumerate(readers):
-                while not reader.ended and (row := reader.next()):
-                    yield index, row
-            return
-        while True:
-            index = min(range(len(readers)), key=lambda i: ((readers[i].taken + 1) / float(weights[i] or 1), i))
-            row = readers[index].next()
-            if all(reader.ended for reader in readers):
-                return
-            row = row or readers[index].next()
-            if row is None:
-                raise DataError(f"{self.sources[index].name}: no rows\n  fix:     a source needs at least one row")
-            yield index, row
-
-
-class _Reader:
-    """The rows of one source, and how far it has been read."""
-
-    def __init__(self, source: Source, at: Position = None, skip: int = 0, ended: int = 0, taken: int = 0) -> None:
-        self._source, self._at, self._skip = source, at, skip
-        self.ended, self.taken = ended, taken
-        """Times that it has ended, and rows that it has given, in this epoch."""
-        self._rows: Iterator[Row] | None = None
-
-    def position(self) -> dict[str, Any]:
-        """Arguments that make a reader which goes on here: the chunk, and rows of it that have been read."""
-        return {"at": self._at, "skip": self._skip, "ended": self.ended, "taken": self.taken}
-
-    def next(self) -> Row | None:
-        """The next row; ``None`` at the end, after which it begins again."""
-        self._rows = self._rows or self._read()
-        row = next(self._rows, None)
-        if row is None:
-            self.ended += 1
-            self._rows, self._at, self._skip = None, None, 0
-        else:
-            self._skip += 1
-            self.taken += 1
-        return row
-
-    def _read(self) -> Iterator[Row]:
-        skip = self._skip
-        for chunk in self._source.chunks(self._at):
-            self._at, self._skip = chunk.start, skip
-            yield from chunk.rows()[skip:]
-            skip = 0
+        rows = [reader.rows(source) for reader, source in zip(readers, self.sources, strict=True)]
+        while not all(reader.ended for reader in readers):
+            if self._weights:
+                index = min(range(len(rows)), key=lambda i: ((readers[i].taken + 1) / self._weights[i], i))
+            else:
+                index = next(i for i, reader in enumerate(readers) if not reader.ended)
+            row = next(rows[index])
+            if row is not None:
+                yield index, row
 
 
 # -- batches of one rank
 
 
 class StreamLoader(Resumable):
-    """An iterable of batches without length, with the position after each step.
+    """One rank's batches without end, and the position after each step.
 
-    Args:
-        stream: What is read.
-        rank: Of this process.
-        ranks: All of them; each gets its part of every global batch.
-        pad_id: Token put where there is none.
-        config: The ``data`` section; of ``num_workers`` one is used, as each would read and tokenize every row.
-        pin_memory: Copy batches into page-locked memory.
+    Of ``data.num_workers`` one is used, as each would read and tokenize every row.
     """
 
     def __init__(
@@ -282,11 +205,8 @@ class StreamLoader(Resumable):
         if step and position is None and is_first_process():
             _log.warning("the checkpoint of step %d has no position in a stream, which begins at its first rows", step)
         self._ends = {step: position}
-        found = load(_Batches(self.stream, position, self._cut, self._collate), self._num_workers, self._pin_memory)
-        for batch in found:
-            if _ERROR in batch:
-                del found  # its processes end now, not when the traceback is let go
-                raise DataError(batch[_ERROR])
+        batches = _Batches(self.stream, position, self._cut, self._collate)
+        for batch in load(batches, self._num_workers, self._pin_memory):
             end = batch.pop(_END)
             if end is not None:
                 step += 1
@@ -295,19 +215,19 @@ class StreamLoader(Resumable):
             yield batch
 
 
-class _Batches(IterableDataset[Batch]):
-    """The batches of a rank; a DataError travels as its text, without a traceback."""
+class _Batches(IterableDataset[Any]):
+    """The batches of a rank; a DataError comes as the last of them."""
 
     def __init__(self, stream: SampleStream, start: dict[str, Any] | None, cut: Any, collate: Any) -> None:
         self._stream, self._start, self._cut, self._collate = stream, start, cut, collate
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | DataError]:
         try:
-            for found in self._stream.global_batches(self._start):
-                end: dict[str, Any] | None = found.end
-                for mine in self._cut(np.arange(len(found.items))):
-                    batch = self._collate([found.items[i] for i in mine])
-                    yield {**batch, "row": torch.tensor([found.numbers[i] for i in mine]), _END: end}
+            for items, after in self._stream.global_batches(self._start):
+                end: dict[str, Any] | None = after
+                for mine in self._cut(np.arange(len(items))):
+                    batch = self._collate([items[i][1] for i in mine])
+                    yield {**batch, "row": torch.tensor([items[i][0] for i in mine]), _END: end}
                     end = None  # with the first of them: the step may be ended early
         except DataError as error:
-            yield {_ERROR: str(error)}
+            yield error

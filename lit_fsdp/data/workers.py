@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,37 +26,35 @@ def load(
 ) -> Iterator[Any]:
     """What torch's loader processes make, one by one and in order; they live through signals to the whole job.
 
-    Args:
-        dataset: Maps what ``sampler`` gives, or is an iterable one.
-        num_workers: Loader processes; 0 for none.
-        pin_memory: Copy tensors into page-locked memory.
-        sampler: Asked for the next thing as late as the loaders need it.
+    ``dataset`` maps what ``sampler`` gives, which is asked as late as the loaders need it, or is an iterable one. An
+    error that it gives is raised here, as it is; of one that it raises torch would make another, with a traceback.
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
         sampler=sampler,
         num_workers=num_workers,
+        collate_fn=_as_it_is,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
         worker_init_fn=obey_parent_only,
     )
-    with _signals_held():
-        return iter(loader)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Around the start of loaders: they begin with signals blocked, and nothing is lost for this process.
-
-    Free memory is given back first: a forked loader would hold on to what this process is about to write over.
-    """
-    return_freed_memory()
+    return_freed_memory()  # a forked loader would hold on to what this process is about to write over
+    # loaders begin with signals blocked, and nothing is lost for this process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
-        yield
+        items = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for item in items:
+        if isinstance(item, Exception):
+            del items  # its processes end now, not when the traceback is let go
+            raise item
+        yield item
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def obey_parent_only(worker_id: int) -> None:

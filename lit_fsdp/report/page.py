@@ -21,8 +21,8 @@ from lit_fsdp.config.parser import leaves
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import GIB
 from lit_fsdp.redaction import redact
-from lit_fsdp.report.data_tables import data_tables
-from lit_fsdp.report.samples import visible_lines
+from lit_fsdp.report.data_tables import data_table
+from lit_fsdp.report.samples import visible
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 
 NAME = "report.html"
@@ -259,10 +259,7 @@ def _samples(run: RunFiles) -> str:
 
 
 def _data(run: RunFiles) -> str:
-    if not run.data:
-        return ""
-    warnings = "".join(f"<p class=note>{_text(line)}</p>" for line in run.data["warnings"])
-    return "<h3>Data</h3>" + "".join(_rich(table) for table in data_tables(run.data)) + warnings
+    return f"<h3>Data</h3>{_rich(data_table(run.data))}" if run.data else ""
 
 
 def _model(run: RunFiles) -> str:
@@ -298,7 +295,7 @@ def _gib(num_bytes: float) -> str:
 
 def _said(text: str) -> str:
     """Of a file, to be shown: no secrets, and nothing that changes how the rest is read."""
-    return redact(visible_lines(text))
+    return redact(visible(text))
 
 
 def _text(text: Any) -> str:

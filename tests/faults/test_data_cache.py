@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data import readers
+from lit_fsdp.data import cache as tokenized
 from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.errors import DataError
@@ -29,7 +29,7 @@ Prepare = Callable[..., None]
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """Tokenizes 2,000 rows in small chunks with two workers, into the folder that is given."""
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 8000)
+    monkeypatch.setattr(tokenized, "_ROWS", 40)
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(2000, 1)))
     os.utime(source, (1e9, 1e9))  # so that its digest is remembered
@@ -67,7 +67,7 @@ def test_killed_at_any_moment(tmp_path: Path, prepare: Prepare) -> None:
         job.kill()
         job.join(20)
         early += job.exitcode == -9
-        assert not list(cache.glob("data/*/meta.json")) or len(list(cache.glob("data/*/*.bin"))) == 7
+        assert not list(cache.glob("data/*/meta.json")) or len(list(cache.glob("data/*/*.bin"))) == 6
         start = time.monotonic()
         prepare(cache)
         takes = min(takes, time.monotonic() - start)

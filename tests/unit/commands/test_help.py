@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[3]
 WITHOUT_RECIPE = (
     "recipes ls|recipes show|recipes cp|convert|ckpt ls|ckpt verify|ckpt import|report|export|generate".split("|")
 )
-WITH_RECIPE = (
-    "doctor|data inspect|data prepare|model prepare|audit|profile|bench|parity|slurm render|slurm submit".split("|")
-)
+WITH_RECIPE = "doctor|data inspect|model prepare|audit|profile|bench|parity|slurm render|slurm submit".split("|")
 
 
 @pytest.fixture

@@ -14,10 +14,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
-from lit_fsdp.data import sources
-from lit_fsdp.data.readers import Part
 from lit_fsdp.datamodule import CausalLMDataModule
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
@@ -85,8 +83,8 @@ def test_same_global_batches_on_any_ranks(tokenizer: Any):
 
 def test_validation_counts_every_row_once(tokenizer: Any):
     assert _rows(_module(tokenizer).val_dataloader()) == [[0, 1], [2, 3], [4, 5], [6]]
-    assert _rows(_module(tokenizer, (0, 2), val_micro_batch_size=3).val_dataloader()) == [[0, 1, 2], [6]]
-    assert _rows(_module(tokenizer, (1, 2), val_micro_batch_size=3).val_dataloader()) == [[3, 4, 5], [-1]]
+    per_rank = [_rows(_module(tokenizer, (rank, 2), micro_batch_size=3).val_dataloader()) for rank in range(2)]
+    assert per_rank == [[[0, 1, 2], [6]], [[3, 4, 5], [-1]]]
 
 
 def test_loading_leaves_the_global_generator_alone(tokenizer: Any):
@@ -202,39 +200,42 @@ def test_bad_input(tokenizer: Any):
         _module(tokenizer).test_dataloader()
 
 
-def test_rows_that_are_too_long_and_packing_without_a_proof_are_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):
+def test_packing_without_a_proof_is_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):
     for callbacks, warned in (([lit_fsdp.IsolationProof()], False), ([], True)):
         data = CausalLMDataModule(train="generated:22", global_batch_size=8, micro_batch_size=2, packing=True)
-        data.attach(tokenizer, seed=1, max_positions=9)
+        data.attach(tokenizer, seed=1)
         data.trainer = _alone(callbacks=callbacks)
         data.setup("fit")
-        assert "tokens, but the model is made for 9" in caplog.text
         assert ("lit_fsdp.IsolationProof()" in caplog.text) is warned
 
 
-def test_all_ranks_take_the_commit_that_the_first_one_found(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commits of a data set on the hub, the last of which is asked for; every one has the same rows."""
+    import datasets
+
+    commits = ["1" * 40]
+
+    def builder(name: str, configuration: str | None, revision: str | None) -> Any:
+        return SimpleNamespace(hash=revision or commits[-1])
+
+    def load(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+        loaded = datasets.Dataset.from_list([{"text": f"{i} abc"} for i in range(40)])
+        return loaded.to_iterable_dataset(num_shards=3) if streaming else loaded
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return commits
+
+
+def test_all_ranks_take_the_commit_that_the_first_one_found(tokenizer: Any, tmp_path: Path, hub: list[str]):
     """A push to the hub between two ranks, and a rank that has not asked."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "abc"}\n{"text": "def"}\n')
-    asked: list[Any] = []
-
-    class HubPart(Part):
-        def chunks(self, start: Any = None) -> Any:
-            return Part(str(rows), ".jsonl").chunks(start)
-
-    def hub_part(entry: SourceConfig, streaming: bool) -> Part:
-        if entry.revision is None:
-            asked.append(entry)
-        return HubPart("name", "hub", "train", None, entry.revision or str(len(asked)) * 40)
-
-    monkeypatch.setattr(sources, "hub_part", hub_part)
     first, late, new = (CausalLMDataModule(train="somebody/name", cache_dir=str(tmp_path)) for _ in range(3))
     for data in (first, late, new):
         data.attach(tokenizer, seed=1)
         data.trainer = _alone()
     first.prepare(["train"])
+    hub.append("2" * 40)
     late.prepare(["train"])
     said: list[Any] = []
     first.trainer.strategy.broadcast = lambda found: said.append(found) or found  # type: ignore[method-assign,union-attr]
@@ -244,4 +245,14 @@ def test_all_ranks_take_the_commit_that_the_first_one_found(
         data.setup("fit")
         assert data.config.train == [SourceConfig(source="somebody/name", revision="1" * 40)]
         assert data._samples["train"].rows.folder == first._samples["train"].rows.folder
-    assert len(asked) == 2
+
+
+def test_a_stream_resumes_from_the_commit_it_was_begun_with_or_not(tokenizer: Any, tmp_path: Path, hub: list[str]):
+    """An upstream push between save and resume: the rows would be others under the same name."""
+    options = {"train": "somebody/name", "streaming": True, "shuffle_window": 6}
+    whole, _ = _fit(tokenizer, 6, save=_SaveAt(4, tmp_path / "cut.ckpt"), **options)
+    after, _ = _fit(tokenizer, 6, tmp_path / "cut.ckpt", **options)
+    assert after.seen == [seen for seen in whole.seen if seen[0] >= 4]
+    hub.append("2" * 40)
+    with pytest.raises(DataError, match=rf"not what was streamed .*revisions .*{'1' * 40}.* → .*{'2' * 40}"):
+        _fit(tokenizer, 6, tmp_path / "cut.ckpt", **options)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lit_fsdp.data.formats import Conversation, find_format, read_text, read_tokens, to_conversation
-from lit_fsdp.data.readers import file_part
+from lit_fsdp.data.readers import read_file
 from lit_fsdp.errors import DataError
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
@@ -93,11 +93,10 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
     turns = [HI, {**YO, "train": False}]
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["messages", "id"], [json.dumps(turns), "1"], ["[{", "2"]])
-    (part,) = file_part(str(tmp_path / "rows.csv")).chunks()
-    (where, row), (other, broken) = part.rows()
-    assert to_conversation(row, "messages", where).messages == turns  # type: ignore[arg-type]
+    (where, row), (other, broken) = read_file(str(tmp_path / "rows.csv"))
+    assert to_conversation(row, "messages", where).messages == turns
     with pytest.raises(DataError, match=r"rows\.csv: row 1: messages are not JSON"):
-        to_conversation(broken, "messages", other)  # type: ignore[arg-type]
+        to_conversation(broken, "messages", other)
     alone = {"conversations": json.dumps([{"from": "human", "value": "a"}])}
     assert to_conversation(alone, "sharegpt", "x").messages == [{"role": "user", "content": "a"}]
 

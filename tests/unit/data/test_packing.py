@@ -16,6 +16,7 @@ from lit_fsdp.data.packing import Samples, plan_packs, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import LETTERS as TEMPLATE
+from tests.unit.data.conversations import say
 
 LENGTHS = Path(__file__).parent / "lengths"
 
@@ -37,57 +38,56 @@ def test_real_samples_fill_their_packs():
 # -- items of a split
 
 
-def _row(number: int, **more: Any) -> str:
-    turns = [("user", f"u{number}"), ("assistant", "x" * (1 + number % 13))]
-    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns], **more})
+def _write(path: Path, numbers: Any, **more: Any) -> str:
+    rows = ({"messages": say(f"u:u{n}", "a:" + "x" * (1 + n % 13)), **more} for n in numbers)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(_row(n) for n in range(100)))
-    return path
+    return Path(_write(tmp_path / "rows.jsonl", range(100)))
 
 
-def _prepare(tokenizer: Any, source: Path, splits: tuple[str, ...] = ("train", "val"), **options: Any) -> Any:
+def _prepare(tokenizer: Any, source: Path, **options: Any) -> Any:
     names = {"train": str(source), "cache_dir": str(source.parent / "cache"), "max_seq_length": 32}
     config = DataConfig(**{**names, **options})
-    return prepare_samples(config, splits, encoder_of(tokenizer, config, TEMPLATE))
+    return prepare_samples(config, ("train", "val", "predict"), encoder_of(tokenizer, config, TEMPLATE))
 
 
-def _contents(samples: Samples) -> list[bytes]:
-    return [samples.rows.row(int(row))[0].tobytes() for row in samples.row_ids]
+def _contents(samples: Samples) -> set[bytes]:
+    return {samples.rows.row(int(row))[0].tobytes() for row in samples.row_ids}
 
 
 def test_packs_of_each_split_alone(small: Any, source: Path):
-    found = _prepare(small, source, ("train", "val", "predict"), packing=True, val_split=20, predict=str(source))
+    found = _prepare(small, source, packing=True, val_split=20, predict=str(source))
     for split in ("train", "val"):
         samples = found[split]
         assert samples.capacity == 32
-        assert 0 < samples.item_tokens().max() <= 32
-        members = np.concatenate([samples.members(item) for item in range(len(samples))])
-        assert sorted(members) == sorted(set(members.tolist()))
-        assert len(samples) < len(members)
-    assert not set(_contents(found["train"])) & set(_contents(found["val"]))
+        members = [samples.members(item).tolist() for item in range(len(samples))]
+        assert all(0 < samples.rows.lengths[part].sum() <= 32 for part in members)
+        assert len(samples) < len(samples.row_ids) == len({row for part in members for row in part})
+    assert not _contents(found["train"]) & _contents(found["val"])
     assert (found["predict"].capacity, len(found["predict"])) == (None, 100)
 
 
-@pytest.mark.parametrize(("val_split", "least", "most"), [(7, 7, 7), (1, 1, 1), (99, 99, 99), (0.3, 15, 45)])
-def test_rows_held_out(small: Any, source: Path, val_split: float, least: int, most: int):
+def test_rows_held_out(small: Any, source: Path):
     """As many as asked for, none on both sides, and the same ones wherever they stand in the file."""
-    found = _prepare(small, source, val_split=val_split)
-    assert least <= len(found["val"]) <= most
-    held_out = set(_contents(found["val"]))
-    assert len(found["train"]) + len(found["val"]) == 100
-    assert not held_out & set(_contents(found["train"]))
-    source.write_text("\n".join(_row(n, id=n) for n in reversed(range(100))))
-    assert set(_contents(_prepare(small, source, val_split=val_split)["val"])) == held_out
+    for val_split, least, most in [(7, 7, 7), (1, 1, 1), (99, 99, 99), (0.3, 15, 45)]:
+        _write(source, range(100))
+        found = _prepare(small, source, val_split=val_split)
+        held_out = _contents(found["val"])
+        assert least <= len(found["val"]) <= most
+        assert len(found["train"]) + len(found["val"]) == 100
+        assert not held_out & _contents(found["train"])
+        _write(source, reversed(range(100)), id=7)
+        assert _contents(_prepare(small, source, val_split=val_split)["val"]) == held_out
 
 
 def test_copies_and_pieces_are_on_one_side(small: Any, source: Path):
-    source.write_text("\n".join(_row(n % 20) for n in range(100)))
+    _write(source, [n % 20 for n in range(100)])
     found = _prepare(small, source, val_split=30)
-    assert not set(_contents(found["val"])) & set(_contents(found["train"]))
+    assert not _contents(found["val"]) & _contents(found["train"])
     source.write_text("\n".join(json.dumps({"text": f"text {n} " * 20}) for n in range(20)))
     found = _prepare(small, source, val_split=5)
     numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
@@ -95,7 +95,7 @@ def test_copies_and_pieces_are_on_one_side(small: Any, source: Path):
     assert not numbers["val"] & numbers["train"]
     assert len(found["val"]) > 5
     for val_split in (20, 1000, 1e-9, 1 - 1e-9):
-        with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n.*\n  fix:     set data\.val_split: 2$"):
+        with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
             _prepare(small, source, val_split=val_split)
 
 
@@ -108,40 +108,31 @@ def test_the_order_is_another_one_with_another_split_or_packs(small: Any, source
         {"packing": True, "max_seq_length": 40},
         {"train": [SourceConfig(source=str(source), weight=2.0)]},
     ]
-    found = [_prepare(small, source, ("train",), **options)["train"] for options in variants]
-    assert len({samples.order_fingerprint for samples in found}) == len(variants)
-    again = _prepare(small, source, ("train",), val_split=10)["train"]
-    assert again.order_fingerprint == found[1].order_fingerprint
+    found = [_prepare(small, source, **options)["train"].order_fingerprint for options in variants]
+    assert len(set(found)) == len(variants)
+    assert _prepare(small, source, val_split=10)["train"].order_fingerprint == found[1]
 
 
 def _mix(source: Path, *numbers: range) -> list[SourceConfig]:
-    entries = []
-    for part, rows in enumerate(numbers):
-        path = source.with_name(f"part{part}.jsonl")
-        path.write_text("\n".join(_row(n) for n in rows))
-        entries.append(SourceConfig(source=str(path), weight=part + 1.5))
-    return entries
+    files = [_write(source.with_name(f"part{part}.jsonl"), rows) for part, rows in enumerate(numbers)]
+    return [SourceConfig(source=file, weight=part + 1.5) for part, file in enumerate(files)]
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "val_split": 0.2}])
-def test_packs_of_a_mix_have_rows_of_one_source(small: Any, source: Path, options: dict[str, Any]):
-    train = _mix(source, range(60), range(60, 80), range(80, 130))
-    samples = _prepare(small, source, train=train, **options)["train"]
-    assert samples.weights == (1.5, 2.5, 3.5)
-    assert sum(samples.groups) == len(samples)
-    item = 0
-    for items, rows in zip(samples.groups, (range(60), range(60, 80), range(80, 130)), strict=True):
-        for _ in range(items):
-            assert set(samples.members(item).tolist()) <= set(rows)
-            item += 1
+def test_packs_of_a_mix_have_rows_of_one_source(small: Any, source: Path):
+    parts = (range(60), range(60, 80), range(80, 130))
+    for options in ({}, {"packing": True}, {"packing": True, "val_split": 0.2}):
+        samples = _prepare(small, source, train=_mix(source, *parts), **options)["train"]
+        assert samples.weights == (1.5, 2.5, 3.5)
+        source_of = np.repeat(np.arange(3), samples.groups).tolist()
+        for item in range(len(samples)):
+            assert set(samples.members(item).tolist()) <= set(parts[source_of[item]])
 
 
 def test_weights_that_cannot_count_are_refused_before_training(small: Any, source: Path):
     first, second = _mix(source, range(20), range(20, 40))
-    train = [replace(first, weight=1e6), replace(second, weight=1.0)]
-    with pytest.raises(ConfigError, match=r"weight 1 of 1e\+06 for source 2\n.* one of the 40 samples"):
-        _prepare(small, source, ("train",), train=train)
-    with pytest.raises(DataError, match=r"source [12] of the 2 in data\.train has a weight but no row left"):
+    with pytest.raises(ConfigError, match=r"weights \(1000000\.0, 1\.0\) for sources of \[20, 20\] samples\n"):
+        _prepare(small, source, train=[replace(first, weight=1e6), replace(second, weight=1.0)])
+    with pytest.raises(ConfigError, match=r"for sources of \[(0, 1|\d+, 0)\] samples"):
         _prepare(small, source, train=_mix(source, range(60), range(200, 201)), val_split=60)
     with pytest.raises(ConfigError, match=r"^val: got a source with a weight\n  allowed: none"):
         DataConfig(val=[SourceConfig(source="a.jsonl", weight=1.0)])

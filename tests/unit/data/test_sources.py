@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import gc
 import gzip
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +26,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def _read(name: object, **options: Any) -> list[Row]:
-    sources = find_sources([str(name)], DataConfig(**options))
-    return [row for source in sources for chunk in source.chunks() for row in chunk.rows()]
+    return [row for source in find_sources([str(name)], DataConfig(**options)) for row in source.rows()]
 
 
 def _rows(name: object) -> list[Any]:
@@ -86,27 +83,16 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning",  # datasets leaves a CSV file open of which not all is read
-    "ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning",
-)
-def test_the_same_rows_from_any_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_fsdp.data.readers._BLOCK_BYTES", 2**14)
+def test_the_same_rows_from_any_position(tmp_path: Path):
     for name, write in KINDS.items():
         write(tmp_path / name)
         (source,) = find_sources(str(tmp_path / name))
         assert source.row_format == "prompt_completion"
-        chunks = list(source.chunks())
-        per_chunk = [pickle.loads(pickle.dumps(chunk)).rows() for chunk in chunks]
-        assert [row for rows in per_chunk for _, row in rows] == ROWS
-        assert len({location for rows in per_chunk for location, _ in rows}) == len(ROWS)
-        assert len(chunks) > 1
-        for number in {1, len(chunks) - 1}:
-            start = json.loads(json.dumps(chunks[number].start))
-            rest = [row for chunk in source.chunks(start) for row in chunk.rows()]
-            assert rest == [row for rows in per_chunk[number:] for row in rows]
-        del source
-        gc.collect()
+        found = list(source.read())
+        assert [source.parse(raw)[1] for _, raw in found] == ROWS
+        assert len({location for _, (location, _) in found}) == len(ROWS)
+        for number in (0, 600, len(ROWS) - 1):
+            assert list(source.read(*json.loads(json.dumps(found[number][0])))) == found[number + 1 :]
 
 
 def test_what_a_row_says_is_not_changed(tmp_path: Path):
@@ -166,16 +152,6 @@ def test_files_that_are_damaged(tmp_path: Path):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
 
 
-def test_files_of_a_folder_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    for name in ("a.jsonl", "b.jsonl"):
-        _write(tmp_path / name, json.dumps(ROWS[0]))
-    assert len(_rows(tmp_path)) == 2
-    assert "left out" not in caplog.text
-    _write(tmp_path / "c.csv", "prompt,completion\na,b\n")
-    assert len(_rows(tmp_path)) == 2
-    assert f"1 of its files belong to no split and are left out, such as {tmp_path}/c.csv" in caplog.text
-
-
 # -- folders, names, patterns
 
 
@@ -203,9 +179,6 @@ def test_a_folder_is_divided_as_datasets_does_it(tmp_path: Path):
     saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
     saved.save_to_disk(tmp_path / "saved")
     assert [len(_rows(f"{tmp_path}/saved{split}")) for split in ("", ":held_out")] == [1, 3]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: cannot be read \(EmptyDatasetError"):
-        find_sources(str(tmp_path / "empty"))
 
 
 def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch):
@@ -217,34 +190,36 @@ def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch
     def builder(name: str, configuration: str | None, revision: str | None) -> Any:
         return SimpleNamespace(hash=commits.get(revision, revision))
 
-    def load(name: str, configuration: str | None, **options: Any) -> Any:
-        asked.append((name, configuration, options["split"], options["revision"][0]))
-        loaded = datasets.Dataset.from_list([{"text": "a"}])
-        return loaded.to_iterable_dataset() if options["streaming"] else loaded
+    def load(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+        asked.append((path, name, split, revision[0]))
+        loaded = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+        return loaded.to_iterable_dataset(num_shards=2) if streaming else loaded
 
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(datasets, "load_dataset", load)
     many = "imdb:train[:10%](pct1_dropremainder)+test[-5:]"
     for name in ("gsm8k:main:train[5:]", "a/b:c:", many):
-        assert _rows(name) == [{"text": "a"}]
+        assert _rows(name) == [{"text": "a"}, {"text": "b"}]
     assert asked == [
         ("gsm8k", "main", "train[5:]", "a"),
         ("a/b", "c", "train", "a"),
         ("imdb", None, many.removeprefix("imdb:"), "a"),
     ]
     (old,) = find_sources([SourceConfig(source="imdb", revision="old")], streaming=True)
-    assert old.parts[0].revision == "b" * 40
+    assert old.hub is not None
+    assert old.hub["revision"] == "b" * 40
+    assert [at for at, _ in old.read()] == [(0, 1), (1, 1)]  # shard and row
+    assert [source.parse(raw)[1] for source in [old] for _, raw in old.read(1, 0)] == [{"text": "b"}]
     assert old.edges_digest() != find_sources("imdb", streaming=True)[0].edges_digest()
     entries = pinned(["imdb", SourceConfig(source="gsm8k:main", revision="old", format="text"), "generated:3"])
     assert [(entry.format, entry.revision) for entry in entries] == [(None, "a" * 40), ("text", "b" * 40), (None, None)]
     monkeypatch.setattr(datasets, "load_dataset_builder", None)  # whoever has the commit does not ask again
-    assert find_sources(entries[:1])[0].parts[0].revision == "a" * 40
-    assert pinned("imdb", ["c" * 40])[0].revision == "c" * 40
+    assert pinned(entries[:1]) == entries[:1]
     cache = type("Cache", (), {"hash": "d" * 40})  # what datasets makes of its cache where the hub does not answer
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words, **more: cache())
-    with pytest.raises(DataError, match=f"its cache has commit {'d' * 40}, which need not be revision old"):
+    with pytest.raises(DataError, match=f"its cache has commit {'d' * 40}, not revision old"):
         find_sources([SourceConfig(source="imdb", revision="old")])
-    with pytest.raises(ConfigError, match="revision old of generated:3"):
+    with pytest.raises(ConfigError, match="revision of generated:3"):
         find_sources([SourceConfig(source="generated:3", revision="old")])
 
 
@@ -252,17 +227,14 @@ def test_names_that_are_not_there(tmp_path: Path):
     path = _write(tmp_path / "rows.jsonl", _lines(ROWS[:1]))
     with pytest.raises(DataError, match=rf"^{path}x\.csv: no such file\n  fix:     check the path, relative to /"):
         find_sources(f"{path}x.csv")
-    with pytest.raises(DataError, match=r"\*\.csv: no file matches this pattern"):
+    with pytest.raises(DataError, match=r"\*\.csv: no such file"):
         find_sources(str(tmp_path / "*.csv"))
-    with pytest.raises(DataError, match=r"unknown kind of file '\.doc'"):
-        find_sources(str(_write(tmp_path / "rows.doc", "a")))
-    for name, said in (("generated:0", "N from 1 to"), ("generated:²", "N from 1 to"), ("", "at least one source")):
-        with pytest.raises(ConfigError, match=said):
-            find_sources(name)
+    with pytest.raises(ConfigError, match="at least one source"):
+        find_sources("")
     assert _rows("generated:7") == generated_rows(20)[:7]
     for content in ("3", '[{"a": 1}', '{"a": 1} {"a": 2}\n'):
-        with pytest.raises(DataError, match=r"rows\.json: (not JSON|a JSON file holds a list of rows)"):
-            _read(_write(tmp_path / "rows.json", content))
+        with pytest.raises(DataError, match=r"rows\.json: (not JSON|row 0: int, not an object)"):
+            _ = find_sources(str(_write(tmp_path / "rows.json", content)))[0].row_format
     for name, content in {"a.jsonl": "", "b.jsonl": "\n \n", "c.json": "[]", "d.csv": "a,b\n"}.items():
         with pytest.raises(DataError, match=f"{name}: no rows"):
             _ = find_sources(str(_write(tmp_path / name, content)))[0].row_format
@@ -271,18 +243,16 @@ def test_names_that_are_not_there(tmp_path: Path):
 def test_columns_and_formats(tmp_path: Path):
     path = _write(tmp_path / "a.jsonl", _lines([{"q": "x", "a": "y", "prompt": "no"}]))
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no column 'z', .*\n  allowed: a, prompt, q"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
     assert find_sources(str(path), DataConfig(format="text"))[0].row_format == "text"
     entry = SourceConfig(source=str(path), format="sharegpt")
     assert find_sources([entry], DataConfig(format="text"))[0].row_format == "sharegpt"
     entry = SourceConfig(source=str(path), columns={"prompt": "a"})
-    (chunk,) = find_sources([entry], DataConfig(columns={"prompt": "q"}))[0].chunks()
-    assert chunk.rows()[0][1] == {"prompt": "y", "q": "x"}
-    with pytest.raises(ConfigError, match=r"allowed: .*\n  fix: .*\{messages: chat\}"):
+    ((_, row),) = find_sources([entry], DataConfig(columns={"prompt": "q"}))[0].rows()
+    assert row == {"prompt": "y", "q": "x"}
+    with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
-    with pytest.raises(ConfigError, match="'q' twice"):
-        SourceConfig(source="a.jsonl", columns={"prompt": "q", "text": "q"})
 
 
 # -- digests

@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
-from lit_fsdp.data.readers import Part
 from lit_fsdp.data.stream import SampleStream, StreamLoader
 from lit_fsdp.data.workers import obey_parent_only
 from lit_fsdp.errors import DataError
@@ -29,35 +28,21 @@ from tests.unit.data.conversations import CHATML as TEMPLATE
 
 
 def _file(path: Path, count: int, start: int = 0) -> str:
-    rows = ({"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count)]
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
 
-
-def _parquet(path: Path, count: int) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"prompt": f"p{i}", "completion": "c"} for i in range(count)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=9)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=9)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
-    config = DataConfig(
-        **{"streaming": True, "global_batch_size": 4, "shuffle_window": 8, "micro_batch_size": micro, **options}
-    )
-    stream = SampleStream(config, encoder_of(small, config, TEMPLATE), seed=7)
-    return StreamLoader(stream, *rank, 0, config)
-
-
-def _stream(small: Any, **options: Any) -> SampleStream:
-    return _loader(small, **options).stream
-
-
-def _prompts(small: Any, batch: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Of each item of a batch."""
-    return [tuple(re.findall(r"p\d+", small.decode(ids))) for ids in batch["input_ids"]]
+    given = {"streaming": True, "global_batch_size": 4, "shuffle_window": 8, "micro_batch_size": micro, **options}
+    config = DataConfig(**given)
+    return StreamLoader(SampleStream(config, encoder_of(small, config, TEMPLATE), seed=7), *rank, 0, config)
 
 
 def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, micro: int = 1, **options: Any) -> Any:
@@ -66,12 +51,11 @@ def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, m
     for rank in range(ranks):
         loader = _loader(small, (rank, ranks), micro, **options)
         loader.begin = lambda: (0, start)
-        steps = []
-        batches = iter(loader)
+        batches, steps = iter(loader), []
         for step in range(1, count + 1):
-            parts = [_prompts(small, next(batches)) for _ in range(4 // ranks // micro)]
+            taken = [next(batches)["input_ids"] for _ in range(4 // ranks // micro)]
+            parts = [[tuple(re.findall(r"p\d+", small.decode(ids))) for ids in part] for part in taken]
             steps.append((parts, json.loads(json.dumps(loader.position(step)))))
-        batches.close()  # type: ignore[attr-defined]
         per_rank.append(steps)
     together = []
     for parts in zip(*per_rank, strict=True):
@@ -86,7 +70,7 @@ def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, m
 def test_the_same_batches_on_any_number_of_ranks_and_from_any_position(
     small: Any, tmp_path: Path, packing: bool, shuffle: bool
 ):
-    options: dict[str, Any] = {"train": [_file(tmp_path / "a.jsonl", 11), _parquet(tmp_path / "b.parquet", 6)]}
+    options: dict[str, Any] = {"train": [_file(tmp_path / "a.jsonl", 11), _file(tmp_path / "b.parquet", 6)]}
     options |= {"packing": packing, "shuffle": shuffle, "max_seq_length": 160}
     whole = _global_batches(small, 11, **options)
     assert whole == _global_batches(small, 11, ranks=2, micro=2, **options)
@@ -104,38 +88,16 @@ def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path
         SourceConfig(source=_file(tmp_path / "a.jsonl", 5), weight=3.0),
         SourceConfig(source=_file(tmp_path / "b.jsonl", 10, 100), weight=1.0),
     ]
-    windows = list(islice(_stream(small, train=entries, shuffle_window=7).windows(), 8))
-    epoch = [source for window in windows if window.epoch == 0 for source, _ in window.rows]
+    stream = _loader(small, train=entries, shuffle_window=7).stream
+    windows = list(islice(stream.windows(), 8))
+    epoch = [source for at, rows in windows if at["epoch"] == 0 for source, _ in rows]
     assert epoch[:8] == [0, 0, 0, 1, 0, 0, 0, 1]
     counts = Counter(epoch)
     assert counts[1] == 10
     assert 30 <= counts[0] <= 33
-    start = json.loads(json.dumps(windows[1].start))
-    assert next(_stream(small, train=entries, shuffle_window=7).windows(start)).rows == windows[1].rows
-    again = next(window for window in windows if window.epoch == 1)
-    assert (again.number, again.rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
-
-
-def test_another_revision_is_another_source(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An upstream push between save and resume: the rows would be others under the same name."""
-    from lit_fsdp.data import sources
-
-    table = Part(_parquet(tmp_path / "a.parquet", 30), ".parquet")
-
-    class HubPart(Part):
-        def chunks(self, start: Any = None) -> Iterator[Any]:
-            return table.chunks(start)
-
-    def at(commit: str) -> SampleStream:
-        part = HubPart("name", "hub stream", "train", None, commit)
-        monkeypatch.setattr(sources, "hub_part", lambda entry, streaming: part)
-        return _stream(small, train="somebody/name")
-
-    windows = list(islice(at("1" * 40).windows(), 3))
-    start = json.loads(json.dumps(windows[1].start))
-    assert next(at("1" * 40).windows(start)).rows == windows[1].rows
-    with pytest.raises(DataError, match=rf"not what was streamed .*\n  then:    name at revision {'1' * 40}\n"):
-        next(at("2" * 40).windows(start))
+    assert next(stream.windows(json.loads(json.dumps(windows[1][0])))) == windows[1]
+    at, rows = next((at, rows) for at, rows in windows if at["epoch"] == 1)
+    assert (at["window"], rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
 
 
 def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
@@ -153,7 +115,7 @@ def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
     assert multiprocessing.active_children() == []
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n")
     with pytest.raises(DataError, match=r"b\.jsonl: no token of any row is supervised; dropped \d+ without"):
-        next(_stream(small, train=str(tmp_path / "b.jsonl")).global_batches())
+        next(_loader(small, train=str(tmp_path / "b.jsonl")).stream.global_batches())
     kept = _global_batches(small, 5, train=name, on_bad_row="drop")
     assert sorted(chain(*(item for items, _ in kept for item in items))) == sorted(f"p{i}" for i in range(20))
 
@@ -162,8 +124,7 @@ def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
     name = _file(tmp_path / "a.jsonl", 30)
     alone = list(islice(_loader(small, train=name), 14))
     assert [set(batch) for batch in alone] == [{"input_ids", "attention_mask", "labels", "row", "counts"}] * 14
-    others = _loader(small, train=name, num_workers=3)
-    batches = iter(others)
+    batches = iter(_loader(small, train=name, num_workers=3))
     assert [batch["input_ids"].tolist() for batch in islice(batches, 14)] == [b["input_ids"].tolist() for b in alone]
     assert len(multiprocessing.active_children()) == 1  # every other one would tokenize the same rows
     batches.close()  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -17,7 +18,7 @@ from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.report.page import report_of, thinned
-from lit_fsdp.report.samples import Shown, pieces, print_samples
+from lit_fsdp.report.samples import pieces, print_samples
 from tests.pages import Page
 
 EVIL = "<script>alert('x')</script>"
@@ -129,16 +130,16 @@ def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path):
     assert report_of(tmp_path).startswith(f"{tmp_path}/report.html was not written: ")
 
 
-def _sample(question: str, answer: str) -> Shown:
+def _sample(question: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     encoder = RowEncoder(miniature_tokenizer(), DataConfig())
     (one,) = encoder.encode([{"messages": turns}], "messages", ["x"])[0].samples
-    return Shown("x", one.input_ids, one.supervised)
+    return one.input_ids, one.supervised
 
 
-def _printed(shown: Shown, **options: Any) -> str:
+def _printed(sample: tuple[np.ndarray, np.ndarray], **options: Any) -> str:
     console = Console(file=io.StringIO(), **options)
-    print_samples(console, miniature_tokenizer(), [shown])
+    print_samples(console, miniature_tokenizer(), "train", [sample])
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -155,7 +156,7 @@ def test_color_takes_the_place_of_marks(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_characters_of_several_tokens_are_whole():
-    text = "".join(piece.text for piece in pieces(miniature_tokenizer(), _sample("日本", "héllo 🎉")))
+    text = "".join(text for text, *_ in pieces(miniature_tokenizer(), *_sample("日本", "héllo 🎉")))
     assert "日本" in text
     assert "héllo 🎉" in text
 
