@@ -115,16 +115,16 @@ def run_plan(argv: Sequence[str]) -> int:
         "memory_gib": gib,
         "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
         "zero": memory.zero_table(run),
-        "step": taken and dataclasses.asdict(taken),
+        "step": taken,
     }
     heads = ["parameters, gradients and AdamW", *record["zero"]]
     cells = [f"GiB per rank on {run.world_size}", *(f"{size / 2**30:.2f}" for size in record["zero"].values())]
     lines = [_memory_table(found), "", columns([heads, cells], right=heads[1:]), ""]
     if taken is not None:
         lines.append(
-            f"{taken.compute + taken.exposed:.3g} seconds per step: {taken.compute:.3g} computing at "
-            f"{memory.PEAK_SHARE:.0%} of the peak, {taken.exposed:.3g} of {taken.communication:.3g} sending that "
-            f"nothing hides, of a node {memory.NETWORK_GB_PER_SECOND:g} GB/s; {taken.tokens_per_second:,.0f} tokens/s"
+            f"{taken['compute'] + taken['exposed']:.3g} seconds per step: {taken['compute']:.3g} computing at "
+            f"{memory.PEAK_SHARE:.0%} of the peak, {taken['exposed']:.3g} of {taken['communication']:.3g} sending that "
+            f"nothing hides, a node {memory.NETWORK_GB_PER_SECOND:g} GB/s; {taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")

@@ -40,7 +40,7 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
     marks.sort(key=lambda event: event["ts"])
     borders = [*(mark["ts"] for mark in marks), marks[-1]["ts"] + marks[-1]["dur"]]
     on_device = any(event.get("cat") == "kernel" for event in events)
-    compute, communication = _of_device(events) if on_device else _of_threads(events)
+    compute, communication = _work(events, on_device)
     if on_device:
         borders = _done_at(borders, events)
     lengths = np.diff(borders)
@@ -54,22 +54,16 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "on": "device" if on_device else "threads", "phases": phases}
 
 
-def _of_device(events: Iterable[Mapping[str, Any]]) -> tuple[_Intervals, _Intervals]:
+def _work(events: Iterable[Mapping[str, Any]], on_device: bool) -> tuple[_Intervals, _Intervals]:
     """When something is computed, and when something is communicated."""
-    found: tuple[_Intervals, _Intervals] = ([], [])
-    for event in events:
-        if event.get("cat") in _DEVICE:
-            found[bool(_COMMUNICATION.search(event["name"]))].append((event["ts"], event["ts"] + event["dur"]))
-    return found
-
-
-def _of_threads(events: Iterable[Mapping[str, Any]]) -> tuple[_Intervals, _Intervals]:
     found: tuple[_Intervals, _Intervals] = ([], [])
     until: dict[Any, float] = defaultdict(float)  # by thread, the end of its communication: of all that is inside too
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        communicates = bool(_COMMUNICATION.search(event["name"]))
-        is_work = event.get("cat") == "cpu_op" and _LIBRARY.match(event["name"])
-        is_work = is_work or (communicates and event.get("cat") in ("cpu_op", "user_annotation"))
+        kind, communicates = event.get("cat"), bool(_COMMUNICATION.search(event["name"]))
+        is_work = kind in _DEVICE
+        if not on_device:
+            is_work = kind == "cpu_op" and (communicates or bool(_LIBRARY.match(event["name"])))
+            is_work = is_work or (communicates and kind == "user_annotation")
         if is_work and event["ts"] >= until[event["tid"]]:
             end = event["ts"] + event["dur"]
             found[communicates].append((event["ts"], end))

@@ -82,7 +82,8 @@ def rank_memory(run: RunConfig) -> RankMemory:
     strategy, state = settled_strategy(run), _largest_state(run)
     params = list(_planned(run)[0].parameters())
     steps = accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
-    shape = run.data.micro_batch_size * _rows_per_sample(run), run.data.max_seq_length
+    rows_per_sample = 1 + isinstance(run.model, PreferenceModelConfig)
+    shape = run.data.micro_batch_size * rows_per_sample, run.data.max_seq_length
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     on_cpu = device_type(run) == "cpu"
     step = step_memory(run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
@@ -151,10 +152,6 @@ def _state_of(rank: dict[str, int]) -> int:
     return sum(size for kind, size in rank.items() if kind.endswith("_bytes"))
 
 
-def _rows_per_sample(run: RunConfig) -> int:
-    return 2 if isinstance(run.model, PreferenceModelConfig) else 1
-
-
 # What an optimizer step sends. Every collective is counted as a ring over its ranks, neighbors in the same node side by
 # side, as NCCL lays them: an all-gather or reduce-scatter of S bytes over n ranks makes each rank pass on S (n-1)/n
 # bytes in n-1 steps, an all-reduce twice that. A ring leaves a node once, so these are also the bytes that leave the
@@ -209,24 +206,11 @@ def step_traffic(
     return Traffic(inside + across, node_bytes, steps * num_units)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step, by arithmetic, and the rate over all ranks.
+def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
+    """Seconds of an optimizer step by arithmetic, and the rate over all ranks; all samples are as long as they may be.
 
     ``exposed`` is the communication that nothing hides: what exceeds the computation, the first gather, the last
-    reduction.
-    """
-
-    compute: float
-    communication: float
-    exposed: float
-    tokens_per_second: float
-
-
-def step_time(run: RunConfig, gpu: Gpu | None) -> StepTime | None:
-    """Seconds of an optimizer step, from operations and bytes; all samples are as long as they may be.
-
-    None: no operations are known for this architecture, or no peak rate for the precision.
+    reduction. None: no operations are known for this architecture, or no peak rate for the precision.
     """
     assert run.world_size is not None
     strategy, model, world = settled_strategy(run), _planned(run)[0].model, run.world_size
@@ -239,7 +223,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> StepTime | None:
     if gpu is None or peak is None:
         return None
     global_rows = run.data.global_batch_size or DEFAULT_BATCH
-    tokens = float(global_rows * _rows_per_sample(run) * run.data.max_seq_length)
+    tokens = float(global_rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length)
     counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": tokens * run.data.max_seq_length}
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
@@ -263,7 +247,8 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> StepTime | None:
         communication = max(communication, traffic.seconds(NETWORK_GB_PER_SECOND * 1e9))
     ends = 2 * communication / num_units / forwards
     exposed = max(communication - compute, min(ends, communication))
-    return StepTime(compute, communication, exposed, tokens / (compute + exposed))
+    rate = tokens / (compute + exposed)
+    return {"compute": compute, "communication": communication, "exposed": exposed, "tokens_per_second": rate}
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:

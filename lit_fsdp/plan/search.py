@@ -69,8 +69,11 @@ def largest_rows(run: RunConfig, gib: float) -> int:
     """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does."""
     total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
-    fitting = bisect.bisect_left(allowed, True, key=lambda rows: rank_memory(with_rows(run, rows)).room(gib) < 0)
-    return allowed[fitting - 1] if fitting else 0
+
+    def is_too_large(rows: int) -> bool:
+        return rank_memory(with_rows(run, rows)).room(gib) < 0
+
+    return 0 if is_too_large(allowed[0]) else allowed[bisect.bisect_left(allowed, True, lo=1, key=is_too_large) - 1]
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
@@ -123,7 +126,7 @@ def judge(choice: Choice, gib: float, gpu: Gpu | None) -> dict[str, Any]:
         "fits": rows > 0,
         "micro_batch_size": rows,
         "peak": rank_memory(run).peak,
-        "tokens_per_second": taken.tokens_per_second if taken else None,
+        "tokens_per_second": taken["tokens_per_second"] if taken else None,
     }
 
 
@@ -156,7 +159,7 @@ def recommend(run: RunConfig, gib: float, gpu: Gpu | None) -> tuple[dict[str, An
                 if record["fits"]:
                     return record, reasons
                 least = record["peak"]
-            reasons.append(f"{choice.words} needs {least / 2**30:.1f} GiB or more, whatever the batch")
+            reasons.append(f"{choice.words} needs at least {least / 2**30:.1f} GiB")
         except ConfigError as error:  # a package that is not here
             reasons.append(f"{choice.words}: {error.given}")
     return None, reasons

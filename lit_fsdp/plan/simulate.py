@@ -217,7 +217,8 @@ def _simulate(
         del sizes["replicate"]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _without_values(holder)
+        holder.to_empty(device="cpu")
+        model.tie_weights()
         for layer in quantized_layers(holder).values():
             give_shapes(layer)
             cast_inputs(layer, TORCH_DTYPES[row.compute])
@@ -245,21 +246,6 @@ def _simulate(
 
 def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
-
-
-def _without_values(module: nn.Module) -> None:
-    """Put tensors that hold nothing, on a device that exists, in place of those on meta; ties stay."""
-    made: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, param in child._parameters.items():
-            if param is not None:
-                if id(param) not in made:
-                    empty = torch.empty(param.shape, dtype=param.dtype)
-                    made[id(param)] = nn.Parameter(empty, param.requires_grad)
-                child._parameters[name] = made[id(param)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
