@@ -48,12 +48,12 @@ class Page(HTMLParser):
         given = dict(attrs)
         assert not given.keys() & {"src", "href", "onload", "onclick"}
         if tag == "polyline":
-            self._points.append(len(str(given["points"]).split()))
+            self._points.append(len(set(str(given["points"]).split())))
         if tag == "table":
             self.tables[self._title] = []
         if tag == "tr":
             self.tables[self._title].append([])
-        self._said = "" if tag not in ("b", "svg", "line") else self._said
+        self._said = "" if tag != "b" else self._said
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)

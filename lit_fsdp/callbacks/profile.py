@@ -8,43 +8,36 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 
 from lit_fsdp.callbacks.records import gathered
 from lit_fsdp.metrics.trace import PREFIX, WARMUP_STEPS, trace_record
+
+_TOP = 8
 
 
 class ProfileWindow(Callback):
     """Traces ``steps`` optimizer steps on every rank, after the first ``WARMUP_STEPS``, and ends training.
 
     The phases follow one another without gaps: the wait for data, from the end of a batch to the start of the next;
-    forward; backward; the optimizer, with all else that a batch still does. Between them nothing waits for the device.
-    Each rank writes its Chrome trace into ``folder``, as ``rank-N.json``; older ones there are removed.
+    forward; backward; the optimizer, with all else that a batch still does. Each rank writes its Chrome trace into
+    ``folder``, as ``rank-N.json``; older ones there are removed.
     """
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps, self.folder = steps, folder
         self.records: list[dict[str, Any]] = []
-        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over."""
+        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over, and
+        ``operators``: name, ms and calls per step of those that take longest by themselves."""
         self._mark: Any = None
-        self._profile: Any = None
-        self._done = self._seen_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the steps before the window."""
-        if trainer.is_global_zero:
-            for path in self.folder.glob("rank-*.json"):
-                path.unlink()
-        self._seen_step = trainer.global_step
-        activities = [ProfilerActivity.CPU]
-        if trainer.strategy.root_device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        path = self.folder / f"rank-{trainer.global_rank}.json"
-        self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=WARMUP_STEPS - 1, warmup=1, active=self.steps, repeat=1),
-            on_trace_ready=lambda found: found.export_chrome_trace(str(path)),
-        )
+        for path in self.folder.glob("rank-*.json") if trainer.is_global_zero else ():
+            path.unlink()
+        self._done, self._seen_step = 0, trainer.global_step
+        window = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=self.steps, repeat=1)
+        self._profile = profile(schedule=window)
         self._profile.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -70,8 +63,7 @@ class ProfileWindow(Callback):
                 torch.cuda.synchronize()  # the window begins and ends with an idle device
             self._profile.step()
             if self._done == WARMUP_STEPS + self.steps:
-                path = self.folder / f"rank-{trainer.global_rank}.json"
-                self.records = gathered(trainer, trace_record(json.loads(path.read_text(encoding="utf-8"))))
+                self.records = gathered(trainer, self._record(self.folder / f"rank-{trainer.global_rank}.json"))
                 trainer.should_stop = True
         self._begin("data wait")
 
@@ -81,3 +73,12 @@ class ProfileWindow(Callback):
         self._mark = record_function(f"{PREFIX}{phase}") if phase else None
         if self._mark is not None:
             self._mark.__enter__()
+
+    def _record(self, path: Path) -> dict[str, Any]:
+        self._profile.export_chrome_trace(str(path))
+        record = trace_record(json.loads(path.read_text(encoding="utf-8")))
+        kind = f"self_{'device' if record['on'] == 'device' else 'cpu'}_time_total"
+        every = (one for one in self._profile.key_averages() if not one.key.startswith((PREFIX, "ProfilerStep")))
+        longest = sorted(every, key=lambda one: -getattr(one, kind))[:_TOP]
+        operators = [(one.key, getattr(one, kind) / 1000 / self.steps, one.count / self.steps) for one in longest]
+        return {**record, "operators": operators}

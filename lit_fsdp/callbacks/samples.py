@@ -16,7 +16,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
 from lit_fsdp.data.prompts import Prompt
-from lit_fsdp.report.samples import visible_lines
+from lit_fsdp.report.samples import visible
 
 _COLUMNS = ["step", "prompt", "wanted", "got"]
 _AT_ONCE = 8  # prompts of one batch on each rank
@@ -84,7 +84,7 @@ class Samples(Callback):
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
             for step, asked, wanted, got in rows:
                 shown = f"step {step}: {asked[-_SHOWN_CHARACTERS:]}\nwanted: {wanted}\ngot: {got}"
-                print(visible_lines(shown), file=sys.stderr)
+                print(visible(shown), file=sys.stderr)
             for logger in trainer.loggers:
                 if hasattr(logger, "log_table"):  # W&B
                     logger.log_table("samples", columns=_COLUMNS, data=rows, step=trainer.global_step)

@@ -1,13 +1,11 @@
-"""Notes what each of the first steps of a run comes to, for ``lit-fsdp parity``."""
+"""Notes what each step of a run comes to, for ``lit-fsdp parity``."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
@@ -16,13 +14,13 @@ from lit_fsdp.parity.trace import Trace
 
 
 class StepTrace(Callback):
-    """Notes loss, gradient norm and trained weights after each step, and ends the run, not its schedule, after so many.
+    """Notes loss, gradient norm (of lit_fsdp's strategies) and trained weights after each step.
 
     ``file`` is written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
     """
 
-    def __init__(self, file: str, steps: int) -> None:
-        self.file, self.steps = Path(file), steps
+    def __init__(self, file: str) -> None:
+        self.file = file
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the weights that it starts from."""
@@ -30,9 +28,6 @@ class StepTrace(Callback):
         somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
         row = given.precision_config.row if given else somebody_elses.row
         self.trace = Trace(row.compute, row.reduce)
-        self._norm: torch.Tensor | None = None
-        if not hasattr(trainer.precision_plugin, "last_grad_norm") and not isinstance(trainer.strategy, FSDPStrategy):
-            self._measure(pl_module)
         self._note(trainer, pl_module, 0.0)
 
     def on_train_batch_end(
@@ -41,30 +36,17 @@ class StepTrace(Callback):
         """Note a step that has been taken."""
         if trainer.global_step == len(self.trace.losses):
             self._note(trainer, pl_module, trainer.callback_metrics.get("train_loss"))
-            trainer.should_stop = trainer.should_stop or trainer.global_step >= self.steps
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all of it down."""
         if trainer.is_global_zero:
             torch.save(vars(self.trace), self.file)
 
-    def _measure(self, module: LightningModule) -> None:
-        """Take the norm of somebody else's strategy where gradients, whole or DTensors, are ready to be clipped."""
-        clip = module.configure_gradient_clipping
-
-        def measured(*args: Any, **options: Any) -> None:
-            grads = [param.grad for param in module.parameters() if param.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-            self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            clip(*args, **options)
-
-        module.configure_gradient_clipping = measured  # type: ignore[method-assign]
-
     def _note(self, trainer: Trainer, module: LightningModule, loss: Any) -> None:
         trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
         state = trainer.strategy.lightning_module_state_dict()
         here = ((name, state[name].to(trainer.strategy.root_device)) for name in sorted(trained & state.keys()))
         whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in here)  # on all ranks together
-        norm = getattr(trainer.precision_plugin, "last_grad_norm", self._norm)
+        norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
         loss, norm = (None if value is None else float(value) for value in (loss, norm))
         self.trace.add(loss, norm, whole)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.commands.parsing import RECIPE, flags_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
+from lit_fsdp.commands.runs import quiet_flags, run_fit
+from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.locations import shipped
+from lit_fsdp.config.model import PreferenceModelConfig, schedule_factor
+from lit_fsdp.config.parser import PREFERENCE, load_recipe, read_command_line, read_yaml
 from lit_fsdp.errors import require
+
+_BATCH = 4
+"""Global batch of a miniature."""
 
 
 def run_parity(argv: Sequence[str]) -> int:
@@ -27,33 +39,144 @@ def run_parity(argv: Sequence[str]) -> int:
     require(options.steps >= 1, "--steps", options.steps, "a number of optimizer steps >= 1", "write --steps 5")
     is_plain = options.against == "plain"
     sides = [words] if is_plain else [words, _words_against(options.against, words)]
-    recipes = [_checked(side, flags_of(parser), options.full, is_plain) for side in sides]
-    from lit_fsdp.commands.parity_runs import compare_recipes
+    runs = [load_recipe(side, "fit", flags_of(parser)).run for side in sides]
+    if is_plain:
+        allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
+        require(not isinstance(runs[0].model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
+        require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in an order of its own", fix)
+    from lit_fsdp.cli import resolved_recipe
+    from lit_fsdp.parity.choices import RunRefused, flat, plain_side, turns, with_shared
+    from lit_fsdp.parity.trace import compare
 
-    return compare_recipes(sides, recipes, options)
+    length = {"num_nodes": 1, "max_steps": options.steps, "max_epochs": -1}
+    added = quiet_flags({"logger": "false", "log_every_n_steps": 1, **length})
+    small = [[] if options.full else _miniature(run) for run in runs]
+    found = [flat(resolved_recipe([*side, *more, *added], "fit")) for side, more in zip(sides, small, strict=True)]
+    one, other = found[0], plain_side(found[0]) if is_plain else with_shared(found[1], found[0])
+    with tempfile.TemporaryDirectory(prefix="lit_fsdp_parity_") as folder:
+        run = _runner(Path(folder), [f"--allow-imports={one}" for one in read_command_line(words).allow_imports])
+        try:
+            goal = _train_plain(other, options.steps) if is_plain else run(other)
+            comparison = compare(run(one), goal)
+            turned = turns(one, other, goal, run) if comparison.first is not None else []
+        except RunRefused as refused:
+            print(refused, file=sys.stderr)
+            return 1
+    sizes = {turn.name: max(map(turn.found.size, turn.found.steps)) for turn in turned}
+    # what makes a difference of its own; where each is within its tolerance, the largest
+    names = [name for name, size in sizes.items() if size > 1] or sorted(sizes, key=sizes.__getitem__)[-1:]
+    if options.json:
+        record = dataclasses.asdict(comparison) | {"turned": [dataclasses.asdict(turn) for turn in turned]}
+        print(json.dumps({"equal": not names, "named": names, **record}, indent=1))
+    else:
+        print(_tables(comparison, turned))
+        print(f"\ndifferent: {', '.join(names)}" if names else "\nequal")
+    return 1 if names else 0
 
 
 def _words_against(path: str, words: Sequence[str]) -> list[str]:
     """The words of the other side: a fragment goes over the files of the first one, a recipe in their place."""
-    from lit_fsdp.config.parser import read_command_line, read_yaml
-
-    line, content = read_command_line(words), read_yaml(Path(path))
-    model: Any = content.get("model") or {}
-    is_whole = {"name", "class_path"} & set(model) and content.get("data")
-    files = [path] if is_whole else [*line.files, path]
+    content = read_yaml(Path(path))
+    if not ({"name", "class_path"} & set(content.get("model") or {}) and content.get("data")):
+        return [*words, f"--config={path}"]
+    line = read_command_line(words)
     flags = [word for word in line.words if not word.startswith("--config=")]
-    return [*(f"--config={file}" for file in files), *flags, *(f"--allow-imports={one}" for one in line.allow_imports)]
+    return [f"--config={path}", *flags, *(f"--allow-imports={one}" for one in line.allow_imports)]
 
 
-def _checked(words: Sequence[str], flags: Sequence[str], full: bool, is_plain: bool) -> Any:
-    from lit_fsdp.config.model import PreferenceModelConfig
-    from lit_fsdp.config.parser import PREFERENCE, load_recipe
+def _miniature(run: Any) -> list[str]:
+    """The smoke fragment, with one rank or several, and accumulation or none, as the recipe has it."""
+    ranks = 1 if run.world_size == 1 else 2
+    accumulates = accumulation_steps(run.data, run.world_size or 1, run.trainer["accumulate_grad_batches"]) > 1
+    flags = {
+        "trainer.devices": ranks,
+        "data.global_batch_size": _BATCH,
+        "data.micro_batch_size": 1 if accumulates else _BATCH // ranks,
+    }
+    return [f"--config={shipped('debug') / 'smoke.yaml'}", *(f"--{key}={value}" for key, value in flags.items())]
 
-    recipe = load_recipe(words, "fit", flags)
-    nodes, model = recipe.run.num_nodes if full else 1, recipe.run.model
-    require(nodes == 1, "trainer.num_nodes", nodes, "1: all ranks are started here", "leave --full out")
-    if is_plain:
-        allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
-        require(not isinstance(model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
-        require(not recipe.run.data.streaming, "data.streaming", "true", f"{allowed} in an order of its own", fix)
-    return recipe
+
+def _runner(folder: Path, words: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
+    """Make the function that trains a recipe as ``fit`` does, each one once, and returns its trace."""
+    import torch
+    import yaml
+
+    from lit_fsdp.parity.choices import RunRefused, nested
+    from lit_fsdp.parity.trace import Trace
+
+    done: dict[str, Trace] = {}
+
+    def run(recipe: dict[str, Any]) -> Trace:
+        key = json.dumps(recipe, sort_keys=True)
+        if key not in done:
+            print(f"run {len(done) + 1} ...", file=sys.stderr)
+            values, place = nested(recipe), Path(tempfile.mkdtemp(dir=folder))
+            given = values["trainer"]["callbacks"] or []
+            note = {"class_path": "lit_fsdp.callbacks.trace.StepTrace", "init_args": {"file": f"{place}/trace"}}
+            values["trainer"]["callbacks"] = [*(given if isinstance(given, list) else [given]), note]
+            (place / "given.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+            if failed := run_fit(place, [f"--config={place}/given.yaml", "--samples.prompts=null", *words]):
+                raise RunRefused(failed)
+            done[key] = Trace(**torch.load(place / "trace", weights_only=True))
+        return done[key]
+
+    return run
+
+
+def _train_plain(recipe: dict[str, Any], steps: int) -> Any:
+    """Start the plain loop on the weights, and the rows in the order, that a recipe starts on; its trace."""
+    import torch
+
+    from lit_fsdp import CausalLMDataModule, CausalLMModule
+    from lit_fsdp.parity.choices import nested
+    from lit_fsdp.parity.plain import train_plain
+    from lit_fsdp.parity.trace import Trace
+
+    values = nested(recipe)
+    seed, trainer = values["seed_everything"], values["trainer"]
+    torch.manual_seed(seed)
+    module: Any = CausalLMModule(**values["model"]["init_args"])
+    data = CausalLMDataModule(**values["data"]["init_args"])
+    module.configure_model()
+    data.attach(module.tokenizer, seed, takes_pairs=False)
+    data.prepare(("train",))
+    data.fix_batches(1, None)
+    device = torch.device("cpu" if trainer["accelerator"] == "cpu" or not torch.cuda.is_available() else "cuda")
+    model = module.model.float().train().to(device)
+    optim = module.config.optim
+    rates = [optim.lr * schedule_factor(optim, step, steps) for step in range(steps)]
+    clip = {trainer["gradient_clip_algorithm"] or "norm": trainer["gradient_clip_val"]}
+
+    def batch(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = [
+            [torch.tensor(part, device=device, dtype=torch.int64) for part in row] for row in data.rows_of_step(step)
+        ]
+        return [(ids, ids.where(supervised.bool(), -100)) for ids, supervised in rows]
+
+    def weights() -> list[tuple[str, torch.Tensor]]:
+        return [(f"model.{name}", param) for name, param in model.named_parameters() if param.requires_grad]
+
+    trace = Trace("fp32", "fp32")
+    trace.add(0.0, None, weights())
+    adamw = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps, "weight_decay": optim.weight_decay}
+    for loss, norm in train_plain(model, zip(rates, map(batch, range(steps)), strict=True), adamw, clip):
+        trace.add(loss, norm, weights())
+    return trace
+
+
+def _tables(found: Any, turned: Sequence[Any]) -> str:
+    from lit_fsdp.parity.trace import TOLERANCES
+
+    heads = ("step", "loss", "the other's", "Δ loss", "Δ gradient norm", "Δ weights")
+    rows = [[f"allowed in {found.dtype}", "", "", *(f"{value:.0e}" for value in TOLERANCES[found.dtype])]]
+    for step, (losses, apart) in enumerate(zip(found.losses, found.steps, strict=True)):
+        cells = ["-" if value is None else f"{value:.7g}" for value in losses]
+        rows.append([str(step), *cells, *("-" if value is None else f"{value:.1e}" for value in apart)])
+    heads_of_turns = ("choice", "from", "to", "first step that differs", "by this many tolerances")
+    sizes = [f"{max(map(turn.found.size, turn.found.steps)):.1e}" for turn in turned]
+    firsts = ["-" if turn.found.first is None else str(turn.found.first) for turn in turned]
+    cells_of_turns = [
+        (turn.name, turn.before, turn.after, *by) for turn, *by in zip(turned, firsts, sizes, strict=True)
+    ]
+    tables = [columns([heads, *rows], right=heads), columns([heads_of_turns, *cells_of_turns])]
+    return "\n\n".join(tables if turned else tables[:1])

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
+from lit_fsdp.commands.runs import quiet_flags
 from lit_fsdp.commands.training import run_training_verb
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import require
 from lit_fsdp.host import is_first_process
-
-_SHOWN = 64
-"""Letters of an operator's name."""
 
 
 def run_profile(argv: Sequence[str]) -> int:
@@ -30,7 +29,6 @@ def run_profile(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in the window, after two; default: 3")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
-    from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.metrics.trace import WARMUP_STEPS, advice
 
     require(options.steps >= 1, "--steps", options.steps, ">= 1", "write --steps 3")
@@ -58,17 +56,11 @@ def run_profile(argv: Sequence[str]) -> int:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
         heads = ("operator of rank 0, by itself", "ms", "calls")
-        cells = [(name[:_SHOWN], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
+        cells = [(name[:64], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
         tables = [*(_phases(rank, record) for rank, record in enumerate(records)), columns([heads, *cells], heads[1:])]
         print("\n\n".join([*tables, "\n".join(advice(records))]))
     print(f"\ntraces: {folder}/rank-*.json", file=sys.stderr)
     return 0
-
-
-def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
-    """Flags that let a recipe train without validation, checkpoints and bar, and with ``changes`` of ``trainer``."""
-    quiet = {"enable_checkpointing": "false", "enable_progress_bar": "false", "limit_val_batches": 0, "max_epochs": -1}
-    return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
 
 
 def _phases(rank: int, record: Mapping[str, Any]) -> str:

@@ -14,26 +14,17 @@ def run_report(argv: Sequence[str]) -> int:
     text = "Write the page that ends each fit anew, of a killed run too, or one page that compares runs."
     parser = verb_parser("report", text, "lit-fsdp report runs/smoke")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folders")
-    parser.add_argument(
-        "-o", "--out", type=Path, help="file; default: report.html in the run folder, of several runs here"
-    )
+    out_text = "file; default: report.html in the run folder, of several runs here"
+    parser.add_argument("-o", "--out", type=Path, help=out_text)
     options = parse(parser, argv)
-    from lit_fsdp.report.page import MAX_RUNS, NAME, read_run, write_page
+    from lit_fsdp.report.page import NAME, read_run, write_page
 
-    folders: list[Path] = options.runs
-    require(len(folders) <= MAX_RUNS, "RUN", f"{len(folders)} run folders", f"at most {MAX_RUNS} on one page")
-    runs = [read_run(folder) for folder in folders]
-    for folder, run in zip(folders, runs, strict=True):
-        near = sorted(
-            {file.parent for place in (folder, folder.parent) for file in place.glob("*/metrics.csv")} - {folder}
-        )
-        given = f"{folder}, which {'has no step in a metrics.csv' if folder.is_dir() else 'is no folder'}"
-        allowed = f"a run folder with logged steps{': ' * bool(near)}{', '.join(map(str, near[:5]))}"
+    runs = [read_run(folder) for folder in options.runs]
+    for run in runs:
+        given = f"{run.folder}, which has no step in a metrics.csv"
         fix = "name the trainer.default_root_dir of a fit; trainer.log_every_n_steps: 1 lets it log every step"
-        require(run.metrics or run.not_finite, "RUN", given, allowed, fix)
-    out: Path = options.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    fix = f"mkdir -p {out.parent}, or name another"
-    require(out.parent.is_dir() and not out.is_dir(), "--out", out, "a file in a folder that exists", fix)
+        require(run.metrics, "RUN", given, "a run folder with logged steps", fix)
+    out: Path = options.out or (runs[0].folder / NAME if len(runs) == 1 else Path(NAME))
     write_page(runs, out)
     print(out)
     return 0

@@ -1,9 +1,8 @@
 """Where the time of an optimizer step goes, from a Chrome trace of :mod:`torch.profiler`, on a GPU or a CPU.
 
-A trace that holds kernels is judged by its device: what its streams do is computing, copies included, and what NCCL's
-kernels do is communication. Else it is judged by its threads: an operator of a library (``aten::mm``) is computing, and
-so is one that calls no other, while autograd's own only call others; what c10d and gloo's threads do is communication.
-While a collective runs, a rank may only be waiting for a slower one.
+A trace that holds kernels is judged by its streams: copies are computing, NCCL's kernels communication. Else it is
+judged by its threads: an operator of a library (``aten::mm``) is computing, while autograd's own only call others; what
+c10d and gloo's threads do is communication. While a collective runs, a rank may only be waiting for a slower one.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ COLUMNS = ("all", "compute", "communication", "exposed communication", "idle")
 _DEVICE, _LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 _COMMUNICATION = re.compile("nccl|gloo:|c10d", re.IGNORECASE)
 _LIBRARY = re.compile("(?!autograd::|torch::autograd::).*::")
-_TOP = 8
+_Intervals = list[tuple[float, float]]
 
 
 def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trace tells, as JSON can hold it; all times are ms per optimizer step.
+    """What a trace tells, as JSON can hold it: ms per optimizer step of :data:`COLUMNS` for each of :data:`PHASES`.
 
     Communication is exposed while nothing is computed, and a rank is idle while it does neither: ``all`` is
     ``compute`` + ``exposed communication`` + ``idle``. On a device a phase ends when all that was launched until its
     mark ended is done, so that the phases add up to the step there as well. ``trace`` is as ``export_chrome_trace``
     writes it, with the marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow` and of ``profile.step()``.
-
-    Returns:
-        ``steps`` in the window, ``on`` (``device`` or ``threads``), ``phases`` with a row of :data:`COLUMNS` for each
-        of :data:`PHASES`, ``operators`` with name, ms and calls of those that take longest by themselves.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = len({event["name"] for event in events if event["name"].startswith("ProfilerStep#")})
@@ -45,11 +40,9 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
     marks.sort(key=lambda event: event["ts"])
     borders = [*(mark["ts"] for mark in marks), marks[-1]["ts"] + marks[-1]["dur"]]
     on_device = any(event.get("cat") == "kernel" for event in events)
+    compute, communication = _work(events, on_device)
     if on_device:
-        compute, communication, operators = _of_device(events)
         borders = _done_at(borders, events)
-    else:
-        compute, communication, operators = _of_threads(events)
     lengths = np.diff(borders)
     computing, communicating, busy = (_covered(of, borders) for of in (compute, communication, compute + communication))
     rows = np.stack([lengths, computing, communicating, busy - computing, lengths - busy], axis=1) / 1000 / steps
@@ -58,30 +51,25 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
         phase = phases[mark["name"].removeprefix(PREFIX)]
         for column, ms in zip(COLUMNS, row, strict=True):
             phase[column] += ms
-    longest = sorted(operators.items(), key=lambda item: -sum(item[1]))[:_TOP]
-    return {
-        "steps": steps,
-        "on": "device" if on_device else "threads",
-        "phases": phases,
-        "operators": [(name, sum(each) / 1000 / steps, len(each) / steps) for name, each in longest],
-    }
+    return {"steps": steps, "on": "device" if on_device else "threads", "phases": phases}
 
 
-_Intervals = list[tuple[float, float]]
-_Found = tuple[_Intervals, _Intervals, Mapping[str, list[float]]]
-"""Intervals of computing and of communication, and the times that each operator takes by itself, in microseconds."""
-
-
-def _of_device(events: Iterable[Mapping[str, Any]]) -> _Found:
-    compute: _Intervals = []
-    communication: _Intervals = []
-    operators = defaultdict(list)
-    for event in events:
-        if event.get("cat") in _DEVICE:
-            kind = communication if _COMMUNICATION.search(event["name"]) else compute
-            kind.append((event["ts"], event["ts"] + event["dur"]))
-            operators[event["name"]].append(event["dur"])
-    return compute, communication, operators
+def _work(events: Iterable[Mapping[str, Any]], on_device: bool) -> tuple[_Intervals, _Intervals]:
+    """When something is computed, and when something is communicated."""
+    found: tuple[_Intervals, _Intervals] = ([], [])
+    until: dict[Any, float] = defaultdict(float)  # by thread, the end of its communication: of all that is inside too
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        kind, communicates = event.get("cat"), bool(_COMMUNICATION.search(event["name"]))
+        is_work = kind in _DEVICE
+        if not on_device:
+            is_work = kind == "cpu_op" and (communicates or bool(_LIBRARY.match(event["name"])))
+            is_work = is_work or (communicates and kind == "user_annotation")
+        if is_work and event["ts"] >= until[event["tid"]]:
+            end = event["ts"] + event["dur"]
+            found[communicates].append((event["ts"], end))
+            if communicates:
+                until[event["tid"]] = end
+    return found
 
 
 def _done_at(borders: Sequence[float], events: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -93,40 +81,7 @@ def _done_at(borders: Sequence[float], events: Sequence[Mapping[str, Any]]) -> l
     }
     work = [event for event in events if event.get("cat") in _DEVICE]
     ends = [(launched.get(one["args"].get("correlation"), one["ts"]), one["ts"] + one["dur"]) for one in work]
-    ends.sort(reverse=True)
-    found, latest = [], 0.0
-    for border in borders:
-        while ends and ends[-1][0] < border:
-            latest = max(latest, ends.pop()[1])
-        found.append(max(border, latest))
-    return found
-
-
-def _of_threads(events: Iterable[Mapping[str, Any]]) -> _Found:
-    compute: _Intervals = []
-    communication: _Intervals = []
-    operators, threads = defaultdict(list), defaultdict(list)
-    for event in events:
-        communicates = bool(_COMMUNICATION.search(event["name"]))
-        if event.get("cat") == "cpu_op" or (communicates and event.get("cat") == "user_annotation"):
-            threads[event["tid"]].append((event["ts"], -event["dur"], event["name"], communicates))
-    for calls in threads.values():
-        open_calls: list[list[Any]] = []  # end, own time, name, whether it communicates, whether it calls another
-        calls.sort()
-        for start, minus, name, communicates in [*calls, (float("inf"), 0.0, "", False)]:
-            while open_calls and open_calls[-1][0] <= start:
-                end, own, one, is_communication, has_inner, begin = open_calls.pop()
-                operators[one].append(own)
-                inside = any(outer[3] for outer in open_calls)
-                if is_communication and not inside:
-                    communication.append((begin, end))
-                elif not inside and (_LIBRARY.match(one) or not has_inner):
-                    compute.append((begin, end))
-            if open_calls:
-                open_calls[-1][1] += minus
-                open_calls[-1][4] = True
-            open_calls.append([start - minus, -minus, name, communicates, False, start])
-    return compute, communication, operators
+    return [max(border, *(end for start, end in ends if start < border), 0.0) for border in borders]
 
 
 def _covered(intervals: _Intervals, borders: Sequence[float]) -> Any:
@@ -145,31 +100,21 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
         pairs = zip(records, totals, strict=True)
         return max(sum(record["phases"][phase][column] for phase in phases) / total["all"] for record, total in pairs)
 
-    computed = [total["compute"] for total in totals]
-    waits, exposed = share("all", "data wait"), share("exposed communication", *PHASES)
-    steps, idle = share("all", "optimizer"), share("idle", "forward", "backward")
-    found = [
-        (waits >= 0.1, f"{waits:.0%} of the step waits for data: data.num_workers: 2 reads ahead in processes"),
+    cases = [
+        (share("all", "data wait"), 0.1, "of the step waits for data: data.num_workers: 2 reads ahead in processes"),
         (
-            min(computed) < 0.85 * max(computed),
-            f"ranks compute {min(computed):.1f} to {max(computed):.1f} ms of a step, and the others' communication is "
-            "waiting for the slowest: data.packing: true gives all of them as many tokens",
+            share("exposed communication", *PHASES),
+            0.15,
+            "of the step is communication that nothing hides: a larger data.micro_batch_size sends the same for more "
+            "tokens; sharding: shard_grad_op gathers once per step, hybrid_shard inside a node only",
         ),
         (
-            exposed >= 0.15,
-            f"{exposed:.0%} of the step is communication that nothing hides: a larger data.micro_batch_size sends the "
-            "same for more tokens; sharding: shard_grad_op gathers once per step, hybrid_shard inside a node only",
-        ),
-        (
-            steps >= 0.25,
-            f"{steps:.0%} of the step is the optimizer's: a larger data.global_batch_size steps less often",
-        ),
-        (
-            idle >= 0.25,
-            f"for {idle:.0%} of the step nothing runs while operators are being called: a larger "
-            "data.micro_batch_size, or the strategy's compile: true, makes them fewer and larger",
+            share("idle", "forward", "backward"),
+            0.25,
+            "of the step nothing runs while operators are being called: a larger data.micro_batch_size, or the "
+            "strategy's compile: true, makes them fewer and larger",
         ),
     ]
     least = min(total["compute"] / total["all"] for total in totals)
     nothing = f"nothing stands out: computing takes {least:.0%} of the step; lit-fsdp bench compares choices"
-    return [text for is_large, text in found if is_large] or [nothing]
+    return [f"{part:.0%} {text}" for part, large, text in cases if part >= large] or [nothing]

@@ -1,4 +1,4 @@
-"""What a recipe is measured against: a loop in plain PyTorch, one process, without a line of lit_fsdp.
+"""What a recipe is measured against: a loop in plain PyTorch, one process, fp32, without a line of lit_fsdp.
 
 Every optimizer step takes the rows of one global batch, one after the other and without padding, and the mean of the
 cross-entropy over all their supervised tokens.
@@ -11,30 +11,18 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Token ids and labels of a conversation, int64 (T,); -100 where nothing is supervised."""
 
 
-def load_plain(folder: str, trained: set[str]) -> Any:
-    """The model of a folder as transformers builds it, in fp32, in which only the parameters named are trained."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    for name, param in model.named_parameters():
-        param.requires_grad_(name in trained)
-    return model
-
-
 def train_plain(
     model: Any, batches: Iterable[tuple[float, list[Row]]], adamw: dict[str, Any], clip: dict[str, float | None]
 ) -> Iterator[tuple[float, float]]:
-    """Train step by step; yields the loss and the gradient norm, before clipping, of each.
+    """Train a causal LM step by step; yields the loss and the gradient norm, before clipping, of each.
 
-    Args:
-        model: Its forward gives logits.
-        batches: The learning rate and the rows of every step.
-        adamw: Its ``betas``, ``eps``, and the ``weight_decay`` of matrices.
-        clip: By ``norm`` or by ``value``; None: not at all.
+    ``batches`` are the learning rate and the rows of every step, ``adamw`` has its ``betas``, ``eps`` and the
+    ``weight_decay`` of matrices, and ``clip`` a limit by ``norm`` or by ``value``, None for none.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import zip_longest
 
 import torch
 
@@ -13,18 +13,11 @@ _MOST = 2**14
 """Elements kept of a parameter, evenly spread over it, or nearly twice as many; of a miniature that is all."""
 
 
-class Apart(NamedTuple):
-    """Relative differences of two runs in one step, or how large they may be."""
-
-    loss: float | None
-    """None where one of them does not tell; so also of the norm."""
-    gradient_norm: float | None
-    weights: float
-    """‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
-
-
-TOLERANCES = {"fp32": Apart(1e-5, 1e-4, 1e-3), "fp16": Apart(1e-3, 1e-2, 2e-1), "bf16": Apart(1e-2, 5e-2, 5e-1)}
-"""By dtype, the finest first; in fp32 only the order of summation may differ."""
+Apart = tuple[float | None, float | None, float]
+"""Relative differences of two runs in one step: of loss and gradient norm, None where one of them does not tell, and
+‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
+TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-3), "fp16": (1e-3, 1e-2, 2e-1), "bf16": (1e-2, 5e-2, 5e-1)}
+"""How large they may be, by dtype, the finest first; in fp32 only the order of summation may differ."""
 
 
 @dataclass
@@ -48,40 +41,22 @@ class Trace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other."""
+    """Two runs beside each other, step by step; step 0 is before the first."""
 
     dtype: str
     """That decides what is allowed."""
-    allowed: Apart
     losses: list[tuple[float | None, float | None]]
-    """Of both; step 0 is before the first. Of a step that one of them has not taken, its loss is nan."""
     steps: list[Apart]
 
     @property
     def first(self) -> int | None:
         """The first step in which they differ by more than is allowed."""
-        return next((step for step in range(len(self.steps)) if self.beyond(step)), None)
+        return next((number for number, step in enumerate(self.steps) if self.size(step) > 1), None)
 
-    def beyond(self, step: int) -> str:
-        """What differs in a step by more than is allowed, in words."""
-        found = [
-            (name.replace("_", " "), value)
-            for name, value, most in zip(Apart._fields, self.steps[step], self.allowed, strict=True)
-            if value is not None and most is not None and not value <= most
-        ]
-        return ", ".join(f"{name} {value:.1e}" for name, value in found)
-
-    @property
-    def untold(self) -> list[str]:
-        """What could not be compared."""
-        taken = self.steps[1:2]
-        return [name.replace("_", " ") for step in taken for name in Apart._fields if getattr(step, name) is None]
-
-    @property
-    def size(self) -> float:
-        """The largest difference in units of what is allowed."""
-        pairs = [pair for step in self.steps for pair in zip(step, self.allowed, strict=True)]
-        return max(value / most for value, most in pairs if value is not None and most is not None)
+    def size(self, step: Apart) -> float:
+        """The largest difference in a step in units of what is allowed."""
+        pairs = zip(step, TOLERANCES[self.dtype], strict=True)
+        return max(math.inf if math.isnan(value) else value / most for value, most in pairs if value is not None)
 
 
 def compare(one: Trace, other: Trace) -> Comparison:
@@ -92,17 +67,13 @@ def compare(one: Trace, other: Trace) -> Comparison:
     order = list(TOLERANCES)
     reduce = min(one.reduce_dtype, other.reduce_dtype, key=order.index)
     dtype = max(one.compute_dtype, other.compute_dtype, reduce, key=order.index)
-    losses = list(zip(one.losses, other.losses, strict=False))
-    norms = list(zip(one.gradient_norms, other.gradient_norms, strict=False))
+    losses = list(zip_longest(one.losses, other.losses, fillvalue=math.nan))  # of a step that one has not taken
+    norms = list(zip_longest(one.gradient_norms, other.gradient_norms))
     steps = [
-        Apart(_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
+        (_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
         for step in range(len(losses))
     ]
-    if len(one.losses) != len(other.losses):  # one of them ended early
-        longer = one.losses[len(losses) :] or other.losses[len(losses) :]
-        losses.append((longer[0], math.nan) if len(one.losses) > len(other.losses) else (math.nan, longer[0]))
-        steps.append(Apart(math.inf, None, math.inf))
-    return Comparison(dtype, TOLERANCES[dtype], losses, steps)
+    return Comparison(dtype, losses, steps)
 
 
 def _relative(one: float | None, other: float | None) -> float | None:
@@ -110,14 +81,13 @@ def _relative(one: float | None, other: float | None) -> float | None:
         return None
     if one == other:
         return 0.0
-    apart = abs(one - other) / max(abs(one), abs(other))
-    return math.inf if math.isnan(apart) else apart
+    return abs(one - other) / max(abs(one), abs(other))
 
 
 def _weights_apart(one: Trace, other: Trace, step: int) -> float:
+    if step >= min(len(one.weights), len(other.weights)) or one.weights[step].keys() != other.weights[step].keys():
+        return math.inf  # one of them has ended, or other parameters are trained
     ours, theirs, start = one.weights[step], other.weights[step], one.weights[0]
-    if ours.keys() != theirs.keys():
-        return math.inf  # other parameters are trained
     apart = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
     moved = sum(float((ours[name] - start[name] * bool(step)).double().square().sum()) for name in ours)
     return math.sqrt(apart / max(moved, 1e-30))

@@ -25,66 +25,40 @@ from lit_fsdp.plan.simulate import StepMemory, step_memory
 
 T = TypeVar("T")
 
+# Assumed: what no tensor shows on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS); the share of its
+# memory that tensors may fill, without what the driver keeps and what fragments; of a node, one port of 400 Gbit/s in
+# each direction; the share of the peak at which blocks compute; a step of a ring, whatever it carries, on InfiniBand.
 OVERHEAD_BYTES = int(1.5 * 2**30)
-"""Taken on every GPU by what no tensor shows: the CUDA context, NCCL's buffers, workspaces of cuBLAS."""
 USABLE = 0.97
-"""Share of a GPU's memory that tensors may fill: what the driver keeps and what fragments is not there."""
 NETWORK_GB_PER_SECOND = 50.0
-"""Of a node in each direction, in 10**9 bytes, where nothing else is said: one 400 Gbit/s port."""
 PEAK_SHARE = 0.4
-"""Share of a GPU's peak rate at which blocks compute, where nothing else is said."""
 RING_STEP_SECONDS = 1e-5
-"""Assumed for one step of a ring whatever it carries; a network of InfiniBand class."""
 _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 2, "hybrid_shard_zero2": 1}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the rank that holds most."""
+    """Bytes of the rank that holds most between steps, which ``offloads`` puts in host memory, and at work.
+
+    ``largest_tensor`` is what a load holds at most beside the shards.
+    """
 
     parameters: int
     gradients: int
-    """Between steps; whether they are there at the highest moment, ``step`` knows."""
     optimizer: int
     step: StepMemory
     largest_tensor: int
-    """In storage dtype: what a load holds at most beside the shards."""
     offloads: bool
-    """Whether parameters, gradients and optimizer state are in host memory."""
 
     @property
     def peak(self) -> int:
         """At the highest moment of a step, on the device."""
-        if self.offloads:
-            return self.step.total - self.step.gradients
-        return self.parameters + self.optimizer + self.step.total
+        state = -self.step.gradients if self.offloads else self.parameters + self.optimizer
+        return state + self.step.total
 
     def room(self, gib: float) -> float:
         """Bytes that are left on a GPU of this size; below 0 if it does not fit."""
         return gib * USABLE * 2**30 - OVERHEAD_BYTES - self.peak
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step, by arithmetic."""
-
-    compute: float
-    communication: float
-    exposed: float
-    """Part of the communication that nothing hides: what exceeds the computation, the first gather, the last
-    reduction."""
-    tokens: float
-    """Of the global batch."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.compute + self.exposed
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all ranks."""
-        return self.tokens / self.seconds
 
 
 def _once(function: Callable[..., T]) -> Callable[..., T]:
@@ -103,48 +77,51 @@ def _once(function: Callable[..., T]) -> Callable[..., T]:
 
 @_once
 def rank_memory(run: RunConfig) -> RankMemory:
-    """Simulate a step of a checked recipe with a known number of ranks and lit_fsdp's own model and strategy.
-
-    Raises:
-        ConfigError: The model's config is not at hand, or its step cannot be followed without values.
-    """
+    """Simulate a step of a checked recipe with a known number of ranks and lit_fsdp's own model and strategy."""
     assert run.world_size is not None
     strategy, state = settled_strategy(run), _largest_state(run)
-    hf_config = resolve_architecture(run.model)
+    params = list(_planned(run)[0].parameters())
     steps = accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
-    pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
-    shape = run.data.micro_batch_size * pair, run.data.max_seq_length
+    rows_per_sample = 1 + isinstance(run.model, PreferenceModelConfig)
+    shape = run.data.micro_batch_size * rows_per_sample, run.data.max_seq_length
     mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     on_cpu = device_type(run) == "cpu"
-    step = step_memory(hf_config, run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
+    step = step_memory(run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
         # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
-        trained = sum(p.numel() for p in _planned(run)[0].parameters() if p.requires_grad)
-        waiting = trained * TORCH_DTYPES[row.reduce].itemsize
+        waiting = sum(p.numel() for p in params if p.requires_grad) * TORCH_DTYPES[row.reduce].itemsize
         step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
-    size = TORCH_DTYPES[row.param].itemsize
     return RankMemory(
         parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
         optimizer=state["optimizer_bytes"],
         step=step,
-        largest_tensor=max(p.numel() for p in _planned(run)[0].parameters()) * size,
+        largest_tensor=max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize,
         offloads=strategy.offloads,
     )
 
 
 def least_bytes(run: RunConfig) -> int:
-    """What the rank that holds most keeps, whatever the batch: no step is simulated.
-
-    Parameters, gradients and optimizer state, and all weights where they stay gathered until the backward pass.
-    """
-    strategy, state = settled_strategy(run), _largest_state(run)
+    """What the rank that holds most keeps, whatever the batch, weights that stay gathered included; not simulated."""
+    strategy = settled_strategy(run)
     if strategy.offloads:
         return 0
     stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
     size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
-    return _state_of(state) + stays * size * sum(p.numel() for p in _planned(run)[0].parameters())
+    return _state_of(_largest_state(run)) + stays * size * sum(p.numel() for p in _planned(run)[0].parameters())
+
+
+def zero_table(run: RunConfig) -> dict[str, int]:
+    """Bytes of parameters, gradients and AdamW state per rank: whole, and by the stages of ZeRO (arXiv:1910.02054)."""
+    assert run.world_size is not None
+    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False)
+    whole = _largest_state(dataclasses.replace(run, strategy=alone))
+    kinds = [whole[f"{kind}_bytes"] for kind in ("optimizer", "gradient", "parameter")]
+    found = {}
+    for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        found[name] = sum(-(-size // run.world_size) if i < stage else size for i, size in enumerate(kinds))
+    return found
 
 
 def _largest_state(run: RunConfig) -> dict[str, int]:
@@ -184,14 +161,11 @@ def _state_of(rank: dict[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one optimizer step sends."""
+    """What one optimizer step sends: from a rank to its neighbor, and out of a node in so many steps of rings."""
 
     rank_bytes: float
-    """From each rank to its neighbor, over whatever link is between them."""
     node_bytes: float
-    """Out of each node over the network; 0 on one node."""
     ring_steps: int
-    """One after another, in rings that leave a node."""
 
     def seconds(self, bytes_per_second: float) -> float:
         """Time on the network at this rate per node and direction, if nothing hides it."""
@@ -209,25 +183,12 @@ def step_traffic(
     forwards: int = 1,
     reductions: int = 1,
 ) -> Traffic:
-    """Count what an optimizer step sends.
+    """Count what an optimizer step sends at most: the root unit stays gathered, and small messages go in trees.
 
     Parameters are gathered for the forward and, unless they stay gathered (``shard_grad_op``, ``hybrid_shard_zero2``),
     again for the backward pass; gradients are reduce-scattered over the ranks of a copy and all-reduced over copies.
-
-    Args:
-        num_params: Of the model.
-        num_units: FSDP units; each is gathered and reduced by itself.
-        sharding: How often.
-        mesh: Copies of the model, and ranks that share one: whole nodes, or a part of one.
-        ranks_per_node: Of nodes that are alike.
-        gather_bytes: Per parameter: compute dtype.
-        reduce_bytes: Per parameter: reduce dtype, times the share of what is trained.
-        forwards: Of each rank per step; gathers are repeated.
-        reductions: As many with ``sync_each_micro_batch: true``, else 1.
-
-    Returns:
-        Upper bounds where less is sent: the root unit stays gathered, and NCCL all-reduces small messages in trees,
-        which take fewer steps.
+    ``mesh`` is copies of the model and ranks that share one: whole nodes, or a part of one; ``gather_bytes`` and
+    ``reduce_bytes`` are per parameter, ``forwards`` and ``reductions`` per step.
 
     Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
     """
@@ -245,42 +206,49 @@ def step_traffic(
     return Traffic(inside + across, node_bytes, steps * num_units)
 
 
-def step_time(run: RunConfig, gpu: Gpu, share: float = PEAK_SHARE, network: float = NETWORK_GB_PER_SECOND) -> StepTime:
-    """Seconds of an optimizer step, from operations and bytes; all samples are as long as they may be.
+def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
+    """Seconds of an optimizer step by arithmetic, and the rate over all ranks; all samples are as long as they may be.
 
-    ``share`` is that of :data:`PEAK_SHARE`, ``network`` that of :data:`NETWORK_GB_PER_SECOND`.
-
-    Raises:
-        ValueError: No operations are known for this architecture, or the GPU has no peak rate for the precision.
+    ``exposed`` is the communication that nothing hides: what exceeds the computation, the first gather, the last
+    reduction. None: no operations are known for this architecture, or no peak rate for the precision.
     """
     assert run.world_size is not None
-    strategy, model = settled_strategy(run), _planned(run)[0].model
-    row, world = strategy.precision_config.row, run.world_size
-    kind = "fp8" if strategy.precision_config.mode == "fp8" else row.compute
-    if kind not in gpu.tflops:
-        raise ValueError(f"{gpu.name} does not multiply in {kind}")
-    formula = flop_formula(model)
+    strategy, model, world = settled_strategy(run), _planned(run)[0].model, run.world_size
+    row = strategy.precision_config.row
+    peak = (gpu.tflops if gpu else {}).get("fp8" if strategy.precision_config.mode == "fp8" else row.compute)
+    try:
+        formula = flop_formula(model)
+    except ValueError:
+        return None
+    if gpu is None or peak is None:
+        return None
     global_rows = run.data.global_batch_size or DEFAULT_BATCH
-    pair = 2 if isinstance(run.model, PreferenceModelConfig) else 1
-    tokens = float(global_rows * pair * run.data.max_seq_length)
+    tokens = float(global_rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length)
     counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": tokens * run.data.max_seq_length}
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
-    compute = operations / world / (gpu.tflops[kind] * 1e12 * share)
+    compute = operations / world / (peak * 1e12 * PEAK_SHARE)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_units = len(formula.blocks) + 2
-    gather_bytes, reduce_bytes = TORCH_DTYPES[row.compute].itemsize, TORCH_DTYPES[row.reduce].itemsize * trained / total
-    sharding = strategy.sharding if strategy.is_sharded else "no_shard"
-    mesh = mesh_shape(strategy, run.num_nodes, world)
-    forwards = global_rows // (run.data.micro_batch_size * world)
-    repeats = forwards, forwards if strategy.sync_each_micro_batch else 1
-    per_node = world // run.num_nodes
-    traffic = step_traffic(total, num_units, sharding, mesh, per_node, gather_bytes, reduce_bytes, *repeats)
-    inside = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
-    communication = max(inside, traffic.seconds(network * 1e9)) if run.num_nodes > 1 else inside
+    num_units, forwards = len(formula.blocks) + 2, global_rows // (run.data.micro_batch_size * world)
+    traffic = step_traffic(
+        total,
+        num_units,
+        strategy.sharding if strategy.is_sharded else "no_shard",
+        mesh_shape(strategy, run.num_nodes, world),
+        ranks_per_node=world // run.num_nodes,
+        gather_bytes=TORCH_DTYPES[row.compute].itemsize,
+        reduce_bytes=TORCH_DTYPES[row.reduce].itemsize * trained / total,
+        forwards=forwards,
+        reductions=forwards if strategy.sync_each_micro_batch else 1,
+    )
+    communication = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
+    if run.num_nodes > 1:
+        communication = max(communication, traffic.seconds(NETWORK_GB_PER_SECOND * 1e9))
     ends = 2 * communication / num_units / forwards
-    return StepTime(compute, communication, max(communication - compute, min(ends, communication)), tokens)
+    exposed = max(communication - compute, min(ends, communication))
+    rate = tokens / (compute + exposed)
+    return {"compute": compute, "communication": communication, "exposed": exposed, "tokens_per_second": rate}
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:
@@ -296,18 +264,3 @@ def compared_memory(run: RunConfig, folder: Path) -> str:
         return f"peak memory was not predicted: {error}"
     measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
     return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"
-
-
-def zero_table(run: RunConfig) -> dict[str, int]:
-    """Bytes of parameters, gradients and AdamW state per rank: whole everywhere, and by the stages of ZeRO.
-
-    Source: ZeRO, arXiv:1910.02054, figure 1.
-    """
-    assert run.world_size is not None
-    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False)
-    whole = _largest_state(dataclasses.replace(run, strategy=alone))
-    kinds = [whole[f"{kind}_bytes"] for kind in ("optimizer", "gradient", "parameter")]
-    found = {}
-    for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
-        found[name] = sum(-(-size // run.world_size) if i < stage else size for i, size in enumerate(kinds))
-    return found

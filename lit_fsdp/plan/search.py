@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,15 +21,15 @@ from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
 from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
-from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, StepTime, least_bytes, rank_memory
+from lit_fsdp.metrics.hardware import Gpu
+from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, least_bytes, rank_memory, step_time
 
 _MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
+_WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
 _SECONDS = 120
 """After which a run that ran out of memory ends without advice."""
-TimeOf = Callable[[RunConfig], StepTime | None]
-"""The time of a step; None where no rate is known."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,26 @@ class Choice:
     """One way to run a recipe."""
 
     run: RunConfig
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any]
     """Keys of the recipe that are other ones, with their values."""
 
     @property
     def words(self) -> str:
         """Engine, sharding, activation checkpointing and the like in a few words."""
-        strategy = self.run.strategy
-        parts: list[str] = [strategy.engine, strategy.sharding] if strategy.is_sharded else [strategy.engine]
-        mode = strategy.activation_config.mode
-        parts += [] if mode == "none" else [f"recompute {mode}"]
-        parts += ["cpu_offload"] if strategy.offloads else []
-        lora = self.run.model.lora
-        if lora is not None:
-            parts.append("LoRA" if lora.quantize is None else f"QLoRA ({lora.quantize})")
-        return ", ".join(parts)
+        strategy, lora, mode = self.run.strategy, self.run.model.lora, self.run.strategy.activation_config.mode
+        parts = [
+            strategy.engine,
+            strategy.sharding if strategy.is_sharded else "",
+            f"recompute {mode}" if mode != "none" else "",
+            "cpu_offload" if strategy.offloads else "",
+            "" if lora is None else f"QLoRA ({lora.quantize})" if lora.quantize else "LoRA",
+        ]
+        return ", ".join(filter(None, parts))
 
-    @property
-    def flags(self) -> list[str]:
-        """The changes, to be pasted behind the command of a run."""
-        values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in self.changes.items())
-        return [f"--{key} {value}" for key, value in values]
+
+def flags_of(changes: Mapping[str, Any]) -> list[str]:
+    """Changes of a recipe, to be pasted behind the command of a run."""
+    return [f"--{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
 
 
 def with_rows(run: RunConfig, rows: int) -> RunConfig:
@@ -66,25 +66,14 @@ def with_rows(run: RunConfig, rows: int) -> RunConfig:
 
 
 def largest_rows(run: RunConfig, gib: float) -> int:
-    """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does.
-
-    The answer is simulated, and so is the next one that does not fit; what a row more needs only tells where to look.
-    """
+    """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does."""
     total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
-    one = rank_memory(with_rows(run, 1))
-    if one.room(gib) < 0:
-        return 0
-    best, left, each = 1, allowed[1:], float(one.step.kept + one.step.block)
-    while left:
-        rows = max((rows for rows in left if each * (rows - 1) <= one.room(gib)), default=left[0])
-        more = rank_memory(with_rows(run, rows))
-        each = max(1, more.peak - one.peak) / (rows - 1)
-        if more.room(gib) >= 0:
-            best, left = rows, [other for other in left if other > rows]
-        else:
-            left = [other for other in left if other < rows]
-    return best
+
+    def is_too_large(rows: int) -> bool:
+        return rank_memory(with_rows(run, rows)).room(gib) < 0
+
+    return 0 if is_too_large(allowed[0]) else allowed[bisect.bisect_left(allowed, True, lo=1, key=is_too_large) - 1]
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
@@ -95,16 +84,15 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Itera
     world = run.world_size or 1
     kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
     if world > 1:
-        kinds += [{"engine": "fsdp2", "sharding": "shard_grad_op"}, {"engine": "fsdp2", "sharding": "full_shard"}]
+        kinds += [{"engine": "fsdp2", "sharding": "shard_grad_op"}, {"engine": "fsdp2"}]
     if run.num_nodes > 1 and world > run.num_nodes:
         kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
-    offload = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True}
-    neutral = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False}
+    offload = {"engine": "fsdp2", "cpu_offload": True}
     for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes:
-                choice = changed(run, {**neutral, **kind, "activation_checkpointing": mode}, lora)
-                if choice is not None:
+                values = {**_WHOLE, "cpu_offload": False, **kind, "activation_checkpointing": mode}
+                if choice := changed(run, values, lora):
                     yield choice
 
 
@@ -126,109 +114,92 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     return Choice(other, changes)
 
 
-def judge(choice: Choice, gib: float, time_of: TimeOf) -> tuple[Choice, dict[str, Any]]:
-    """Simulate a choice at the largest micro-batch that fits, or with one row; returns it so, and what is predicted."""
+def judge(choice: Choice, gib: float, gpu: Gpu | None) -> dict[str, Any]:
+    """Predict of a choice at the largest micro-batch that fits, or with one row."""
     rows = largest_rows(choice.run, gib)
     run = with_rows(choice.run, max(1, rows))
-    taken = time_of(run) if rows else None
+    taken = step_time(run, gpu) if rows else None
     key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
-    known = Choice(run, choice.changes | key)
-    return known, {
-        "choice": known.words,
-        "changes": known.changes,
+    return {
+        "choice": choice.words,
+        "changes": choice.changes | key,
         "fits": rows > 0,
         "micro_batch_size": rows,
         "peak": rank_memory(run).peak,
-        "tokens_per_second": taken.tokens_per_second if taken else None,
+        "tokens_per_second": taken["tokens_per_second"] if taken else None,
     }
 
 
-def search(run: RunConfig, gib: float, time_of: TimeOf) -> list[tuple[Choice, dict[str, Any]]]:
+def search(run: RunConfig, gib: float, gpu: Gpu | None) -> list[dict[str, Any]]:
     """Judge every choice: those that fit, the fastest first, then those that do not, the smallest first."""
     found = []
     for choice in choices(run):
         print(f"judging {choice.words}", file=sys.stderr)
         try:
-            found.append(judge(choice, gib, time_of))
+            found.append(judge(choice, gib, gpu))
         except ConfigError as error:  # a package that is not here
             print(f"{choice.words}: {error.given}", file=sys.stderr)
 
-    def order(judged: tuple[Choice, dict[str, Any]]) -> tuple[Any, ...]:
-        known, record = judged
+    def order(record: dict[str, Any]) -> tuple[Any, ...]:
         # what moves to the host comes last: how long that takes is not counted
-        offloads = known.run.strategy.offloads
+        offloads = "cpu_offload" in record["choice"]
         return not record["fits"], offloads, -(record["tokens_per_second"] or 0.0), record["peak"]
 
     return sorted(found, key=order)
 
 
-def recommend(run: RunConfig, gib: float, time_of: TimeOf) -> tuple[tuple[Choice, dict[str, Any]] | None, list[str]]:
+def recommend(run: RunConfig, gib: float, gpu: Gpu | None) -> tuple[dict[str, Any] | None, list[str]]:
     """The first choice that fits, in the order in which they cost time, and what was wrong with those before it."""
     reasons: list[str] = []
     for choice in choices(run, ("none", "full")):
         try:
             least = least_bytes(choice.run)
-            why = f"{choice.words} keeps {least / 2**30:.1f} GiB, whatever the batch"
             if least <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
-                memory = rank_memory(with_rows(choice.run, 1))
-                if memory.room(gib) >= 0:
-                    return judge(choice, gib, time_of), reasons
-                why = f"{choice.words} needs {memory.peak / 2**30:.1f} GiB with one row"
+                record = judge(choice, gib, gpu)
+                if record["fits"]:
+                    return record, reasons
+                least = record["peak"]
+            reasons.append(f"{choice.words} needs at least {least / 2**30:.1f} GiB")
         except ConfigError as error:  # a package that is not here
-            why = f"{choice.words}: {error.given}"
-        reasons.append(why)
+            reasons.append(f"{choice.words}: {error.given}")
     return None, reasons
 
 
-class Saving(NamedTuple):
-    """One change of a recipe, and the bytes that the rank which holds most needs less at its highest moment."""
-
-    num_bytes: int
-    flags: str
-    """To be pasted behind the command of the run."""
-    remark: str
-
-
-def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[Saving]:
+def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[dict[str, Any]]:
     """Simulate every change that takes less memory, each by itself; those that cost least come first.
 
-    ``run`` has a ``data.global_batch_size``; ``names_accumulation``: the recipe says
-    ``trainer.accumulate_grad_batches``, which then has to follow.
+    Each is ``num_bytes`` that the rank which holds most needs less at its highest moment, ``flags`` to be pasted behind
+    the command of the run, and a ``remark``. ``run`` has a ``data.global_batch_size``; ``names_accumulation``: the
+    recipe says ``trainer.accumulate_grad_batches``, which then has to follow.
     """
     before = rank_memory(run).peak
-    for choice, remark in _lighter(run, names_accumulation):
+    for remark, choice in _lighter(run, names_accumulation):
         try:
-            saved = before - rank_memory(choice.run).peak
+            saved = before - rank_memory(choice.run).peak if choice else 0
         except ConfigError:  # a package that is not here
             continue
-        if saved > 0:
-            yield Saving(saved, " ".join(choice.flags), remark)
+        if choice and saved > 0:
+            yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}
 
 
-def _lighter(run: RunConfig, names_accumulation: bool) -> Iterator[tuple[Choice, str]]:
-    rows, world, strategy = run.data.micro_batch_size, run.world_size or 1, run.strategy
+def _lighter(run: RunConfig, names_accumulation: bool) -> Iterator[tuple[str, Choice | None]]:
+    rows, world, strategy, lora = run.data.micro_batch_size, run.world_size or 1, run.strategy, run.model.lora
     for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0][:1]:
         steps = (run.data.global_batch_size or 0) // (fewer * world)
-        changes: dict[str, Any] = {"data.micro_batch_size": fewer}
-        if names_accumulation:
-            changes["trainer.accumulate_grad_batches"] = steps
-        yield Choice(with_rows(run, fewer), changes), f"accumulates over {steps}: the same global batch"
-    sharded = {} if strategy.is_sharded else {"engine": "fsdp2"}
-    whole = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
-    is_full = strategy.is_sharded and strategy.sharding == "full_shard"
-    kinds: list[tuple[dict[str, Any], str]] = []
+        changes = {"data.micro_batch_size": fewer}
+        changes |= {"trainer.accumulate_grad_batches": steps} if names_accumulation else {}
+        yield f"accumulates over {steps}: the same global batch", Choice(with_rows(run, fewer), changes)
+    whole = _WHOLE if strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     if strategy.activation_config.mode != "full":
-        kinds.append(({"activation_checkpointing": "full"}, "blocks are recomputed"))
-    if world > 1 and not is_full:
-        kinds.append(({**sharded, **whole}, "each rank keeps its share"))
+        yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
+    if world > 1 and not (strategy.is_sharded and strategy.sharding == "full_shard"):
+        yield "each rank keeps its share", changed(run, whole)
     if run.trainer["accelerator"] != "cpu" and not strategy.offloads:
-        kinds.append(({**sharded, **({} if is_full else whole), "cpu_offload": True}, "shards are on the host, slower"))
-    options = [(changed(run, values), remark) for values, remark in kinds]
-    lora = run.model.lora
-    options += [(changed(run, {}, _LORA), "LoRA")] if lora is None else []
+        yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
+    if lora is None:
+        yield "LoRA", changed(run, {}, _LORA)
     if lora is None or lora.quantize is None:
-        options.append((changed(run, {}, dataclasses.replace(lora or _LORA, quantize="nf4")), "QLoRA"))
-    yield from ((choice, remark) for choice, remark in options if choice is not None)
+        yield "QLoRA", changed(run, {}, dataclasses.replace(lora or _LORA, quantize="nf4"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -249,10 +220,8 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     words += [f"--trainer.{name}={run.trainer[name]}" for name in ("devices", "num_nodes")]
     words += [f"--trainer.accelerator={accelerator}", *(f"--allow-imports={name}" for name in allow_imports)]
     environment = {name: value for name, value in os.environ.items() if name != EXIT_DIR}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _SECONDS, "check": True}
     try:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
         return f"what would save memory was not computed: {error}"
-    if done.returncode:
-        return f"what would save memory was not computed: {(done.stderr.splitlines() or ['no reason'])[-1]}"
-    return done.stdout.rstrip()

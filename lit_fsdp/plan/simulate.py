@@ -2,10 +2,8 @@
 
 The model with three blocks is sharded by the engine's own code over torch's fake process group, and one micro-batch
 goes forward and backward under ``FakeTensorMode``: every tensor has its shape, dtype and lifetime, and no memory. What
-the third block adds is what each further block needs; so 80 blocks cost no more time than three, and no architecture
-needs a formula.
-
-All tokens are taken to be supervised, and ``torch.compile``, which may need less, to be off.
+the third block adds is what each further block needs. All tokens are taken to be supervised, ``torch.compile``, which
+may need less, to be off, and fsdp1 to do as fsdp2 does.
 """
 
 from __future__ import annotations
@@ -13,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,19 +27,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_fsdp.audit import CausalLMModule
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss
 from lit_fsdp.models.quantize import give_shapes
+from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
 
-_BLOCKS = 3
-"""Simulated: of the first, input and output may differ from those of the others."""
+_BLOCKS = 3  # of the first, input and output may differ from those of the others
 _GLOO_COPIES = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The argument of which gloo makes another copy while it sends (ProcessGroupGloo.cpp): output and input."""
 _Live = Counter[str]
@@ -49,25 +49,23 @@ _Live = Counter[str]
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a rank holds at the highest moment of a step, beside parameters and optimizer state."""
+    """Bytes that a rank holds at the highest moment of a step, beside parameters and optimizer state.
+
+    ``kept`` by all blocks for the backward pass; ``at_work`` in one block, or in head and loss, logits and gradients of
+    activations included; unsharded weights, in use and prefetched, are ``gathered``, unsharded gradients ``reduced``,
+    and ``gradients`` are their shards so far. ``moment`` is ``forward`` (which ends with the loss, chunked with its
+    gradient), ``head`` or ``blocks`` (the backward pass of those) or ``optimizer``. ``block`` and ``loss`` are what is
+    at work at the highest moments of the backward pass of blocks, and of head and loss.
+    """
 
     kept: int
-    """Activations that all blocks keep for the backward pass."""
     at_work: int
-    """What else exists at that moment: one block at work, or head and loss; gradients of activations; logits."""
     gathered: int
-    """Unsharded weights, in use and prefetched."""
     reduced: int
-    """Unsharded gradients, and what is sent of them."""
     moment: str
-    """``forward`` (which ends with the loss, chunked with its gradient), ``head`` (the backward pass of the head),
-    ``blocks`` (that of a block) or ``optimizer``."""
     gradients: int
-    """Gradient shards that exist already at that moment."""
     block: int = 0
-    """``at_work`` at the highest moment of a block's backward pass."""
     loss: int = 0
-    """``at_work`` at the highest moment of head and loss, logits or chunks of them included."""
 
     @property
     def total(self) -> int:
@@ -78,60 +76,69 @@ class StepMemory:
 class _Watch(TorchDispatchMode):
     """Counts the bytes of every storage from its making to its end, by the kind of work in which it was made."""
 
-    def __init__(self, known: Iterator[torch.Tensor], copied: Mapping[Any, int]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], copied: Mapping[Any, int]) -> None:
         super().__init__()
         self._copied = copied
         self.live: _Live = Counter()
         self.kind, self.phase = "work", "forward"
         self.highest: dict[str, _Live] = {}
+        self.forward_ends: list[_Live] = []
+        self.backward_starts: list[_Live] = []
         self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is torch.ops.prim.device.default:  # half of all that is asked
             return args[0].fake_device
-        if op in self._copied:
-            copied = torch.empty_like(args[self._copied[op]])
-            self._add(copied.untyped_storage())
+        made = [torch.empty_like(args[self._copied[op]])] if op in self._copied else []
         out = _without_data(op, *args, **(kwargs or {}))
         out = op(*args, **(kwargs or {})) if out is None else out
-        for tensor in tree_leaves(out):
+        for tensor in [*made, *tree_leaves(out)]:
             if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in self._sizes:
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self._sizes[storage._cdata] = (self.kind, 0)
+                self.resized(storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._end, storage._cdata)
         return out
 
-    def move(self, tensors: Iterator[torch.Tensor], kind: str) -> None:
+    def follow(self, blocks: list[nn.Module]) -> None:
+        """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
+
+        def begin(number: int, grad: torch.Tensor) -> None:
+            self.phase = f"block {number}"
+            self.backward_starts.append(self.live.copy())
+
+        def after(number: int, module: nn.Module, args: Any, output: Any) -> None:
+            if self.phase == "forward":  # not recomputed
+                self.forward_ends.append(self.live.copy())
+                first = next(t for t in tree_leaves(output) if torch.is_tensor(t))
+                first.register_hook(functools.partial(begin, number))
+
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(functools.partial(after, number))
+
+    def move(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count what these tensors hold as another kind."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             before, size = self._sizes.get(key, ("", 0))
             if before and before != kind:
-                self._set(key, 0)
+                self.resized(key, 0)
                 self._sizes[key] = (kind, 0)
-                self._set(key, size)
+                self.resized(key, size)
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Count a storage of another size, if it is known."""
-        if storage._cdata in self._sizes:
-            self._set(storage._cdata, size)
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        self._sizes[key] = (self.kind, 0)
-        self._set(key, storage.nbytes())
-        weakref.finalize(storage, self._end, key)
-
-    def _end(self, key: int) -> None:
-        self._set(key, 0)
-        del self._sizes[key]
-
-    def _set(self, key: int, size: int) -> None:
-        kind, before = self._sizes[key]
-        if not kind:  # was there before
+    def resized(self, key: int, size: int) -> None:
+        """Count a storage as one of another size, if it was made by the step."""
+        kind, before = self._sizes.get(key, ("", 0))
+        if not kind:
             return
         self._sizes[key] = (kind, size)
         self.live[kind] += size - before
         if self.phase not in self.highest or self.live.total() > self.highest[self.phase].total():
             self.highest[self.phase] = self.live.copy()
+
+    def _end(self, key: int) -> None:
+        self.resized(key, 0)
+        del self._sizes[key]
 
 
 def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,45 +157,39 @@ def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def step_memory(
-    hf_config: Any,
     model: ModelConfig,
     strategy: StrategyConfig,
     shape: tuple[int, int],
     mesh: tuple[int, int],
     gradient_bytes: int,
     accumulates: bool,
-    on_cpu: bool = False,
+    on_cpu: bool,
 ) -> StepMemory:
-    """Simulate a step and read its highest moment; fsdp1 is taken to do as fsdp2 does.
+    """Simulate a step and read its highest moment.
 
     ``strategy`` has its precision settled, ``shape`` is rows and tokens of a micro-batch, ``mesh`` copies of the model
-    and ranks that share one, ``gradient_bytes`` what all gradients of a rank take between steps.
-
-    Raises:
-        ConfigError: The architecture cannot be shortened, or does what tensors without values cannot.
+    and ranks that share one, ``gradient_bytes`` what all gradients of a rank take between steps. An architecture that
+    cannot be shortened, or does what tensors without values cannot, is a :class:`ConfigError`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    text = hf_config.get_text_config()
-    num_blocks = int(text.num_hidden_layers)
-    small = copy.deepcopy(text)
+    config = resolve_architecture(model)
+    small = copy.deepcopy(config.get_text_config())
+    num_blocks = int(small.num_hidden_layers)
     small.num_hidden_layers = min(_BLOCKS, num_blocks)
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh[0] * mesh[1])
         try:
-            watch, ends = _simulate(small, model, strategy, shape, *mesh, _GLOO_COPIES if on_cpu else {})
+            watch = _simulate(small, model, strategy, shape, mesh, _GLOO_COPIES if on_cpu else {})
         finally:
             dist.destroy_process_group()
-        found = _highest(watch, ends, num_blocks, gradient_bytes, accumulates)
+        found = _highest(watch, num_blocks, gradient_bytes, accumulates)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        raise ConfigError(
-            "plan",
-            f"a step of {hf_config.model_type} without values ({' '.join(str(error).split())[:200]})",
-            "architectures whose blocks run on tensors without values",
-            "measure a run of one step: peak_memory_gib in metrics.csv",
-        ) from error
+        given = f"a step of {config.model_type} without values ({' '.join(str(error).split())[:200]})"
+        fix = "measure a run of one step: peak_memory_gib in metrics.csv"
+        raise ConfigError("plan", given, "architectures whose blocks run on tensors without values", fix) from error
     if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
         found = dataclasses.replace(found, reduced=2 * gradient_bytes)
     return found
@@ -199,24 +200,25 @@ def _simulate(
     model_config: ModelConfig,
     strategy: StrategyConfig,
     shape: tuple[int, int],
-    copies: int,
-    shards: int,
+    mesh_shape: tuple[int, int],
     copied: Mapping[Any, int],
-) -> tuple[_Watch, dict[str, list[_Live]]]:
+) -> _Watch:
     model: Any = build_trainable(hf_config, dataclasses.replace(model_config, attn_implementation=None))[0]
     row = strategy.precision_config.row
-    holder: Any = nn.Module()
-    holder.model, holder.automatic_optimization = model, True
+    holder: Any = CausalLMModule(model)
     cast_parameters(holder, strategy)
     units = plan_for(holder, dataclasses.replace(strategy, compile=False), "strategy")
     blocks = list(units.blocks)
     prepare_blocks(blocks, strategy.activation_config)
     loss_plan = plan_loss(model, model_config.loss)
     holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
-    sizes = {"replicate": copies, "shard": shards} if copies > 1 else {"shard": shards}
+    sizes = dict(zip(("replicate", "shard"), mesh_shape, strict=True))
+    if sizes["replicate"] == 1:
+        del sizes["replicate"]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _without_values(holder)
+        holder.to_empty(device="cpu")
+        model.tie_weights()
         for layer in quantized_layers(holder).values():
             give_shapes(layer)
             cast_inputs(layer, TORCH_DTYPES[row.compute])
@@ -232,36 +234,18 @@ def _simulate(
         if rows > 1:  # padded or packed: SDPA gets a mask
             batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
-        known = [*holder.parameters(), *holder.buffers(), *batch.values()]
-        watch = _Watch(_locals(known), copied)
-        ends = _note_phases(watch, blocks)
+        watch = _Watch(_locals([*holder.parameters(), *holder.buffers(), *batch.values()]), copied)
+        watch.follow(blocks)
         with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
                 loss = root(batch)
             watch.phase = "head"
             loss.backward()
-    return watch, ends
+    return watch
 
 
-def _locals(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        yield local.detach()
-
-
-def _without_values(module: nn.Module) -> None:
-    """Put tensors that hold nothing, on a device that exists, in place of those on meta; ties stay."""
-    made: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, param in child._parameters.items():
-            if param is not None:
-                if id(param) not in made:
-                    empty = torch.empty(param.shape, dtype=param.dtype)
-                    made[id(param)] = nn.Parameter(empty, param.requires_grad)
-                child._parameters[name] = made[id(param)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
@@ -272,7 +256,7 @@ def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
-        watch.resized(storage, size)
+        watch.resized(storage._cdata, size)
         return result
 
     def of_kind(original: Any, kind: str) -> Any:
@@ -288,46 +272,18 @@ def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
 
         return call
 
-    kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
     replaced = contextlib.ExitStack()
     replaced.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))  # how engines free
+    kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
     for name, kind in kinds.items():
         of = of_kind(getattr(FSDPParamGroup, name), kind)
         replaced.enter_context(mock.patch.object(FSDPParamGroup, name, of))
     return replaced
 
 
-def _note_phases(watch: _Watch, blocks: list[nn.Module]) -> dict[str, list[_Live]]:
-    """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
-    ends: dict[str, list[_Live]] = {"forward": [], "backward": []}
-
-    def begin(number: int) -> Any:
-        def hook(grad: torch.Tensor) -> None:
-            watch.phase = f"block {number}"
-            ends["backward"].append(watch.live.copy())
-
-        return hook
-
-    def after(number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if watch.phase != "forward":  # recomputed
-                return
-            ends["forward"].append(watch.live.copy())
-            first = next(t for t in tree_leaves(output) if torch.is_tensor(t))
-            first.register_hook(begin(number))
-
-        return hook
-
-    for number, block in enumerate(blocks):
-        block.register_forward_hook(after(number))
-    return ends
-
-
-def _highest(
-    watch: _Watch, ends: dict[str, list[_Live]], num_blocks: int, gradient_bytes: int, accumulates: bool
-) -> StepMemory:
+def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: bool) -> StepMemory:
     """The highest moment of a model with all blocks, from those of a short one."""
-    forward, backward = ends["forward"], ends["backward"]
+    forward, backward = watch.forward_ends, watch.backward_starts
     simulated = len(forward)
     further = num_blocks - simulated
     kept = forward[-1]["work"] - forward[-2]["work"]

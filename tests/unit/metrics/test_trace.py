@@ -25,9 +25,6 @@ def test_the_table_of_a_trace_with_nccl():
     record = trace_record(trace)
     assert record["on"] == "device"
     assert record["phases"] == {phase: dict(zip(COLUMNS, row, strict=True)) for phase, row in TABLE.items()}
-    name, ms, calls = record["operators"][0]
-    assert (name.partition("_")[0], ms, calls) == ("nvjet", 1430, 4)
-    assert [ms for _, ms, _ in record["operators"]] == [1430, 500, 400, 320, 50, 40]
 
 
 def test_a_trace_of_threads():
@@ -41,7 +38,7 @@ def test_a_trace_of_threads():
         ("cpu_op", "c10d::_allgather_base_", 35, 60, 1),
         ("user_annotation", "gloo:all_gather", 20, 55, 2),
         ("cpu_op", "aten::copy_", 40, 50, 2),
-        ("cpu_op", "_FusedLoss", 70, 75, 1),
+        ("cpu_op", "aten::add_", 70, 75, 1),
     ]
     names = ("cat", "name", "ts", "end", "tid")
     events: list[dict[str, Any]] = [{"ph": "X", **dict(zip(names, row, strict=True))} for row in rows]
@@ -51,9 +48,6 @@ def test_a_trace_of_threads():
     record = trace_record({"traceEvents": events})
     assert (record["on"], record["steps"]) == ("threads", 2)
     assert tuple(record["phases"]["backward"].values()) == (50, 12.5, 20, 15, 22.5)  # two steps share 100 ms
-    own = {name: ms for name, ms, _ in record["operators"]}
-    assert own["aten::mm"] == 9
-    assert own["autograd::engine::evaluate_function: MmBackward0"] == 15
 
 
 def test_what_is_advised():
@@ -62,8 +56,6 @@ def test_what_is_advised():
     cases = [
         ("data wait", "all", 400, "data.num_workers"),
         ("forward", "exposed communication", 400, "data.micro_batch_size"),
-        ("forward", "compute", 100, "to 1800.0 ms of a step"),
-        ("optimizer", "all", 1200, "data.global_batch_size"),
         ("backward", "idle", 800, "compile: true"),
     ]
     for phase, column, ms, words in cases:
