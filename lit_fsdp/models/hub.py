@@ -1,4 +1,4 @@
-"""Models and tokenizers from the Hugging Face hub; failures say what to do."""
+"""Models and tokenizers from the Hugging Face hub, and exported ones to it; failures say what to do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import errors, snapshot_download
+from huggingface_hub import HfApi, errors, snapshot_download
 
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import redact
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
@@ -50,6 +50,26 @@ def fetch(
             "for a gated model accept its terms on the hub and run hf auth login; without a network here run"
             f" lit-fsdp model prepare --name {name} where there is one, with the same HF_HOME",
         ) from error
+
+
+def push(folder: Path, name: str, private: bool) -> str:
+    """Upload a folder to a repository of the hub, made if it is not there; returns its address.
+
+    Raises:
+        ConfigError: The hub refuses it or cannot be reached, or the repository is public and ``private`` is asked.
+    """
+    api, fix = HfApi(), f"the folder stays; once that is mended run hf upload {name} {folder}"
+    try:
+        made = api.create_repo(name, private=private or None, exist_ok=True)
+        is_public = private and not api.repo_info(made.repo_id).private  # what is there already keeps who may see it
+        given = f"{name} with --private, and it is public"
+        require(not is_public, "--push-to-hub", given, "a private repository", fix)
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")
+    except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
+        given = f"{name}, which could not be pushed ({redact(' '.join(str(error).split()))[:300]})"
+        allowed = "a repository that can be reached, and a token that may write to it"
+        raise ConfigError("--push-to-hub", given, allowed, fix) from error
+    return str(made)
 
 
 @contextmanager

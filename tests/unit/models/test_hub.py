@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import types
+from unittest import mock
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
@@ -69,3 +71,25 @@ def test_a_cached_copy_without_its_weights(hub_cache):
     (hub_cache / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"without weights(.|\n)*lit-fsdp model prepare --name"):
         run(["model", "prepare", "--name", "some/model"])
+
+
+def test_push_to_the_hub(monkeypatch, tmp_path):
+    api = mock.Mock()
+    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    api.create_repo.return_value = huggingface_hub.RepoUrl("https://huggingface.co/me/model")
+    assert hub.push(tmp_path, "model", True) == "https://huggingface.co/me/model"
+    assert api.create_repo.call_args.kwargs["private"] is True
+    uploaded = api.upload_folder.call_args.kwargs
+    assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
+    api.repo_info.return_value.private = False
+    with pytest.raises(ConfigError, match="model with --private, and it is public"):
+        hub.push(tmp_path, "model", True)
+    assert api.upload_folder.call_count == 1
+
+    for error in (hub._NETWORK_ERROR("proxy"), errors.HFValidationError("a/b/c")):
+        api.create_repo.side_effect = error
+        with pytest.raises(ConfigError) as raised:
+            hub.push(tmp_path, "me/model", False)
+        assert f"run hf upload me/model {tmp_path}" in raised.value.fix
+    with pytest.raises(ConfigError, match="--private: got no --push-to-hub"):
+        run(["export", "--ckpt", "none", "--out", str(tmp_path / "out"), "--private"])
