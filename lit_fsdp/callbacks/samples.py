@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torchmetrics import MeanMetric
 
 from lit_fsdp.callbacks.isolation import run_aside, untouched
 from lit_fsdp.callbacks.records import gathered
@@ -26,9 +29,10 @@ _SHOWN_CHARACTERS = 300
 class Samples(Callback):
     """Asks the model after each validation, on all ranks in step, and shows prompt, wanted answer and what it said.
 
-    ``samples.csv`` in the run folder and W&B get the table; its step is the number of optimizer steps taken, as in the
-    names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the letter. Training is
-    not changed, random generators neither. Module, data module and strategy are those of this package.
+    ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
+    taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
+    letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place. Training is not changed,
+    random generators neither. Module, data module and strategy are those of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
@@ -51,20 +55,20 @@ class Samples(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask and show, and log how many answers are right."""
         if self.config.every_validation and not trainer.sanity_checking:
-            rows = self._ask(trainer, pl_module)
-            right = [got == wanted for _, _, wanted, got in rows if wanted]
-            if right:  # all ranks have all answers
-                pl_module.log("val_exact_match", sum(right) / len(right))
+            for name, value in self._ask(trainer, pl_module).items():  # all ranks have all answers
+                pl_module.log(name, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask and show once, where that is asked for."""
+        """The same once, where that is asked for; Lightning logs nothing here."""
         if not self.config.every_validation:
-            self._ask(trainer, pl_module)
+            metrics = self._ask(trainer, pl_module)
+            for logger in trainer.loggers if metrics else ():
+                logger.log_metrics(metrics, trainer.global_step)
 
-    def _ask(self, trainer: Trainer, module: Any) -> list[list[Any]]:
-        """Have the prompts answered, write the table and return its rows; collective."""
+    def _ask(self, trainer: Trainer, module: Any) -> dict[str, float]:
+        """Have the prompts answered, write the table, and say how many answers are right; collective."""
         if not self._prompts:
-            return []
+            return {}
         ranks, rank = trainer.world_size, trainer.global_rank
         each = -(-len(self._prompts) // ranks)
         own = [prompt.input_ids for prompt in self._prompts[rank::ranks]]
@@ -76,10 +80,15 @@ class Samples(Callback):
                 found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
         by_rank = gathered(trainer, found)
         rows: list[list[Any]] = []
+        exact, tokens = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
         for i, prompt in enumerate(self._prompts):
-            three = (prompt.input_ids, prompt.wanted or [], by_rank[i % ranks][i // ranks])
+            wanted, got = prompt.wanted or [], by_rank[i % ranks][i // ranks]
+            three = (prompt.input_ids, wanted, got)
             texts = [str(module.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in three]
             rows.append([trainer.global_step, *texts])
+            if wanted:
+                exact.update(float(texts[1] == texts[2]))
+                tokens.update([float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])])
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
             for step, asked, wanted, got in rows:
@@ -88,7 +97,17 @@ class Samples(Callback):
             for logger in trainer.loggers:
                 if hasattr(logger, "log_table"):  # W&B
                     logger.log_table("samples", columns=_COLUMNS, data=rows, step=trainer.global_step)
-        return rows
+                elif isinstance(logger, TensorBoardLogger):
+                    lines = [" | ".join(map(_cell, row)) for row in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)]
+                    logger.experiment.add_text("samples", "\n".join(lines), trainer.global_step)
+        if not any(prompt.wanted for prompt in self._prompts):
+            return {}
+        return {"val_exact_match": float(exact.compute()), "val_answer_token_accuracy": float(tokens.compute())}
+
+
+def _cell(value: Any) -> str:
+    """A value in a table of Markdown."""
+    return str(value).replace("|", r"\|").replace("\n", "<br>")
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:

@@ -182,10 +182,15 @@ class PreferenceConfig:
     the mean log-probabilities per token (simpo; 2.0 there)."""
     gamma: float = 0.5
     """Margin by which the chosen reward has to be larger; simpo only."""
+    label_smoothing: float = 0.0
+    """Share of the pairs taken to be the wrong way round, 0 to 0.5; dpo and simpo."""
 
     def __post_init__(self) -> None:
         require(0 < self.beta < float("inf"), "beta", self.beta, "a finite number > 0")
         require(0 <= self.gamma < float("inf"), "gamma", self.gamma, "a finite number >= 0")
+        smooth, is_taken = self.label_smoothing, self.loss in ("dpo", "simpo")
+        allowed = "0 <= label_smoothing < 0.5, with loss: dpo | simpo"
+        require(0 <= smooth < 0.5 and (is_taken or not smooth), "label_smoothing", smooth, allowed)
 
     @property
     def has_reference(self) -> bool:

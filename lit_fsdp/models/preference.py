@@ -4,8 +4,9 @@ A batch has the chosen completions first and the rejected ones after them, each 
 
 Shapes: P pairs, B = 2 P rows, T tokens, N tokens that the loss looks at.
 
-Sources: DPO arXiv:2305.18290; IPO arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it
-(https://github.com/huggingface/trl/pull/1265); ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
+Sources: DPO arXiv:2305.18290 (label smoothing: Mitchell, "A note on DPO with noisy preferences", 2023); IPO
+arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it (https://github.com/huggingface/trl/pull/1265);
+ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def pair_losses(
     if config.loss == "orpo":
         odds_2P = scores_2P - torch.log(-torch.expm1(scores_2P))
         return -config.beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
-    margin = config.gamma if config.loss == "simpo" else 0.0
-    return -F.logsigmoid(rewards_2P[0] - rewards_2P[1] - margin), rewards_2P
+    margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
+    smooth = config.label_smoothing
+    return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
 
 
 def adapters_are_all(model: nn.Module) -> bool:

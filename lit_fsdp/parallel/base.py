@@ -214,7 +214,6 @@ class EngineStrategy(Checkpoints):
             self.contract = DtypeContract(self.config)
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
         self.mesh = build_mesh(self.root_device.type, replicas, shards, timedelta(seconds=seconds))
-        self.lightning_module._device_mesh = self.mesh
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -227,6 +226,8 @@ class EngineStrategy(Checkpoints):
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         module = self.lightning_module
+        if trainer.state.fn == "fit":
+            self._check_hyperparameters()
         if self._owner is not module:
             is_ours = hasattr(module, "read_tensor")
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"

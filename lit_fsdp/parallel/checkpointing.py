@@ -21,6 +21,7 @@ from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing import read_lightning_file
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
@@ -197,6 +198,16 @@ class Checkpoints:
             self._set_optimizer(optimizer, state, lenient)
         self._check_parameters("after resume", self.optimizers)
         return content
+
+    def _check_hyperparameters(self) -> None:
+        """Refuse what ``save_hyperparameters`` has kept and no checkpoint can hold, before the first step."""
+        trainer = self.lightning_module.trainer
+        for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
+            found = dict(getattr(owner, "hparams", {}))
+            refused = {key: why for key in found if (why := refused_in({key: found[key]}))}
+            fix = f"write save_hyperparameters(ignore={list(refused)})"
+            given, allowed = "; ".join(refused.values()), "plain Python data, NumPy data and tensors"
+            require(not refused, f"{type(owner).__name__}.hparams", given, allowed, fix)
 
     def _set_optimizer(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
         if saved["state"]:

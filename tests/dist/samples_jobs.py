@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, Samples
 from tests.dist.jobs import fit, here
@@ -13,12 +13,10 @@ from tests.dist.jobs import fit, here
 class Tables(CSVLogger):
     """A logger with tables, as W&B's."""
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.tables: list[Any] = []
+    tables: list[Any]
 
-    def log_table(self, *key: str, **table: Any) -> None:
-        self.tables.append([*key, table])
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
+        self.tables = [*getattr(self, "tables", []), [key, step, columns, data]]
 
 
 def sampled_run(
@@ -28,17 +26,20 @@ def sampled_run(
     steps: int = 4,
     samples: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
+    has_loggers: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train with dropout and validate after every second step; losses, what was logged, and a hash of the state."""
-    logger = Tables(run)
-    options |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "default_root_dir": run, "logger": logger}
+    asked = [] if samples is None else [Samples(**samples)]
+    loggers = [TensorBoardLogger(run, "tb", "0"), Tables(run)] if has_loggers else False
+    options |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "default_root_dir": run, "logger": loggers}
     module = CausalLMModule(name=folder, optim={"lr": 3e-3, "schedule": "constant"})
+    batches = {"global_batch_size": 4, "micro_batch_size": 4 // here()[1]}
     data = CausalLMDataModule(
-        train="generated:24", val="generated:6", max_seq_length=160, seed=3, cache_dir=f"{run}/../cache",
-        global_batch_size=4, micro_batch_size=4 // here()[1],
-    )  # fmt: skip
-    callbacks = [*([Samples(**samples)] if samples else []), Checkpoint(every_steps=2, keep_last=-1)]
+        train="generated:24", val="generated:6", max_seq_length=160, seed=3, cache_dir=f"{run}/../cache", **batches
+    )
+    callbacks = [*asked, Checkpoint(every_steps=2, keep_last=-1)]
     trainer, found = fit(module, {"precision": "fp32", **strategy}, callbacks, data, ckpt_path, steps, 5, **options)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {"losses": found["losses"], "metrics": metrics, "digest": found["digest"], "tables": logger.tables}
+    tables = getattr(trainer.loggers[-1], "tables", []) if has_loggers else []
+    return {"losses": found["losses"], "metrics": metrics, "digest": found["digest"], "tables": tables}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -91,6 +92,26 @@ def train_with_schedule(
     trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
     trainer.fit(ForeignNet(), loader(range(5)), ckpt_path=ckpt_path)
     return {"seen": seen.values, "steps": trainer.global_step}
+
+
+class Described(ForeignNet):
+    """Keeps its arguments, one of which no checkpoint can hold."""
+
+    def __init__(self, width: int, layer: Any, options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> tuple[str, int]:
+    """What the start of a training says, and how many steps it takes."""
+    module = Described(3, torch.nn.Linear, {"lr": 0.1, "make": functools.partial(print)})
+    options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
+    trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
+    try:
+        trainer.fit(module, loader([0]))
+    except ConfigError as error:
+        return str(error), trainer.global_step
+    return "", trainer.global_step
 
 
 def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, lightnings: bool) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from lit_fsdp.models.preference import PAIR_COUNTS, preference_forward
 
 CASES = [
     {"loss": "dpo", "beta": 0.3},
+    {"loss": "dpo", "beta": 0.3, "label_smoothing": 0.2},
     {"loss": "ipo", "beta": 0.4},
     {"loss": "orpo", "beta": 0.5},
-    {"loss": "simpo", "beta": 2.0, "gamma": 0.7},
+    {"loss": "simpo", "beta": 2.0, "gamma": 0.7, "label_smoothing": 0.1},
 ]
 REFERENCE = torch.tensor([[-31.0, -22.0, 0.0], [-20.0, -37.0, 0.0]])
 
@@ -42,7 +43,7 @@ def _batch() -> dict[str, torch.Tensor]:
 
 def _written_out(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], case: dict[str, float | str]) -> torch.Tensor:
     """The summed loss of the two pairs, each by itself, from all logits."""
-    beta, total = float(case["beta"]), torch.zeros(())
+    beta, smooth, total = float(case["beta"]), float(case.get("label_smoothing", 0)), torch.zeros(())
     log_probs = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
     for pair in (0, 1):
         logps, lengths = [], []
@@ -64,7 +65,7 @@ def _written_out(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], case: 
             gap = beta * (ratios[0] - ratios[1])
             if case["loss"] == "simpo":
                 gap = beta * (means[0] - means[1]) - float(case["gamma"])
-            total = total - F.logsigmoid(gap)
+            total = total - (1 - smooth) * F.logsigmoid(gap) - smooth * F.logsigmoid(-gap)
     return total
 
 
