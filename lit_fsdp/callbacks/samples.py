@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torchmetrics import MeanMetric
@@ -88,7 +89,8 @@ class Samples(Callback):
             rows.append([trainer.global_step, *texts])
             if wanted:
                 exact.update(float(texts[1] == texts[2]))
-                tokens.update([float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])])
+                right = [float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])]
+                tokens.update(torch.tensor(right))
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
             for step, asked, wanted, got in rows:

@@ -39,6 +39,8 @@ class Manual(ForeignNet):
         for i, layer in enumerate(self.layers):
             if self.how == "fully_shard":
                 fully_shard(layer, **strategy.unit_options())
+            elif self.how == "device_mesh":  # as the documentation of Lightning's ModelParallelStrategy has it
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             elif self.how == "bare":
                 fully_shard(layer)
             else:

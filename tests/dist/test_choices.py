@@ -172,7 +172,7 @@ def test_an_error_and_the_end_of_patience_are_those_of_all_ranks(tiny_model: Pat
 def test_a_module_that_wraps_itself() -> None:
     plain = {"engine": "single", "precision": "fp32"}
     (alone,) = on_ranks("train_wrapped_by_hand", 1, strategy=plain, how="nothing")
-    for engine, how in (("fsdp2", "fully_shard"), ("fsdp1", "wrap")):
+    for engine, how in (("fsdp2", "fully_shard"), ("fsdp2", "device_mesh"), ("fsdp1", "wrap")):
         strategy = {"engine": engine, "precision": "fp32", "wrap": "manual"}
         for result in on_ranks("train_wrapped_by_hand", 2, strategy=strategy, how=how):
             assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
