@@ -100,7 +100,8 @@ class Samples(Callback):
                 if hasattr(logger, "log_table"):  # W&B
                     logger.log_table("samples", columns=_COLUMNS, data=rows, step=trainer.global_step)
                 elif isinstance(logger, TensorBoardLogger):
-                    lines = [" | ".join(map(_cell, row)) for row in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)]
+                    table = (_COLUMNS, ["---"] * len(_COLUMNS), *rows)
+                    lines = [f"| {' | '.join(map(_cell, row))} |" for row in table]
                     logger.experiment.add_text("samples", "\n".join(lines), trainer.global_step)
         if not any(prompt.wanted for prompt in self._prompts):
             return {}
