@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
-from workload import CLIP_NORM, OPTIM
+from work import CLIP_NORM, OPTIM
 
 from lit_fsdp.host import cpu_has_bf16
 

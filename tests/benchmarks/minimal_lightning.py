@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
-from workload import CLIP_NORM, OPTIM
+from work import CLIP_NORM, OPTIM
 
 FOLDER, OUT, RANKS = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
