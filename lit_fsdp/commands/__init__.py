@@ -50,7 +50,6 @@ lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...]
   files are merged in order, later wins, flags last; --print_config shows the
   result, --help every key; --ckpt_path last|best|PATH resumes
 lit-fsdp VERB --help explains a verb and ends with an example
-lit-fsdp --print_completion bash|zsh prints a script that completes all this
 """
 
 
@@ -71,13 +70,6 @@ def run(argv: list[str]) -> int:
         import lit_fsdp
 
         print(f"lit_fsdp {lit_fsdp.__version__}")
-        return 0
-    if argv[0].partition("=")[0] == "--print_completion":
-        from lit_fsdp.commands.completion import completion_script
-
-        shell = "".join(argv[1:2]) or argv[0].partition("=")[2] or "bash"
-        texts = {verb: text for group in _GROUPS.values() for verb, text in group.items()}
-        print(completion_script(shell, texts, run))
         return 0
     verb, rest = argv[0], argv[1:]
     if verb in _TRAINER_VERBS:

@@ -14,8 +14,6 @@ from lit_fsdp.errors import ConfigError, require
 
 RECIPE = "--config RECIPE.yaml [--key value ...] [options]"
 """The usage of a verb that reads a recipe."""
-PARSERS: dict[str, argparse.ArgumentParser] = {}
-"""Of the verbs that have been called in this process."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +47,6 @@ def verb_parser(verb: str, text: str, example: str, usage: str | None = None) ->
     parser = _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
     parser.usage = f"{parser.prog} {usage}" if usage else None
     parser.example = example
-    PARSERS[verb] = parser
     return parser
 
 

@@ -62,14 +62,6 @@ def test_every_auto_is_named_and_is_what_transformers_fills_in() -> None:
     assert strategy(filled)["precision"]["mode"] == "mixed"
 
 
-def test_a_fixed_total_decides_about_the_accumulation() -> None:
-    for open_ones in ({}, {"gradient_accumulation_steps": 4}, {"train_micro_batch_size_per_gpu": "auto"}):
-        found = convert("deepspeed", {"train_batch_size": 64, **open_ones}, 4)
-        assert found.recipe["data"] == {"global_batch_size": 64}
-        assert "accumulate_grad_batches" not in found.recipe["trainer"]
-        assert not found.differs
-
-
 def test_files_named_inside_are_read_beside_it(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}')
     (tmp_path / "fsdp.json").write_text('\ufeff{\n\t"transformer_layer_cls_to_wrap": "Block"}', encoding="utf-8")
