@@ -59,17 +59,15 @@ def device_facts() -> dict[str, Any]:
         "device_files": len(glob.glob("/dev/nvidia[0-9]*")),
         "gpus": [{"name": gpu.name, "gib": gpu.total_memory / GIB} for gpu in gpus],
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
-        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
-        "fp8": bool(gpus) and (not cuda or min((gpu.major, gpu.minor) for gpu in gpus) >= (8, 9)),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
     }
 
 
-def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int, quick: bool) -> Report:
+def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int) -> Report:
     """Examine all nodes together with the other processes of this launch; an empty report but on rank 0.
 
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which one this is; ``rows`` are
-    what the first process of each node has found there; ``quick`` leaves out all-reduce and trial save.
+    what the first process of each node has found there.
 
     Raises:
         torch.distributed.DistError: The processes do not meet, or rank 0 is gone.
@@ -88,7 +86,7 @@ def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int, quick: bool) -> 
             arrived = [json.loads(text) for text in _collect(store, "arrived", started, ARRIVE_SECONDS) if text]
             report.rows += judge_arrivals(arrived, started, wanted, report.rows)
             plan: dict[str, Any] = {}
-            if not quick and len(arrived) == started and all(one["sees"] for one in arrived):
+            if len(arrived) == started and all(one["sees"] for one in arrived):
                 on_gpu = bool(num_gpus) and wanted.accelerator != "cpu"
                 own = min(wanted.devices or num_gpus, num_gpus) if on_gpu else 2
                 nodes = sum(one["is_leader"] for one in arrived)

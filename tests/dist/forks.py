@@ -5,7 +5,7 @@ the same arguments and returns something that JSON can hold. Ranks may be killed
 have their own process, output and exit code, and leave nothing behind for the next job; all ranks of a job are one
 process group, so that nothing of it is overlooked.
 
-A shell, torchrun or another rank starts programs by the path :attr:`ForkServer.python`. What a test wants to know of the
+A shell, torchrun or another rank starts programs by the path `server().python`. What a test wants to know of the
 start itself, of processes or of imports, it must ask of the real ``sys.executable``.
 """
 

@@ -57,12 +57,7 @@ def test_the_choice_that_makes_the_difference_is_named_wherever_it_stands():
         found = turns(ONE, OTHER, run(OTHER), run)
         assert [turn.name for turn in found if turn.found.first is not None] == [name]
         assert found[-1].name == name  # no run is made beyond it
-
-
-def test_what_only_the_plain_loop_does_otherwise_is_all_else():
-    found = turns(ONE, OTHER, trace(3.0), made_up({}))
-    assert [turn.found.first for turn in found] == [None] * 4 + [1]
-    assert found[-1].name == "all else"
+    assert turns(ONE, OTHER, trace(3.0), made_up({}))[-1].name == "all else"  # that the plain loop alone does
 
 
 def test_tolerances_follow_the_dtypes():
@@ -78,8 +73,6 @@ def test_tolerances_follow_the_dtypes():
     assert compare(trace(1.0), trace(1.0 + 2e-5)).beyond(1) == "loss 2.0e-05"
     assert compare(trace(1.0), trace(math.nan)).first == 1
     assert compare(trace(1.0), trace(1.0, norm=1.01)).first == 0
-    untold = compare(trace(1.0), trace(1.0, norm=None))
-    assert (untold.first, untold.untold, untold.steps[1]) == (None, ["gradient norm"], (0, None, 0))
     early = trace(1.0)
     early.losses.pop()
     assert compare(trace(1.0), early).first == compare(early, trace(1.0)).first == 2
