@@ -6,7 +6,6 @@ point, start the step and, when the step has saved and stopped, requeue the job.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -26,8 +25,6 @@ from lit_fsdp.redaction import hidden_keys, redact_values
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
 _SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
-_OF_SHELL = {name.upper(): name for name in ("account", "partition", "qos", "constraint")} | {"TIMELIMIT": "time"}
-"""What SBATCH_... variables of a shell may say where the recipe does not; sbatch lets them win over the script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +220,7 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
         raise ConfigError("trainer.default_root_dir", given, "a folder that can be written") from None
     words = ["sbatch", "--parsable", str(script)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=_shell(job), check=False)  # noqa: S603
+        done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
     except FileNotFoundError:
         raise ConfigError("sbatch", "not found on this machine", "a login node of a SLURM cluster") from None
     print(done.stderr.strip(), file=sys.stderr)
@@ -246,11 +243,3 @@ def _recipe(job: Job, values: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in values.items() if key != "ckpt_path"}
     kept["trainer"] = {**(kept.get("trainer") or {}), "default_root_dir": str(job.run_folder)}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-
-
-def _shell(job: Job) -> dict[str, str]:
-    """Of this shell, without what would win over the script, or is of the job that this shell is in."""
-    kept = {"SLURM_CONF"}
-    kept |= {f"SBATCH_{name}" for name, key in _OF_SHELL.items() if getattr(job.config, key) is None}
-    others = ("SBATCH_", "SLURM_") if "SLURM_JOB_ID" in os.environ else "SBATCH_"
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(others)}

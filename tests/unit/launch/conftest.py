@@ -16,7 +16,7 @@ from tests.runs import check_recipe
 
 _CALLED = 'printf "%s\\0" "$@" >"$FAKE/$(basename "$0").called"\n'
 _PROGRAMS = {
-    "sbatch": 'env >"$FAKE/sbatch.env"\ncat "$FAKE/sbatch.err" >&2 2>/dev/null\ncat "$FAKE/sbatch.out" 2>/dev/null',
+    "sbatch": 'cat "$FAKE/sbatch.err" >&2 2>/dev/null\ncat "$FAKE/sbatch.out" 2>/dev/null',
     "scontrol": '[ "$1" != show ] || printf "127.0.0.1\\nn2\\n"\n[ "$1" != requeue ]',  # a requeue is refused
     "srun": 'eval "$STEP"\nexit "$CODE"',
 }

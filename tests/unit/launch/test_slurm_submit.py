@@ -73,23 +73,6 @@ def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     assert "squeue --me" in capsys.readouterr().err
 
 
-def test_no_variable_of_the_shell_wins_over_the_script(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch):
-    given = {"SBATCH_GRES": "gpu:1", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "5", "SLURM_MPI_TYPE": "pmix"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-
-    def passed() -> set[str]:
-        names = {line.partition("=")[0] for line in (slurm.folder / "sbatch.env").read_text().splitlines()}
-        return {name for name in names if name.startswith(("SBATCH_", "SLURM_"))}
-
-    assert slurm_command("submit") == 0
-    assert passed() == {"SBATCH_ACCOUNT", "SBATCH_TIMELIMIT", "SLURM_MPI_TYPE"}
-    monkeypatch.setenv("SLURM_JOB_ID", "3")  # a shell inside of an allocation
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    assert slurm_command("submit", "--time", "10:00", "--account", "other") == 0
-    assert passed() == {"SLURM_CONF"}
-
-
 def test_a_secret_goes_into_no_file(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     assert slurm_command("submit", "--slurm.env", "{HF_TOKEN: hf_abcdefghijk}", "--force") == 2
     assert "error: slurm.env.HF_TOKEN: got a secret\n" in capsys.readouterr().err
