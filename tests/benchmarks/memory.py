@@ -10,18 +10,16 @@ the growth of the resident set, predicted and measured. A minute or two a cell.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from record import python
 
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = 4
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 2048, "tie_word_embeddings": False}
@@ -41,20 +39,6 @@ DATA |= {"max_seq_length": 512, "micro_batch_size": ROWS, "global_batch_size": 2
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
-class States(Callback):
-    """Notes what this rank holds between steps; a recipe names it."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read it back at the second step: the gradients of the first are still there."""
-        if trainer.global_step == 1:
-            (optimizer,) = trainer.optimizers
-            params = list(pl_module.parameters())
-            moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-            kinds = (params, [param.grad for param in params], moments)
-            sums = [sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in kind) for kind in kinds]
-            Path(trainer.default_root_dir, f"states-{trainer.global_rank}.json").write_text(json.dumps(sums))
-
-
 def measured(model: str, sharding: str, mode: str) -> str:
     """Run one cell; its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,21 +49,14 @@ def measured(model: str, sharding: str, mode: str) -> str:
         trainer |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
         arguments = {**SHARDINGS[sharding], "precision": "fp32", "activation_checkpointing": mode}
         trainer["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
-        trainer["callbacks"] = [{"class_path": "tests.benchmarks.memory.States"}]
+        trainer["callbacks"] = [{"class_path": "tests.benchmarks.steps.States"}]
         values = {"trainer": trainer, "model": {"name": str(config), "tokenizer": folder}, "data": DATA}
         recipe.write_text(json.dumps(values))
-
-        def lit_fsdp(*words: str) -> str:
-            command = [sys.executable, "-m", "lit_fsdp", *words, "--config", str(recipe), "--allow-imports", "tests"]
-            environment = {**os.environ, **MALLOC}
-            return subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-            ).stdout
-
-        lit_fsdp("fit")
+        words = ["--config", str(recipe), "--allow-imports", "tests"]
+        python(["-m", "lit_fsdp", "fit", *words], 2, **MALLOC)
         audit = json.loads((run / "audit.json").read_text())
-        declared = json.loads(lit_fsdp("audit", "--json"))["state_per_rank"]
         live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(2)]
+        declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
     said = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if said * (2 // len(said)) == live else f"{said} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])

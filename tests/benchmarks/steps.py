@@ -1,4 +1,4 @@
-"""A callback that writes down every optimizer step of ``lit-fsdp fit``; recipes of benchmarks name it."""
+"""Callbacks that write down what ``lit-fsdp fit`` does; recipes of benchmarks name them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ class Steps(Callback):
         """Write them."""
         if trainer.is_global_zero:
             Path(trainer.default_root_dir, "steps.json").write_text(json.dumps(self.found))
+
+
+class States(Callback):
+    """What this rank holds between steps, as ``states-RANK.json`` in the run folder."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Read it back at the second step: the gradients of the first are still there."""
+        if trainer.global_step == 1:
+            (optimizer,) = trainer.optimizers
+            params = list(pl_module.parameters())
+            moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            kinds = (params, [param.grad for param in params], moments)
+            sums = [sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in kind) for kind in kinds]
+            Path(trainer.default_root_dir, f"states-{trainer.global_rank}.json").write_text(json.dumps(sums))

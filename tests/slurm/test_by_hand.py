@@ -1,4 +1,4 @@
-"""srun and torchrun by hand, without a script of ours: the same losses, wrong mixtures refused, and ``doctor``."""
+"""srun and torchrun by hand, without a script of ours: the same losses, and ``doctor``."""
 
 from __future__ import annotations
 
@@ -44,17 +44,6 @@ def test_every_launch_gives_the_same_losses(cluster: Cluster) -> None:
         done = cluster.run(*words, *fit(cluster, name, num_nodes=nodes))
         assert done.returncode == 0, done.stdout + done.stderr
         assert losses(cluster.folder / name) == pytest.approx(wanted, rel=1e-5), name
-
-
-def test_a_wrong_mixture_is_refused_by_every_rank(cluster: Cluster) -> None:
-    """None waits for one that has ended already."""
-    for flags, tasks, field in (
-        (["--ntasks=2", "--nodes=2"], 2, "trainer.devices"),
-        (["--distribution=cyclic"], 4, "SLURM_DISTRIBUTION"),
-    ):
-        done = cluster.run(*SALLOC, "-J", "train", "srun", *flags, *LIT_FSDP, *fit(cluster, "wrong"), timeout=400)
-        assert done.returncode == 2, done.stderr
-        assert len([line for line in done.stderr.splitlines() if f"error: {field}: " in line]) == tasks, done.stderr
 
 
 def test_a_node_that_sees_another_folder_is_named_by_doctor(cluster: Cluster):

@@ -12,7 +12,6 @@ from tests.slurm.conftest import Cluster
 from tests.unit.launch.conftest import planned
 
 pytestmark = pytest.mark.timeout(600)
-long = pytest.mark.long("the script is run with stand-ins for SLURM in tests/unit/launch")
 
 
 def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
@@ -43,7 +42,7 @@ def after_other(act: str) -> str:
     return f"[ $SLURM_PROCID = 0 ] || {{ {other}; }}; until [ -e beside-$SLURM_JOB_ID ]; do sleep 0.1; done; {act}"
 
 
-@long
+@pytest.mark.long("the script is run with stand-ins for SLURM in tests/unit/launch")
 def test_who_is_started_again(cluster: Cluster):
     """Around processes that end at once, side by side, since SLURM lets a requeued job wait."""
     first, leave = "[ $n = 1 ] || ", "$LIT_FSDP_EXIT_DIR/exit.$SLURM_PROCID"
@@ -74,16 +73,3 @@ def test_who_is_started_again(cluster: Cluster):
     states = {name: cluster.wait_until(number, "COMPLETED", "FAILED") for name, number in numbers.items()}
     found = {name: (state["JobState"], state["ExitCode"], state["Restarts"]) for name, state in states.items()}
     assert found == {name: wanted for name, (_, _, wanted) in cases.items()}, cluster.logs()
-
-
-@long
-def test_a_job_that_fails_is_not_tried_again_and_a_cancelled_one_stays_so(cluster: Cluster):
-    (cluster.folder / "broken.jsonl").write_text('{"messages": \n')
-    number = cluster.submit(cluster.recipe("failing", trainer={"num_nodes": 1}, data={"train": "broken.jsonl"}))
-    state = cluster.wait_until(number, "FAILED")
-    assert (state["ExitCode"], state["Restarts"]) == ("1:0", "0")
-    assert "broken.jsonl" in (cluster.folder / "failing" / "slurm" / f"{number}.rank-0.log").read_text()
-    number = cluster.submit(cluster.recipe("cancelled", slurm={"command": ["bash", "-c", "touch started; sleep 600"]}))
-    cluster.wait_for(cluster.folder / "started")
-    assert cluster.run("scancel", number).returncode == 0
-    assert cluster.wait_until(number, "CANCELLED")["Restarts"] == "0"
