@@ -72,12 +72,11 @@ def run(argv: list[str]) -> int:
 
         print(f"lit_fsdp {lit_fsdp.__version__}")
         return 0
-    if argv[0].partition("=")[0] == "--print_completion":
+    if argv[0] == "--print_completion":
         from lit_fsdp.commands.completion import completion_script
 
-        shell = "".join(argv[1:2]) or argv[0].partition("=")[2] or "bash"
         texts = {verb: text for group in _GROUPS.values() for verb, text in group.items()}
-        print(completion_script(shell, texts, run))
+        print(completion_script("".join(argv[1:2]) or "bash", texts, run))
         return 0
     verb, rest = argv[0], argv[1:]
     if verb in _TRAINER_VERBS:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from lit_fsdp.commands.parsing import verb_parser
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.host import cache_root, free_port
+from lit_fsdp.host import free_port
 
 if TYPE_CHECKING:
     from lit_fsdp.config.parser import LoadedRecipe
     from lit_fsdp.launch.doctor import Report, Wanted
 
-_OWN = ("nodes", "json", "quick")
+_OWN = ("nodes", "json")
 _TEXT = "Look at this machine, or under srun or torchrun at all nodes, and say what would fail later, with the fix."
 
 
@@ -54,7 +54,7 @@ def run_doctor(argv: Sequence[str]) -> int:
         from lit_fsdp.launch.doctor_ranks import examine
 
         try:
-            report = examine(rows, wanted, num_gpus, options.quick)
+            report = examine(rows, wanted, num_gpus)
         except dist.DistError as error:
             raise CheckpointError(f"doctor: the ranks do not meet, see what rank 0 says: {error}") from error
     if rank == "0":
@@ -65,11 +65,10 @@ def run_doctor(argv: Sequence[str]) -> int:
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the flags of this verb from the words of a recipe."""
     parser = verb_parser(
-        "doctor", _TEXT, "lit-fsdp doctor --quick", "[--config RECIPE.yaml] [--key value ...] [options]"
+        "doctor", _TEXT, "lit-fsdp doctor --json", "[--config RECIPE.yaml] [--key value ...] [options]"
     )
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
-    parser.add_argument("--quick", action="store_true", help="without all-reduce and trial save")
     options, words = parser.parse_known_args(list(argv))
     return options, [*words, "--trainer.num_nodes", str(options.nodes)] if words and options.nodes else words
 
@@ -94,11 +93,9 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
     from lit_fsdp.launch.doctor import Wanted
 
     if recipe is None:
-        return Wanted(run_folder=Path("runs"), cache=cache_root(), nodes=nodes or 1)
+        return Wanted(run_folder=Path("runs"), nodes=nodes or 1)
     run, trainer = recipe.run, recipe.run.trainer
     name = recipe.files[0].stem if recipe.files else "run"
-    model = None if run.model.miniature or run.model.name is None else str(run.model.name)
-    accelerator, save_async = trainer.get("accelerator"), run.checkpoint.async_save
     num_bytes, count = None, 1
     if can_measure:
         from lit_fsdp.audit import audit_recipe
@@ -112,15 +109,11 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
             num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)
     return Wanted(
         run_folder=Path(trainer.get("default_root_dir") or f"runs/{name}"),
-        cache=Path(run.data.cache_dir or cache_root()),
-        accelerator=accelerator,
+        accelerator=trainer.get("accelerator"),
         devices=(run.world_size or 1) // run.num_nodes,
         nodes=run.num_nodes,
-        precision=run.strategy.precision_config.mode,
-        model=model,
         checkpoint_bytes=num_bytes,
         num_checkpoints=count,
-        copies_to_host=save_async if save_async is not None else accelerator != "cpu",
     )
 
 

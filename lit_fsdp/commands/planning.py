@@ -74,7 +74,7 @@ def _loaded(
 def run_plan(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp plan`` and return the exit code: 1 if nothing fits."""
     text = "Whether a recipe fits: bytes per rank, the largest micro-batch, seconds per step, and what to choose."
-    example = "lit-fsdp plan --config recipes/llama3.1-8b_full_fsdp2_8x80gb.yaml --gpu h100-80gb"
+    example = "lit-fsdp plan --config recipes/qwen3-8b_full_fsdp2_4x80gb.yaml --gpu h100-80gb"
     parser = verb_parser("plan", text, example, RECIPE)
     parser.add_argument("--gpu", help="a GPU by name: h100-80gb, a100-40gb, rtx4090, ...")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB; default: that of --gpu")

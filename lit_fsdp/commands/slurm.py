@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
-    from lit_fsdp.launch.slurm_checks import Facts
     from lit_fsdp.launch.slurm_job import Job
 
 _EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
@@ -52,10 +50,13 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument("--force", action="store_true", help="submit whatever the checks have found")
     options, rest = parser.parse_known_args(argv)
     job, run, values = _planned(options, rest)
+    from lit_fsdp.checkpoint.manifest import read_manifest
+    from lit_fsdp.checkpoint.run_folder import checkpoints
     from lit_fsdp.launch.slurm_checks import check_job
     from lit_fsdp.launch.slurm_job import render, submit
 
-    errors, warnings = check_job(job, run, _facts(job, run))
+    saves = [read_manifest(entry.path).extra.get("save_seconds") for entry in checkpoints(job.run_folder)]
+    errors, warnings = check_job(job, run, checkpoint_bytes(run), max((s for s in saves if s), default=None))
     for text in [*(f"warning: {warning}" for warning in warnings), *(f"error: {error}" for error in errors)]:
         print(text, file=sys.stderr)
     if verb == "render":
@@ -66,9 +67,8 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         return 1
     number = submit(job, values)
     print(number, flush=True)
-    nodes = "-".join(str(count) for count in sorted({min(job.node_counts or [job.nodes]), job.nodes}))
     lines = [
-        f"submitted job {number}: {nodes} node(s) × {job.tasks_per_node} processes; all about it: {job.folder}",
+        f"submitted job {number}: {job.nodes} node(s) × {job.tasks_per_node} processes; all about it: {job.folder}",
         f"where it is  squeue -j {number}",
         f"end it       scancel {number}",
         f"follow it    tail -F {shlex.quote(f'{job.folder}/{number}.rank-0.log')}",
@@ -99,27 +99,6 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 
     values = resolved_recipe([*rest, *flags], "fit")  # what only Lightning knows to be wrong is refused here too
     return plan_job(run, values.get("ckpt_path")), run, values
-
-
-def _facts(job: Job, run: RunConfig) -> Facts:
-    from lit_fsdp.checkpoint.manifest import read_manifest
-    from lit_fsdp.checkpoint.run_folder import checkpoints
-    from lit_fsdp.launch import slurm_job
-    from lit_fsdp.launch.slurm_checks import SINFO, Facts
-
-    there = checkpoints(job.run_folder)
-    measured = [read_manifest(entry.path).extra.get("save_seconds") for entry in there]
-    sinfo, living = None, []
-    with contextlib.suppress(slurm_job.SlurmError):  # which is said as a warning
-        sinfo = slurm_job.run_slurm(["sinfo", "--noheader", "--exact", "-o", SINFO], 10)
-        living = slurm_job.living_jobs(job)
-    return Facts(
-        sinfo=sinfo,
-        checkpoint_bytes=checkpoint_bytes(run),
-        save_seconds=max((seconds for seconds in measured if isinstance(seconds, (int, float))), default=None),
-        num_kept=len(there),
-        living_jobs=living,
-    )
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:

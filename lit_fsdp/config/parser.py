@@ -490,7 +490,7 @@ def complete(
     if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
         raise not_allowed("model.optim.optimizer", model.optim.optimizer)
     if model is not None and model.miniature:
-        replaced = _overruled(line) + adapt_to_miniature(trainer, strategy, model, data)
+        replaced = adapt_to_miniature(trainer, strategy, model, data)
         if is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"{len(replaced)} values are replaced (--verbose lists them)"]
             say_once("\n".join(f"miniature: {text}" for text in lines))
@@ -509,19 +509,6 @@ def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
 def say_once(text: str) -> None:
     """Print to standard error what is worth saying once per process."""
     print(text, file=sys.stderr)
-
-
-def _overruled(line: CommandLine) -> list[str]:
-    """One line per value of a file that a later file replaces by another."""
-    found: list[str] = []
-    before: dict[str, Any] = {}
-    for path, content in zip(line.files, line.contents, strict=True):
-        now = dict(leaves(content))
-        found += [
-            f"{key}: {before[key]!r} → {new!r} ({path})" for key, new in now.items() if before.get(key, new) != new
-        ]
-        before |= now
-    return found
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -15,22 +15,16 @@ _OURS = re.compile(
     r"|SLURM_(N?TASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|JOB_?|STEP|ARRAY).*)"
 )
 """Variables that the script or srun sets; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
-_ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "dependency", "container", "env_file")
-_KEYS = ("account", "constraint", "cpus_per_task", "dependency", "job_name", "mem", "partition", "qos", "time")
-_NOT_EXTRA = {
-    "ranks are one task per device, and fill one node after the other: trainer.num_nodes and trainer.devices": (
-        *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--overcommit", "-O"),
-        *("--gpus", "-G", "--gres", "--gpus-per-node", "--gpus-per-task", "--gpu-bind", "--distribution", "-m"),
-    ),
-    "all output goes into the run folder": ("--output", "-o", "--error", "-e", "--open-mode"),
-    "a job is one run, submitted from here": ("--array", "-a", "--chdir", "-D", "--clusters", "-M", "--wait", "-W"),
-    "slurm.signal_lead_seconds and slurm.max_requeues": ("--signal", "--requeue", "--no-requeue"),
-    "a key of the slurm section": (
-        *("-A", "-C", "-c", "-d", "-J", "-p", "-q", "-t"),
-        *(f"--{key.replace('_', '-')}" for key in _KEYS),
-    ),
-}
-"""Options of sbatch that the script sets itself, or that break it, by what to use instead."""
+_ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "container", "env_file")
+_KEYS = ("account", "constraint", "cpus_per_task", "job_name", "mem", "partition", "qos", "time")
+_NOT_EXTRA = (
+    *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--overcommit", "-O", "--gpus", "-G"),
+    *("--gres", "--gpus-per-node", "--gpus-per-task", "--gpu-bind", "--distribution", "-m", "--array", "-a"),
+    *("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--clusters", "-M", "--wait", "-W"),
+    *("--signal", "--requeue", "--no-requeue", "-A", "-C", "-c", "-J", "-p", "-q", "-t"),
+    *(f"--{key.replace('_', '-')}" for key in _KEYS),
+)
+"""Options of sbatch that the script sets itself, or that break it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +33,6 @@ class SlurmConfig:
 
     nodes: int | None = None
     """Nodes of the job; default: trainer.num_nodes."""
-    min_nodes: int | None = None
-    """Nodes with which it starts, too, if there are no more, as after one has failed; default: only with all."""
     gpus_per_node: int | None = None
     """GPUs per node, one process each; default: trainer.devices. 0, with trainer.accelerator cpu: processes on CPUs."""
     time: str | int | None = None
@@ -75,8 +67,6 @@ class SlurmConfig:
     """Shell file read before the run, e.g. one that loads modules."""
     setup: list[str] | None = None
     """Shell lines before the run, once per job on its first node; one that fails ends the job."""
-    dependency: str | None = None
-    """What must end first, e.g. afterok:1234."""
     extra: list[str] | None = None
     """Further options of sbatch, one per entry, e.g. [--exclusive, --mail-type=END]."""
     command: list[str] | None = None
@@ -95,7 +85,7 @@ class SlurmConfig:
         if isinstance(self.mem, int):
             object.__setattr__(self, "mem", str(self.mem))
         for field, least in (
-            *(("nodes", 1), ("min_nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)),
+            *(("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)),
             *(("max_requeues", 0), ("signal_lead_seconds", 1), ("master_port", 1)),
         ):
             value = getattr(self, field)
@@ -124,8 +114,8 @@ class SlurmConfig:
             require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch", "begin it with --")
             for word in text.partition("=")[0].split():  # the script quotes what stands after the first =
                 name = word if word.startswith("--") else word[:2]
-                why = next((why for why, names in _NOT_EXTRA.items() if name in names), None)
-                require(why is None, f"extra[{i}]", text, f"no {name}: {why}", f"drop {name} from slurm.extra")
+                allowed = f"no {name}: the Trainer or a key of the slurm section says it"
+                require(name not in _NOT_EXTRA, f"extra[{i}]", text, allowed, f"drop {name} from slurm.extra")
 
 
 def time_seconds(text: str) -> int | None:

@@ -31,7 +31,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     values, conversion = read_mapping("file", str(path)), Conversion()
     if kind == "accelerate":
         require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
-        convert_accelerate(conversion, values, path.parent)
+        convert_accelerate(conversion, values)
     elif kind == "hf-trainer":
         convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
     else:

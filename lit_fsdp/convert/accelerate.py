@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, names, number, read_mapping
-from lit_fsdp.convert.deepspeed import DEEPSPEED, convert_deepspeed, put_engine, put_precision, put_ranks, put_stage
+from lit_fsdp.convert.conversion import Conversion, names, number
+from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 
 SHARDINGS = {w: w.lower() for w in "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2".split()}
@@ -41,7 +40,7 @@ _VERSION_2: Table = {
     "sync_module_states": Drop("version 2 always starts from rank 0"),
     "limit_all_gathers": Drop("version 2 always limits them"),
 }
-_KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed"}
+_KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
 _STARTS = Drop("torchrun, srun or Lightning starts the processes")
 _ACCELERATE: Table = {
@@ -60,49 +59,29 @@ _ACCELERATE: Table = {
         **rows("tp_size cp_size sp_size", Drop("no tensor or sequence is split here", "1")),
         **rows("cp_* sp_* enable_async_tp", Drop("no tensor or sequence is split here")),
     }),
-    **under("deepspeed_config", {
-        **rows("zero_stage deepspeed_config_file", None),
-        "gradient_clipping": Keep("trainer.gradient_clip_val"),
-        **rows("offload_param_device offload_optimizer_device", DEEPSPEED["zero_optimization.offload_param.device"]),
-        "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
-        "offload_*_nvme_path": Drop("nothing is offloaded to disk here"),
-        "deepspeed_*": _STARTS,
-        "zero3_*": Drop("the model is always built on meta, and lit-fsdp export writes it whole"),
-    }),
+    "deepspeed_config": Drop("distributed_type is another"),
 }  # fmt: skip
 
 
-def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: Path) -> None:
-    """Convert an Accelerate configuration; a DeepSpeed file it names is looked for from here, then from ``folder``."""
+def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
+    """Convert an Accelerate configuration for FSDP, DDP or one process."""
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
     kind = distributed.read(_KINDS)
     ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
     kind = "ddp" if kind == "fsdp" and on_cpu else kind
-    for name, sections in (("fsdp", "fsdp_config. parallelism_config."), ("deepspeed", "deepspeed_config.")):
-        if name != kind:
-            source.ignore(sections, f"{distributed.value} does not read it" + " on a CPU" * on_cpu)
-    if kind == "deepspeed":
-        conversion.say(distributed, "replaced by the engine of its ZeRO stage")
-        named = source.take("deepspeed_config.deepspeed_config_file")
-        if named.key:
-            conversion.say(named, "replaced by the content of that file")
-            convert_deepspeed(conversion, read_mapping(named.key, named.value, folder), ranks, word=word)
-        else:
-            put_stage(conversion, source.take("deepspeed_config.zero_stage", 2), ranks)
-            put_precision(conversion, word)
-        conversion.put("trainer.gradient_clip_val", 1.0)
+    if kind == "fsdp":
+        convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
+        conversion.put("cpu_ram_efficient_loading", True)
     else:
-        if kind == "fsdp":
-            convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
-            conversion.put("cpu_ram_efficient_loading", True)
-        else:
-            put_engine(conversion, "", ranks)
-        whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
-        note = "by the version of fsdp_config, 1 by default" if kind == "fsdp" else whole
-        conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
-        put_precision(conversion, word)
+        where = f"{distributed.value} does not read it" + " on a CPU" * on_cpu
+        source.ignore("fsdp_config. parallelism_config.", where)
+        put_engine(conversion, "", ranks)
+    whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
+    note = "by the version of fsdp_config, 1 by default" if kind == "fsdp" else whole
+    conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
+    put_precision(conversion, word)
     source.rest()
 
 

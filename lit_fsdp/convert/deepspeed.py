@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, alone or inside another configuration, and what all formats derive: ranks and precision."""
+"""DeepSpeed's JSON, and what all formats derive: ranks and precision."""
 
 from __future__ import annotations
 
@@ -79,19 +79,25 @@ DEEPSPEED: Table = {
 }  # fmt: skip
 
 
-def convert_deepspeed(
-    conversion: Conversion, values: dict[str, Any], ranks: int | None, path: str = "", word: Given | None = None
-) -> None:
-    """Convert a DeepSpeed configuration; the TrainingArguments around it (at ``path``) have been converted before.
-
-    ``word`` is the mixed precision of the library around it (no, bf16, fp16, fp8), for what has none or says auto.
-    """
-    source = Source(conversion, DEEPSPEED, values, path)
-    put_stage(conversion, source.take("zero_optimization.stage", 0), ranks)
-    _precision(conversion, source, word or Given("", "no"), values)
+def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+    """Convert a DeepSpeed configuration."""
+    source = Source(conversion, DEEPSPEED, values)
+    stage = source.take("zero_optimization.stage", 0)
+    sharding = stage.read(_STAGES)
+    put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)
+    conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
+    for name in ("bf16", "bfloat16", "fp16"):
+        switch = source.take(f"{name}.enabled", False)
+        if switch.value != "auto" and switch.on:
+            put_precision(conversion, Given(switch.key, name.replace("bfloat", "bf")))
+        else:
+            auto = " (auto: no precision around it asks for it)" if switch.value == "auto" else ""
+            conversion.drop(switch, f"it is off{auto}")
+            source.ignore(f"{name}.", f"{name} is off")
+    conversion.put("precision.mode", "fp32")
     if values.get("train_batch_size") == "auto":
         source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
-    elif "train_batch_size" in values and not path:
+    elif "train_batch_size" in values:
         auto = " train_micro_batch_size_per_gpu" * (values.get("train_micro_batch_size_per_gpu") == "auto")
         source.ignore(f"gradient_accumulation_steps{auto}", "it follows from train_batch_size and the ranks")
     warmup = source.take("scheduler.params.warmup_type", "log")
@@ -105,30 +111,6 @@ def convert_deepspeed(
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
         if conversion.get("model.optim.schedule") == "cosine":
             conversion.put("model.optim.min_lr_ratio", 0.0001)
-
-
-def _precision(conversion: Conversion, source: Source, word: Given, values: dict[str, Any]) -> None:
-    lacks = word.value != "no" and not values.get("fp16" if word.value == "fp16" else "bf16")
-    for name in ("bf16", "bfloat16", "fp16"):
-        switch, short = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
-        auto = " (auto: no precision around it asks for it)" if switch.value == "auto" else ""
-        if word.value == short if auto else switch.on:
-            put_precision(conversion, Given(switch.key, short))
-        else:
-            conversion.drop(switch, f"it is off{auto}")
-            source.ignore(f"{name}.", f"{name} is off")
-    if lacks:
-        put_precision(conversion, word)
-    else:
-        mode = conversion.put("precision.mode", "fp32")
-        conversion.say(word, f"replaced by precision.mode: {mode} (DeepSpeed's own sections decide unless auto)")
-
-
-def put_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None:
-    """Stage 0 keeps whole models, 1 and 2 become ``shard_grad_op`` and 3 ``full_shard``, with fsdp2."""
-    sharding = stage.read(_STAGES)
-    put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)
-    conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:

@@ -8,15 +8,16 @@ from typing import Any
 
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
-from lit_fsdp.convert.deepspeed import convert_deepspeed, put_engine, put_precision, put_ranks
+from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
               "cosine_with_min_lr": "cosine"}  # fmt: skip
 _ARGUMENTS: Table = {
-    **rows("fsdp deepspeed use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
+    **rows("fsdp use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
            "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
+    "deepspeed": Drop("it is a configuration of its own: lit-fsdp convert deepspeed FILE", OFF),
     "seed": Keep("seed_everything"),
     "per_device_train_batch_size": Keep("data.micro_batch_size"),
     **rows("gradient_accumulation_steps accelerator_config.gradient_accumulation_kwargs.num_steps",
@@ -70,32 +71,27 @@ def convert_hf_trainer(
     conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
 ) -> None:
     """Convert TrainingArguments; files they name are looked for from here, then from ``folder``."""
-    for key in ("fsdp_config", "deepspeed", "accelerator_config", "lr_scheduler_kwargs"):
+    for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
     first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
     version, table = fsdp_table(values, "2", first)
     source = Source(conversion, {**_ARGUMENTS, **table}, values)
     put_ranks(conversion, ranks, num_nodes)
-    cpu, zero = source.take("use_cpu", False), source.take("deepspeed", {}).value
+    cpu = source.take("use_cpu", False)
     conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
     switches = [source.take(name, False) for name in ("bf16", "fp16")]
     words = [Given(one.key, one.key) for one in switches if one.on]
     for one in switches:
         if not one.on:
             conversion.drop(one, "it is off")
-    if not zero:
-        _strategy(conversion, source, version, ranks, cpu.on)
-        for word in words:
-            put_precision(conversion, word)
-    elif zero.get("scheduler"):
-        source.ignore("lr_scheduler_", "the scheduler of the deepspeed configuration replaces it")
+    _strategy(conversion, source, version, ranks, cpu.on)
+    for word in words:
+        put_precision(conversion, word)
     _loop(conversion, source, values)
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
-    if zero:
-        convert_deepspeed(conversion, zero, ranks, "deepspeed", words[0] if words else None)
     conversion.put("precision.mode", "fp32")
 
 

@@ -60,12 +60,12 @@ def under(section: str, table: Table) -> dict[str, Keep | Drop | None]:
 
 
 class Source:
-    """The keys of a file (at ``path`` of the input, if inside another), taken one by one so that none is forgotten."""
+    """The keys of a file, taken one by one so that none is forgotten."""
 
-    def __init__(self, conversion: Conversion, table: Table, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, conversion: Conversion, table: Table, values: Mapping[str, Any]) -> None:
         self.conversion, self.table = conversion, table
         self._left: dict[str, Given] = {}
-        self._flatten(values, "", path)
+        self._flatten(values, "", "")
 
     def _flatten(self, values: Mapping[str, Any], section: str, path: str) -> None:
         for key, value in values.items():

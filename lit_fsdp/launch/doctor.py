@@ -1,14 +1,12 @@
-"""What ``lit-fsdp doctor`` finds on one machine, judged: versions, devices, limits, disks and the hub.
+"""What ``lit-fsdp doctor`` finds on one machine, judged: versions, devices and the disk of the run folder.
 
 Nothing here imports torch, which may be what is broken: a process of its own is asked for the devices.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -20,9 +18,6 @@ from typing import Any, Literal
 
 MIB, GIB = 2**20, 2**30
 Grade = Literal["ok", "warn", "fail"]
-_SHM = "/dev/shm"  # noqa: S108 (its size is looked at)
-_SHM_BYTES_PER_PROCESS = 256 * MIB  # for NCCL, and for batches that loader workers hand over
-_CACHE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -53,16 +48,12 @@ class Report:
 class Wanted:
     """What the recipe asks of the machine; without one, the defaults."""
 
-    run_folder: Path  # as the cache, it may not be there yet
-    cache: Path
+    run_folder: Path  # it may not be there yet
     accelerator: str | None = None  # as the Trainer takes it
     devices: int | None = None  # per node; None: all that are there
     nodes: int = 1
-    precision: str | None = None  # mode of the strategy
-    model: str | None = None  # hub name, folder or file; None: random init
     checkpoint_bytes: int | None = None  # of one; None: not known
     num_checkpoints: int = 0  # on the disk at the same time, the one being written included
-    copies_to_host: bool = False  # before a save in the background
 
 
 def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
@@ -95,8 +86,7 @@ def ask_torch(seconds: float = 120) -> dict[str, Any]:
 
 def judge_machine(wanted: Wanted, facts: Mapping[str, Any], processes: int) -> list[Row]:
     """Judge this machine by the facts of :func:`ask_torch`, for ``processes`` on the devices and cores seen."""
-    rows = [*judge_versions(), *judge_devices(facts, wanted, processes)]
-    return [*rows, *judge_host(wanted, processes), *judge_disks(wanted), *judge_hub(wanted.model)]
+    return [*judge_versions(), *judge_devices(facts, wanted, processes), judge_disk(wanted)]
 
 
 def judge_versions() -> list[Row]:
@@ -121,7 +111,7 @@ def judge_versions() -> list[Row]:
 
 
 def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> list[Row]:
-    """Judge torch, GPUs, precision and NCCL."""
+    """Judge torch, GPUs and NCCL."""
     if "error" in facts:
         return [Row("torch loads", facts["error"], "fail", "install torch again: pytorch.org/get-started")]
     gpus, build, in_dev = facts["gpus"], facts["build"], facts["device_files"]
@@ -135,74 +125,17 @@ def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> l
     found = f"{len(gpus)} × {', '.join(kinds)} (torch for {build}, driver {facts['driver']})"
     fix = f"set trainer.devices: {len(gpus)}, or run where there are {processes}"
     rows = [judged("GPUs", found, len(gpus) >= processes, fix)]
-    needs = {"mixed": "bf16", "low_precision": "bf16", "fp8": "fp8"}.get(wanted.precision or "", "")
-    found = f"{'' if facts['bf16'] else 'no '}bf16, {'' if facts['fp8'] else 'no '}fp8 in hardware"
-    fix = f"set precision: {'mixed' if facts['bf16'] else 'fp16_mixed'}, or use a newer GPU"
-    rows.append(judged("precision", found, not needs or facts[needs], fix))
     found, fix = f"{facts['nccl'] or 'not in this torch'}", "install a CUDA build of torch"
     return [*rows, judged("NCCL", found, facts["nccl"] is not None, fix)]
 
 
-def judge_host(wanted: Wanted, processes: int) -> list[Row]:
-    """Judge shared memory, host memory and cores."""
-    free = shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) else 0
-    fix = f"in a container --shm-size=16g or --ipc=host; else mount -o remount,size=16G {_SHM}"
-    is_ok = free >= _SHM_BYTES_PER_PROCESS * processes
-    otherwise: Grade = "warn" if free > 64 * MIB else "fail"  # which a container gets where nobody asked
-    rows = [judged(_SHM, f"{gib(free)} free for {processes} process(es)", is_ok, fix, otherwise)]
-
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    available = int(memory["MemAvailable"].split()[0]) * 1024
-    needed = (wanted.checkpoint_bytes or 0) // wanted.nodes if wanted.copies_to_host else 0
-    found = f"{gib(available)} available" + (f"; a background save copies {gib(needed)} of it" if needed else "")
-    rows.append(judged("host memory", found, available >= needed, "set checkpoint.async_save: false, or add nodes"))
-
-    cores = len(os.sched_getaffinity(0))
-    fix = "set slurm.cpus_per_task, or srun --cpus-per-task=8: a rank has loader workers"
-    return [*rows, judged("cores", f"{cores} for {processes} process(es)", cores >= max(2, processes), fix, "warn")]
-
-
-def judge_disks(wanted: Wanted) -> list[Row]:
-    """Judge the room for checkpoints and for the cache."""
+def judge_disk(wanted: Wanted) -> Row:
+    """Judge the room for the checkpoints that are kept at a time."""
     folder, count = nearest(wanted.run_folder / "checkpoints"), wanted.num_checkpoints
     free = shutil.disk_usage(folder).free
     found, needed = f"{gib(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
     if count and wanted.checkpoint_bytes is None:
-        row = Row("run folder", f"{found}; the size of a checkpoint is not known", "warn", "see the row on the model")
-    else:
-        found += f"; {count} checkpoint(s) of {gib(needed / count)} at a time" if count else ""
-        fix = f"free {gib(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
-        row = judged("run folder", found, free >= needed, fix)
-    cache = nearest(wanted.cache)
-    free = shutil.disk_usage(cache).free
-    is_ok, fix = os.access(cache, os.W_OK) and free >= _CACHE_BYTES, "set LIT_FSDP_CACHE (or data.cache_dir) elsewhere"
-    return [row, judged("cache", f"{gib(free)} free at {cache}, to be written", is_ok, fix, "warn")]
-
-
-def judge_hub(model: str | None) -> list[Row]:
-    """Judge access to the Hugging Face hub and to the recipe's model; a token is never shown."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    found = f"cache {constants.HF_HUB_CACHE}, {'a token' if huggingface_hub.get_token() else 'no token'}"
-    rows = [Row("hub", f"offline (HF_HUB_OFFLINE); {found}")]
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            huggingface_hub.utils.get_session().head(constants.ENDPOINT, timeout=5)
-            rows = [Row("hub", f"{constants.ENDPOINT} answers; {found}")]
-        except Exception as error:  # of whichever HTTP library the hub's client is built on
-            fix = "fetch models where there is a network (lit-fsdp model prepare), then set HF_HUB_OFFLINE=1"
-            rows = [Row("hub", f"{constants.ENDPOINT} cannot be reached ({error}); {found}", "warn", fix)]
-    if model is None:
-        return rows
-    folder = Path(model).expanduser()
-    if folder.exists() or model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf")):
-        is_there = folder.is_file() or (folder / "config.json").is_file()
-        return [*rows, judged("model", model, is_there, "check model.name, and that this machine sees it")]
-    is_there = False
-    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-        is_there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    found = f"{model}: weights {'' if is_there else 'not '}in the hub's cache"
-    fix = f"lit-fsdp model prepare --name {model} where there is a network, with the same HF_HOME"
-    return [*rows, judged("model", found, is_there, fix, "fail" if constants.HF_HUB_OFFLINE else "warn")]
+        return Row("run folder", f"{found}; the size of a checkpoint is not known", "warn", "check model.name")
+    found += f"; {count} checkpoint(s) of {gib(needed / count)} at a time" if count else ""
+    fix = f"free {gib(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
+    return judged("run folder", found, free >= needed, fix)

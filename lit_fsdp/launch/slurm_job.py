@@ -6,12 +6,11 @@ point, start the step and, when the step has saved and stopped, requeue the job.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,13 @@ from typing import Any
 import yaml
 
 from lit_fsdp import __version__
-from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.run import STRATEGY, RunConfig
+from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.slurm import SlurmConfig
-from lit_fsdp.config.strategy import mesh_shape
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import hidden_keys, redact_values
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
 _SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
-_SECONDS = 60.0
-_OF_SHELL = {name.upper(): name for name in ("account", "partition", "qos", "constraint")} | {"TIMELIMIT": "time"}
-"""What SBATCH_... variables of a shell may say where the recipe does not; sbatch lets them win over the script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +41,6 @@ class Job:
     """0 for processes on CPUs."""
     ckpt_path: str | None = None
     """What the first start resumes from; a requeued one resumes from the last checkpoint."""
-    node_counts: tuple[int, ...] = ()
-    """Numbers of nodes that the recipe can run on, most first, where ``slurm.min_nodes`` leaves a choice."""
 
     @property
     def name(self) -> str:
@@ -114,26 +106,7 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
         tasks_per_node=tasks,
         gpus_per_node=gpus,
         ckpt_path=ckpt_path,
-        node_counts=_node_counts(run, nodes, tasks),
     )
-
-
-def _node_counts(run: RunConfig, nodes: int, tasks: int) -> tuple[int, ...]:
-    """How many nodes will do, most first: the global batch and the mesh decide; empty: all or nothing."""
-    least = run.slurm.min_nodes
-    if least is None:
-        return ()
-    require(least <= nodes, "slurm.min_nodes", f"{least} for a job of {nodes} node(s)", f"1 to {nodes}")
-    return tuple(count for count in range(nodes, least - 1, -1) if count == nodes or _fits(run, count, tasks))
-
-
-def _fits(run: RunConfig, nodes: int, tasks: int) -> bool:
-    try:
-        _, shards = mesh_shape(run.strategy, nodes, nodes * tasks, STRATEGY)
-        accumulation_steps(run.data, nodes * tasks)
-    except ConfigError:
-        return False
-    return not run.strategy.is_hybrid or nodes == 1 or shards % tasks == 0
 
 
 def render(job: Job) -> str:
@@ -141,11 +114,6 @@ def render(job: Job) -> str:
     config, quoted = job.config, shlex.quote
     size = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
     processes = "one process per GPU" if job.gpus_per_node else f"{job.tasks_per_node} process(es) per node, on CPUs"
-    counts = " ".join(map(str, job.node_counts))
-    if counts:  # as many as the recipe can run on, of those that the job was given
-        nodes = f'for nodes in {counts}; do if [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ]; then break; fi; done'
-    else:
-        nodes = "nodes=$SLURM_JOB_NUM_NODES"
     flags, command = _how(job)
     address = config.master_addr or "{node}"
     values = {
@@ -156,11 +124,12 @@ def render(job: Job) -> str:
         "run_folder": quoted(str(job.run_folder)),
         "cap": config.max_requeues if config.requeue else 0,
         "ckpt_path": f"--ckpt_path {quoted(job.ckpt_path)}" if job.ckpt_path else "",
-        "nodes": nodes,
+        "nodes": job.nodes,
         "master_addr": '"$node"'.join(quoted(part) if part else "" for part in address.split("{node}")),
         "master_port": config.master_port or "$((20000 + SLURM_JOB_ID % 10000))",
         "processes": processes,
         "tasks": job.tasks_per_node,
+        "all_tasks": job.nodes * job.tasks_per_node,
         "flags": "".join(f" \\\n  {flag}" for flag in flags),
         "command": command,
     }
@@ -177,17 +146,9 @@ def sbatch_value(text: str) -> str:
 
 def _options(job: Job) -> list[str]:
     config, tasks = job.config, job.tasks_per_node
-    if job.node_counts:
-        # for a range of nodes cores, as SLURM would hold on to the number of tasks of the first start, and a job that
-        # lost a node would wait for it (seen with SLURM 22.05)
-        size: dict[str, str | int] = {
-            "nodes": f"{job.node_counts[-1]}-{job.nodes}",
-            "mincpus": tasks * (config.cpus_per_task or 1),
-        }
-    else:
-        size = {"nodes": job.nodes, "ntasks-per-node": tasks}
-    values: dict[str, str | int | None] = {"job-name": job.name, **size, "gpus-per-node": job.gpus_per_node or None}
-    for key in ("cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "dependency"):
+    values: dict[str, str | int | None] = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": tasks}
+    values["gpus-per-node"] = job.gpus_per_node or None
+    for key in ("cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint"):
         values[key.replace("_", "-")] = getattr(config, key)
     values["output"] = f"{job.folder}".replace("%", "%%") + "/%j.log"
     values["open-mode"] = "append"
@@ -243,34 +204,11 @@ def _how(job: Job) -> tuple[list[str], str]:
 # -- submitting: recipe, script and logs lie in RUN/slurm
 
 
-class SlurmError(ConfigError):
-    """A command of SLURM refused what it was given, does not answer, or is not there."""
-
-
-def run_slurm(words: Sequence[str], timeout_seconds: float = _SECONDS, env: Mapping[str, str] | None = None) -> str:
-    """Run one of SLURM's commands and return its standard output; its warnings go to our standard error."""
-    try:
-        done = subprocess.run(  # noqa: S603
-            words, capture_output=True, text=True, errors="replace", timeout=timeout_seconds, env=env, check=False
-        )
-    except FileNotFoundError:
-        raise SlurmError(words[0], "not found on this machine", "a login node of a SLURM cluster") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmError(words[0], f"no answer in {timeout_seconds:.0f} s", "a controller that answers") from None
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise SlurmError(words[0], f"{said} (exit code {done.returncode})", "what this cluster accepts")
-    if done.stderr.strip():
-        print(done.stderr.strip(), file=sys.stderr)
-    return done.stdout
-
-
 def submit(job: Job, values: Mapping[str, Any]) -> str:
     """Write recipe and script into the run folder and submit; returns the job's number, by which the script is called.
 
     Raises:
-        ConfigError: The recipe holds a secret, or the run folder cannot be written.
-        SlurmError: sbatch refuses.
+        ConfigError: The recipe holds a secret, the run folder cannot be written, or sbatch refuses.
     """
     recipe, script = _recipe(job, values), job.folder / "job.sbatch"
     try:
@@ -280,19 +218,19 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
     except OSError as error:
         given = f"{error.filename or job.folder}: {error.strerror}"
         raise ConfigError("trainer.default_root_dir", given, "a folder that can be written") from None
-    said = run_slurm(["sbatch", "--parsable", str(script)], env=_shell(job))
+    words = ["sbatch", "--parsable", str(script)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
+    except FileNotFoundError:
+        raise ConfigError("sbatch", "not found on this machine", "a login node of a SLURM cluster") from None
+    print(done.stderr.strip(), file=sys.stderr)
     # NUMBER[;CLUSTER]; sites wrap sbatch in scripts that greet first
-    numbers = re.findall(r"^(\d+)(?:;\S*)?$", said.strip(), re.MULTILINE)
-    if not numbers:
-        raise SlurmError("sbatch", repr(said[-200:]), "the number of a job", "see squeue --me whether there is one")
+    numbers = re.findall(r"^(\d+)(?:;\S*)?$", done.stdout.strip(), re.MULTILINE)
+    if done.returncode or not numbers:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise ConfigError("sbatch", f"{said} (exit code {done.returncode})", "what this cluster accepts: squeue --me")
     script.rename(job.folder / f"{numbers[-1]}.sbatch")
     return str(numbers[-1])
-
-
-def living_jobs(job: Job) -> list[str]:
-    """List the numbers of earlier jobs of this run folder that wait or run."""
-    mine = {path.stem for path in job.folder.glob("[0-9]*.sbatch")}
-    return sorted(mine & set(run_slurm(["squeue", "--me", "--noheader", "-o", "%A"]).split())) if mine else []
 
 
 def _recipe(job: Job, values: Mapping[str, Any]) -> str:
@@ -305,11 +243,3 @@ def _recipe(job: Job, values: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in values.items() if key != "ckpt_path"}
     kept["trainer"] = {**(kept.get("trainer") or {}), "default_root_dir": str(job.run_folder)}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-
-
-def _shell(job: Job) -> dict[str, str]:
-    """Of this shell, without what would win over the script, or is of the job that this shell is in."""
-    kept = {"SLURM_CONF"}
-    kept |= {f"SBATCH_{name}" for name, key in _OF_SHELL.items() if getattr(job.config, key) is None}
-    others = ("SBATCH_", "SLURM_") if "SLURM_JOB_ID" in os.environ else "SBATCH_"
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(others)}

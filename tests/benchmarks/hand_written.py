@@ -22,58 +22,49 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
-from workload import CLIP_NORM, OPTIM
+from work import CLIP_NORM, OPTIM
 
 from lit_fsdp.host import cpu_has_bf16
 
 COMPUTE = torch.bfloat16 if cpu_has_bf16() else torch.float32
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main(folder: Path, out: Path) -> None:
     """Train on the rank's batches and write the time and loss of every step."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    batches = torch.load(folder / f"batches-{rank}-of-{ranks}.pt", weights_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
-    if ranks > 1:
+    batches = torch.load(folder / f"batches-{RANK}-of-{RANKS}.pt", weights_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+    if RANKS > 1:
         dist.init_process_group("gloo")
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-    optimizer = build_optimizer(model)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (OPTIM["beta1"], OPTIM["beta2"])
+    optimizer = torch.optim.AdamW(groups, lr=OPTIM["lr"], betas=betas, eps=OPTIM["eps"], fused=True)
     recorded: dict[str, list[float]] = {"times": [], "losses": []}
     for batch in batches:
-        loss, count = step(model, optimizer, batch, ranks)
-        recorded["losses"].append(float(loss) / count)
+        recorded["losses"].append(step(model, optimizer, batch))
         recorded["times"].append(time.time())
-    if rank == 0:
+    if RANK == 0:
         out.write_text(json.dumps(recorded))
-    if ranks > 1:
+    if RANKS > 1:
         dist.destroy_process_group()
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW; weight decay on matrices only."""
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (OPTIM["beta1"], OPTIM["beta2"])
-    return torch.optim.AdamW(groups, lr=OPTIM["lr"], betas=betas, eps=OPTIM["eps"], fused=True)
-
-
-def step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], ranks: int
-) -> tuple[torch.Tensor, float]:
-    """One optimizer step; the summed loss and the number of supervised tokens of the global batch."""
+def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> float:
+    """One optimizer step; the mean loss over the supervised tokens of the global batch."""
     targets = batch["labels"][:, 1:]
     supervised = targets != -100
     is_packed = "position_ids" in batch
     if is_packed:
         supervised &= batch["position_ids"][:, 1:] > 0  # the first token of a sample does not follow from another
     inputs = {name: batch[name] for name in ("input_ids", "position_ids" if is_packed else "attention_mask")}
-    with torch.autocast("cpu", torch.bfloat16, enabled=ranks == 1 and torch.bfloat16 == COMPUTE):
+    with torch.autocast("cpu", torch.bfloat16, enabled=RANKS == 1 and torch.bfloat16 == COMPUTE):
         if is_packed:
             hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][supervised]
             options = torch.nn.LinearCrossEntropyOptions()
@@ -83,13 +74,13 @@ def step(
             logits = model(**inputs, use_cache=False).logits[:, :-1][supervised].float()
             loss = F.cross_entropy(logits, targets[supervised], reduction="sum")
     totals = torch.stack([loss.detach(), supervised.sum()])
-    if ranks > 1:
+    if RANKS > 1:
         dist.all_reduce(totals)
-    (loss * ranks / totals[1]).backward()
+    (loss * RANKS / totals[1]).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return totals[0], float(totals[1])
+    return float(totals[0]) / float(totals[1])
 
 
 if __name__ == "__main__":

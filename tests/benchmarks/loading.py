@@ -17,52 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.host import free_port
-from tests.benchmarks.record import ROOT, together
+from tests.benchmarks.record import python
 
 MB = 1_000_000
-_LIMIT_SECONDS = 300
 
 
 def write_random_llama(folder: Path, shape: dict[str, Any]) -> Path:
-    """A Llama folder with small random bf16 weights, one file per block, so that no whole model is ever in memory."""
+    """A Llama folder with random bf16 weights in files of 30 MB, and a tokenizer."""
     import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lit_fsdp.models.build import build_on_meta
     from lit_fsdp.models.tokenizers import miniature_tokenizer
-    from lit_fsdp.models.weights import tied_groups
 
-    config = LlamaConfig(**shape)
-    model = build_on_meta(config)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    files: dict[str, list[str]] = {}
-    for name in (names[0] for names in tied_groups(model)):
-        files.setdefault(name.rpartition("layers.")[2].split(".")[0], []).append(name)
-    weight_map = {}
-    for number, names in enumerate(files.values(), 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        weights = {name: (torch.randn(shapes[name]) * 0.02).to(torch.bfloat16) for name in names}
-        save_file(weights, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(folder, max_shard_size="30MB")
     miniature_tokenizer().save_pretrained(folder)
     return folder
 
 
 def measure(engine: str, model: Path, ranks: int) -> list[dict[str, Any]]:
     """Of each rank of one fresh run ``imported_bytes``, ``peak_bytes``, ``held_bytes`` and counts of parameters."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
-    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": 0}
+    meeting |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    places = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "record"
-        command = [sys.executable, __file__, engine, str(model), str(out)]
-        places = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        together([command] * ranks, places, _LIMIT_SECONDS)
-        return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(ranks)]
+        python([__file__, engine, model, folder], ranks, places, OMP_NUM_THREADS="1")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def above_imports(record: dict[str, Any]) -> int:
@@ -95,7 +74,7 @@ def load(engine: str, folder: str, out: Path) -> None:
             record = {"imported_bytes": imported, "peak_bytes": peak_host_bytes(), "num_params": audit["num_params"]}
             record["held_bytes"] = sum({param.data_ptr(): param.nbytes for param in params if param.numel()}.values())
             record["largest_unit"] = max(unit["num_params"] for unit in audit["units"])
-            out.with_suffix(f".{os.environ['RANK']}.json").write_text(json.dumps(record))
+            Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(record))
             trainer.strategy.barrier()
             os._exit(0)  # nothing is to be trained
 

@@ -10,23 +10,19 @@ the growth of the resident set, predicted and measured. A minute or two a cell.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from record import python
 
+from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-ROWS, TOKENS, STEPS = 4, 512, 2
-SIZES = {
-    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
-    **{"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 2048, "tie_word_embeddings": False},
-}
+ROWS = 4
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 MODELS = {
     "Llama": {"model_type": "llama", **SIZES},
     "Gemma 3": {"model_type": "gemma3_text", **SIZES, "head_dim": 64, "tie_word_embeddings": True},
@@ -37,73 +33,40 @@ SHARDINGS = {
     "fsdp2 shard_grad_op": {"engine": "fsdp2", "sharding": "shard_grad_op"},
     "ddp": {"engine": "ddp"},
 }
-
-
-class States(Callback):
-    """Notes what this rank holds between steps; a recipe names it."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read it back at the second step: the gradients of the first are still there."""
-        if trainer.global_step == 1:
-            (optimizer,) = trainer.optimizers
-            params = list(pl_module.parameters())
-            moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-            kinds = (params, [param.grad for param in params], moments)
-            sums = [sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in kind) for kind in kinds]
-            Path(trainer.default_root_dir, f"states-{trainer.global_rank}.json").write_text(json.dumps(sums))
+DATA = {"train": "generated:512", "packing": True, "train_on_prompt": True, "chat_template": "chatml", "num_workers": 0}
+DATA |= {"max_seq_length": 512, "micro_batch_size": ROWS, "global_batch_size": 2 * ROWS}
+# freed blocks go back to the system at once, so that the resident set is what is in use
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
 def measured(model: str, sharding: str, mode: str) -> str:
     """Run one cell; its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        config, recipe = Path(folder, "config.json"), Path(folder, "recipe.yaml")
+        config, recipe, run = (Path(folder, name) for name in ("config.json", "recipe.yaml", "run"))
         config.write_text(json.dumps(MODELS[model]))
         miniature_tokenizer().save_pretrained(folder)
-        values = {
-            "trainer": {
-                **{"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "default_root_dir": f"{folder}/run"},
-                **{"enable_progress_bar": False, "logger": False, "enable_checkpointing": False},
-                "callbacks": [{"class_path": "tests.benchmarks.memory.States"}],
-                "strategy": {
-                    "class_path": "lit_fsdp.fsdp_strategy",
-                    "init_args": {**SHARDINGS[sharding], "precision": "fp32", "activation_checkpointing": mode},
-                },
-            },
-            "model": {"name": str(config), "tokenizer": folder},
-            "data": {
-                **{"train": "generated:512", "packing": True, "train_on_prompt": True, "chat_template": "chatml"},
-                **{"max_seq_length": TOKENS, "micro_batch_size": ROWS, "global_batch_size": 2 * ROWS, "num_workers": 0},
-            },
-        }
+        trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "default_root_dir": str(run)}
+        trainer |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+        arguments = {**SHARDINGS[sharding], "precision": "fp32", "activation_checkpointing": mode}
+        trainer["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
+        trainer["callbacks"] = [{"class_path": "tests.benchmarks.steps.States"}]
+        values = {"trainer": trainer, "model": {"name": str(config), "tokenizer": folder}, "data": DATA}
         recipe.write_text(json.dumps(values))
-        # freed blocks go back to the system at once, so that the resident set is what is in use
-        malloc = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        flags = ["--config", str(recipe), "--allow-imports", "tests"]
-
-        def lit_fsdp(*words: str) -> str:
-            command = [sys.executable, "-m", "lit_fsdp", *words]
-            return subprocess.run(
-                command, cwd=ROOT, env={**os.environ, **malloc}, stdout=subprocess.PIPE, text=True, check=True
-            ).stdout
-
-        lit_fsdp("fit", *flags)
-        audit = json.loads(Path(folder, "run", "audit.json").read_text())
-        declared = json.loads(lit_fsdp("audit", *flags, "--json"))
-        live = [json.loads(Path(folder, "run", f"states-{rank}.json").read_text()) for rank in range(2)]
-    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    said = [[rank[kind] for kind in kinds] for rank in declared["state_per_rank"]]
-    said = said * 2 if len(said) == 1 else said
-    states = "exact" if said == live else f"{said} declared, {live} live"
+        words = ["--config", str(recipe), "--allow-imports", "tests"]
+        python(["-m", "lit_fsdp", "fit", *words], 2, **MALLOC)
+        audit = json.loads((run / "audit.json").read_text())
+        live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(2)]
+        declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
+    said = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
+    states = "exact" if said * (2 // len(said)) == live else f"{said} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])
-    cells = [model, sharding, mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
+    cells = [model, f"`{sharding}`", mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
     return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |"
 
 
 if __name__ == "__main__":
     print("| model | sharding | recomputation | states | predicted GiB | measured GiB | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for model in MODELS:
-        for sharding in SHARDINGS:
-            for mode in ("none", "full"):
-                if all(word in f"{model} {sharding} {mode}" for word in sys.argv[1:]):
-                    print(measured(model, sharding, mode), flush=True)
+    for cell in ((model, sharding, mode) for model in MODELS for sharding in SHARDINGS for mode in ("none", "full")):
+        if all(word in " ".join(cell) for word in sys.argv[1:]):
+            print(measured(*cell), flush=True)

@@ -17,28 +17,29 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
-from workload import CLIP_NORM, OPTIM
+from work import CLIP_NORM, OPTIM
 
 FOLDER, OUT, RANKS = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+QUIET = ("use_distributed_sampler", "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 class Module(LightningModule):
-    """A causal LM with its mean loss."""
+    """A causal LM with its mean loss, which ends after its first step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
-        self.recorded: dict[str, list[float]] = {"times": [], "losses": []}
 
     def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        self.model = AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32).train()
-        mesh = self.device_mesh["data_parallel"]
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32).train()
+            options = {
+                "mesh": self.device_mesh["data_parallel"],
+                "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            }
+            for layer in self.model.model.layers:
+                fully_shard(layer, **options)
+            fully_shard(self.model, **options)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
@@ -48,9 +49,9 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=OPTIM["lr"], fused=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        mean = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
-        self.recorded["losses"].append(float(mean))
-        self.recorded["times"].append(time.time())
+        loss = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
+        if self.trainer.is_global_zero:
+            OUT.write_text(json.dumps({"losses": [float(loss)], "times": [time.time()]}))
 
     def train_dataloader(self) -> DataLoader[Any]:
         batches = torch.load(FOLDER / f"batches-{self.trainer.global_rank}-of-{RANKS}.pt", weights_only=True)
@@ -58,19 +59,5 @@ class Module(LightningModule):
 
 
 if __name__ == "__main__":
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=ModelParallelStrategy(),
-        max_steps=1,
-        gradient_clip_val=CLIP_NORM,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    trainer.fit(module)
-    if trainer.is_global_zero:
-        OUT.write_text(json.dumps(module.recorded))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 1, "gradient_clip_val": CLIP_NORM}
+    Trainer(**options, strategy=ModelParallelStrategy(), **dict.fromkeys(QUIET, False)).fit(Module())

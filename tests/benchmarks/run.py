@@ -1,6 +1,6 @@
 """``make bench``: lit_fsdp beside what one would write by hand, interleaved, as medians of ratios.
 
-    python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] [--engine fsdp2] …
+    python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] …
 
 The measures (aims are no tests; a shared machine decides nothing):
 
@@ -18,75 +18,93 @@ compute where the CPU has instructions for it, else fp32.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from record import bench, compared, in_turns
-from sides import fit, hand_written, lightning_script
-from workload import Workload
+import torch
+from record import bench, compared, in_turns, python
+from work import data_module, fit, random_rows, save_random_model, save_rows, write_recipe
 
+from lit_fsdp.host import free_port
+
+HERE = Path(__file__).parent
 WARMUP_STEPS = 2
-MEASURES = ("one", "packed", "two", "start")
-Side = Callable[[Workload, int], dict[str, Any]]
+ROWS = 4  # per optimizer step
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+# ranks, tokens of a row or pack, what is compared, the aim
+MEASURES = {
+    "one": (1, 128, "tokens/s of `lit-fsdp fit`, one process ÷ plain PyTorch loop", ">= 0.98"),
+    "two": (2, 128, "tokens/s of `lit-fsdp fit`, two processes ÷ `fully_shard` loop", ">= 0.97"),
+    "packed": (1, 512, "tokens/s of `lit-fsdp fit`, packed, one process ÷ loop with torch's chunked head", ">= 0.98"),
+    "start": (2, 64, "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script", "<= 1.05"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES, help="measures to take (default all)")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of runs per measure (default 5)")
-    parser.add_argument(
-        "--steps", type=int, default=7, help=f"steps per run, {WARMUP_STEPS} of them warm-up (default 7)"
-    )
+    parser.add_argument("--steps", type=int, default=7, help="steps per run, two of them warm-up (default 7)")
     parser.add_argument("--layers", type=int, default=30, help="blocks of the model (default 30)")
-    parser.add_argument("--engine", default="fsdp2", help="ours (default fsdp2)")
     options = parser.parse_args()
-    if options.steps <= WARMUP_STEPS or options.repeats < 1:
-        parser.error(f"--steps must be more than {WARMUP_STEPS}, --repeats at least 1")
     with bench("run") as (record, folder):
-        shape = {"num_hidden_layers": options.layers}
-        size = {"global_batch_size": 4, "steps": options.steps, "engine": options.engine}
-        for name, what, ranks in (
-            ("one", "one process ÷ plain PyTorch loop", 1),
-            ("two", "two processes ÷ `fully_shard` loop", 2),
-            ("packed", "packed, one process ÷ loop with torch's chunked head", 1),
-        ):
-            if name in options.only:
-                packed = name == "packed"
-                length = 512 if packed else 128
-                work = Workload(folder=folder / name, overrides=shape, length=length, packing=packed, **size)
-                record["results"].append(compare_speed(f"tokens/s of `lit-fsdp fit`, {what}", work, ranks, options))
-        if "start" in options.only:
-            record["results"].append(compare_start(folder / "start", options.repeats))
+        for name in options.only:
+            record["results"].append(measure(name, folder / name, options))
 
 
-def pairs(work: Workload, ranks: int, peer: Side, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs of ours and of the peer."""
-    found = in_turns({"ours": lambda: fit(work, ranks), "by hand": lambda: peer(work, ranks)}, repeats)
-    for side, runs in found.items():
-        print(f"losses, {side}: {'  '.join(f'{loss:.4f}' for loss in runs[0]['losses'])}")
-    return found["ours"], found["by hand"]
+def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Ours ÷ the peer's: tokens per second after the warm-up, or seconds to the end of the first step."""
+    ranks, length, what, aim = MEASURES[name]
+    is_start, packing = name == "start", name == "packed"
+    steps = 1 if is_start else options.steps
+    folder.mkdir()
+    model = save_random_model(folder / "model", **(TINY if is_start else {"num_hidden_layers": options.layers}))
+    words = (length // 16, length // 4) if packing else (length, length)
+    data = {
+        "train": str(save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))),
+        "max_seq_length": length,
+        "packing": packing,
+        "global_batch_size": ROWS,
+        "micro_batch_size": ROWS // ranks,
+    }
+    write_recipe(folder / "recipe.yaml", model, {}, data, devices=ranks, max_steps=steps, log_every_n_steps=5)
+    save_batches(folder, data, ranks, steps)
+    sides = {"ours": lambda: fit(folder / "recipe.yaml", ranks), "peer": lambda: peer(folder, ranks, is_start)}
+    runs = in_turns(sides, options.repeats + is_start)
+    for side, found in runs.items():
+        print(f"losses, {side}: {'  '.join(f'{loss:.4f}' for loss in found[0]['losses'])}")
+    if is_start:  # the first ones fill the caches
+        seconds = [[run["times"][0] - run["launched"] for run in found[1:]] for found in runs.values()]
+        return compared(what, *seconds, unit="s", aim=aim)
+    tokens = length * ROWS * (steps - WARMUP_STEPS)
+    rates = [[tokens / (r["times"][-1] - r["times"][WARMUP_STEPS - 1]) for r in found] for found in runs.values()]
+    return compared(what, *rates, unit="tokens/s", aim=aim)
 
 
-def compare_speed(what: str, work: Workload, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second over the steps after the warm-up, ours ÷ the peer's."""
-    work.make(ranks)
-    runs = pairs(work, ranks, hand_written, options.repeats)
-    tokens = work.length * work.global_batch_size * (work.steps - WARMUP_STEPS)
-    rates = [[tokens / (run["times"][-1] - run["times"][WARMUP_STEPS - 1]) for run in side] for side in runs]
-    return compared(what, *rates, unit="tokens/s", aim=">= 0.97" if ranks > 1 else ">= 0.98")
+def save_batches(folder: Path, data: dict[str, Any], ranks: int, steps: int) -> None:
+    """What each rank of a run gets; one forward per step, so a batch is a step."""
+    module, _ = data_module(folder / "model", {"cache_dir": str(folder / "cache"), **data})
+    for rank in range(ranks):
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        module.trainer = SimpleNamespace(world_size=ranks, global_rank=rank, global_step=0, strategy=strategy)
+        batches = list(itertools.islice(module.train_dataloader(), steps))
+        torch.save(batches, folder / f"batches-{rank}-of-{ranks}.pt")
 
 
-def compare_start(folder: Path, repeats: int) -> dict[str, Any]:
-    """Seconds from launch to the end of the first step, ours ÷ the peer's; a run of each is thrown away before."""
-    tiny = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    work = Workload(folder=folder, overrides={**tiny, **heads}, length=64, global_batch_size=4, steps=1)
-    work.make(2)
-    runs = pairs(work, 2, lightning_script, repeats + 1)
-    seconds = [[run["times"][0] - run["launched"] for run in side[1:]] for side in runs]
-    what = "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script"
-    return compared(what, *seconds, unit="s", aim="<= 1.05")
+def peer(folder: Path, ranks: int, is_start: bool) -> dict[str, Any]:
+    """The loop without Lightning, or the minimal Lightning script, which starts its second rank itself."""
+    out = folder / "record.json"
+    place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if is_start:
+        launched = python([HERE / "minimal_lightning.py", folder, out, ranks], ranks)
+    else:
+        places = [{"RANK": rank, **place} for rank in range(ranks)]
+        launched = python([HERE / "hand_written.py", folder, out], ranks, places)
+    return {"launched": launched, **json.loads(out.read_text())}
 
 
 if __name__ == "__main__":

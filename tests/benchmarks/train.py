@@ -17,28 +17,30 @@ supervised tokens of the epoch: sides differ in the order of the rows, which mov
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import statistics
 from pathlib import Path
 from typing import Any
 
-from record import bench, compared, in_turns
-from sides import fit_recipe, peer_trainer
-from train_work import make_work
+from record import bench, compared, in_turns, python
+from work import SEED, data_module, fit, jargon_rows, save_rows, smollm2_folder, write_recipe
 
 WARMUP_STEPS = 2
+MAX_LENGTH, ROWS_PER_STEP, MICRO_PACKS = 512, 8, 3
 SIDES = ("ours-packed", "trl-packed", "trl-packed-1", "ours-padded", "trl-padded", "trainer-padded")
-GIB = 2**30
-Runs = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
-    options = parse()
-    with bench("train", packages=("trl", "accelerate")) as (record, folder):
-        sizes = {name: getattr(options, name) for name in ("rows_per_step", "micro_rows", "micro_packs")}
-        record["work"] = work = make_work(folder / "work", options.rows, **sizes)
-        runs = in_turns(
-            {side: lambda side=side: one_side(folder / "work", side) for side in options.sides}, options.repeats
-        )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="what to run (default all)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over all sides (default 3)")
+    parser.add_argument("--rows", type=int, default=96, help="rows of the epoch (default 96)")
+    options = parser.parse_args()
+    with bench("train", "trl", "accelerate") as (record, folder):
+        make_work(folder, options.rows)
+        sides = {side: lambda side=side: one_side(folder, side) for side in options.sides}
+        runs = in_turns(sides, options.repeats)
         supervised = {side: sum(found[0]["supervised"]) for side, found in runs.items()}
         if len(set(supervised.values())) != 1:
             raise RuntimeError(f"sides trained on different numbers of tokens: {supervised}")
@@ -46,31 +48,36 @@ def main() -> None:
         record["results"] = [
             {"what": f"{what}, {side}", "summary": summary(found), "runs": found} for side, found in runs.items()
         ]
-        record["results"] += ratios(runs, work["padded_fill"])
-        print(
-            f"padded batches are {work['padded_fill']:.0%} full; {supervised[options.sides[0]]:,.0f} supervised tokens"
-        )
+        record["results"] += ratios(runs)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="what to run (default all)")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds over all sides (default 3)")
-    parser.add_argument("--rows", type=int, default=96, help="rows of the epoch (default 96)")
-    parser.add_argument("--rows_per_step", type=int, default=8, help="rows per optimizer step (default 8)")
-    parser.add_argument("--micro_rows", type=int, default=8, help="rows per forward pass, padded (default 8)")
-    parser.add_argument("--micro_packs", type=int, default=3, help="packs per forward pass of trl-packed (default 3)")
-    options = parser.parse_args()
-    if options.repeats < 1 or options.rows < (WARMUP_STEPS + 2) * options.rows_per_step:
-        parser.error(f"--repeats must be at least 1, --rows at least {WARMUP_STEPS + 2} steps of --rows_per_step")
-    return options
+def make_work(folder: Path, num_rows: int) -> None:
+    """Rows and recipes for us; for the peers the tokens that our data module makes of the same rows."""
+    rows = jargon_rows()
+    random.Random(SEED).shuffle(rows)
+    data = {"train": str(save_rows(folder / "rows.jsonl", rows[:num_rows])), "max_seq_length": MAX_LENGTH}
+    model = smollm2_folder()
+    _, samples = data_module(model, {**data, "num_tokenizers": 1, "cache_dir": str(folder / "cache")})
+    tokens = [
+        {"input_ids": ids.tolist(), "labels": [int(i) if s else -100 for i, s in zip(ids, mask, strict=True)]}
+        for ids, mask in (samples.rows.row(int(row)) for row in samples.row_ids)
+    ]
+    mean = sum(len(row["input_ids"]) for row in tokens) / len(tokens)
+    packs = max(1, round(ROWS_PER_STEP * mean / MAX_LENGTH / MICRO_PACKS)) * MICRO_PACKS
+    (folder / "work.json").write_text(json.dumps({"model": str(model), "tokens": tokens, "packs_per_step": packs}))
+    for name, per_step, micro in (("padded", ROWS_PER_STEP, ROWS_PER_STEP), ("packed", packs, 1)):
+        sizes = {"global_batch_size": per_step, "micro_batch_size": micro, "packing": name == "packed"}
+        options = {"devices": 1, "max_epochs": 1, "log_every_n_steps": 1}
+        write_recipe(folder / f"ours-{name}.yaml", model, {"engine": "single"}, {**data, **sizes}, **options)
 
 
 def one_side(folder: Path, side: str) -> dict[str, Any]:
-    """Times, losses, supervised tokens and places per optimizer step, and the peak, of one epoch."""
+    """Times, losses and supervised tokens per optimizer step, and the peak, of one epoch."""
     if side.startswith("ours-"):
-        return fit_recipe(folder / f"recipe-{side.removeprefix('ours-')}.yaml", 1)
-    return peer_trainer(folder, side)
+        return fit(folder / f"{side}.yaml")
+    python([Path(__file__).with_name("train_peer.py"), folder, side])
+    found: dict[str, Any] = json.loads((folder / "record.json").read_text())
+    return found
 
 
 def speed(run: dict[str, Any]) -> float:
@@ -80,29 +87,28 @@ def speed(run: dict[str, Any]) -> float:
 
 def summary(runs: list[dict[str, Any]]) -> str:
     """Medians over the runs of a side, and the mean loss over the supervised tokens of the first."""
-    first = runs[0]
-    loss = sum(loss * n for loss, n in zip(first["losses"], first["supervised"], strict=True)) / sum(
-        first["supervised"]
-    )
-    peak = statistics.median(run["peak_bytes"] for run in runs) / GIB
+    losses, counts = runs[0]["losses"], runs[0]["supervised"]
+    loss = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    peak = statistics.median(run["peak_bytes"] for run in runs) / 2**30
     rate = statistics.median(speed(run) for run in runs)
     return f"{rate:.0f} supervised tokens/s, peak {peak:.2f} GiB, mean loss {loss:.3f}"
 
 
-def ratios(runs: Runs, padded_fill: float) -> list[dict[str, Any]]:
-    """Ours ÷ the peers', round by round, as medians."""
+def ratios(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Ours packed ÷ the peers', round by round, as medians."""
     found, ours = [], runs.get("ours-packed", [])
     trl = [runs[side] for side in SIDES if side.startswith("trl-") and side in runs]
-    if ours and trl:
-        best = [max(same_round, key=speed) for same_round in zip(*trl, strict=True)]
-        fast = [[speed(run) for run in side] for side in (ours, best)]
-        small = [[run["peak_bytes"] for run in side] for side in (ours, best)]
-        found.append(compared("speed, ours packed ÷ TRL's best", *fast, aim=">= 1.5"))
-        found.append(compared("peak memory, ours packed ÷ TRL's fastest", *small, aim="<= 0.8"))
-    if ours and "trainer-padded" in runs:
-        fast = [[speed(run) for run in side] for side in (ours, runs["trainer-padded"])]
-        found.append(compared("speed, ours packed ÷ padded Trainer", *fast, aim=f">= {0.9 / padded_fill:.2f}"))
+    best = [max(same_round, key=speed) for same_round in zip(*trl, strict=True)]
+    for what, peer, aim in (("TRL's best", best, ">= 1.5"), ("padded Trainer", runs.get("trainer-padded", []), "")):
+        if ours and peer:
+            rates, peaks = ([[get(run) for run in side] for side in (ours, peer)] for get in (speed, peak_gib))
+            found.append(compared(f"speed, ours packed ÷ {what}", *rates, unit="tokens/s", aim=aim))
+            found.append(compared(f"peak memory, ours packed ÷ {what}", *peaks, unit="GiB", aim="<= 0.8"))
     return found
+
+
+def peak_gib(run: dict[str, Any]) -> float:
+    return run["peak_bytes"] / 2**30
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One epoch with TRL's SFTTrainer or the Transformers Trainer, with every step written down.
 
-    python train_peer.py WORK_FOLDER OUT.json trl-packed|trl-packed-1|trl-padded|trainer-padded
+    python train_peer.py WORK_FOLDER trl-packed|trl-packed-1|trl-padded|trainer-padded
 
 fp32 weights, bf16 autocast where the CPU has instructions for it, fused AdamW, gradients clipped to a norm of 1; no
 recomputation, no evaluation.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from train import MAX_LENGTH, MICRO_PACKS, ROWS_PER_STEP
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,7 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from workload import CLIP_NORM, OPTIM, SEED
+from work import CLIP_NORM, OPTIM, SEED
 
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
@@ -70,50 +70,44 @@ class Steps(TrainerCallback):
             self.found["losses"].append(float(logs["loss"]))
 
 
-def main(folder: Path, out: Path, side: str) -> None:
+def main(folder: Path, side: str) -> None:
     """Train and write ``times``, ``losses`` and ``supervised`` per optimizer step, and ``peak_bytes``."""
     work = json.loads((folder / "work.json").read_text())
-    rows = Dataset.from_list(json.loads((folder / "tokens.json").read_text()))
+    rows = Dataset.from_list(work["tokens"])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
-    steps, packed = Steps(), "-packed" in side
-    what = "packs" if packed else "rows"
-    micro = 1 if side.endswith("-1") else work[f"micro_{what}"]
-    accumulate = work[f"{what}_per_step"] // micro
-    with tempfile.TemporaryDirectory() as place:
-        options = {"output_dir": place, "per_device_train_batch_size": micro, **OPTIONS}
-        options["gradient_accumulation_steps"] = accumulate
-        if side.startswith("trl-"):
-            trainer = trl_trainer(model, rows, tokenizer, options, packed)
-        else:
-            padded = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
-            trainer = Trainer(model, TrainingArguments(**options), padded, rows)
-        supervised: list[int] = []  # tokens of each batch
-        collate = trainer.data_collator
+    packed = "-packed" in side
+    micro = 1 if side.endswith("-1") else MICRO_PACKS if packed else ROWS_PER_STEP
+    accumulate = (work["packs_per_step"] if packed else ROWS_PER_STEP) // micro
+    options = {"output_dir": folder / "peer", "per_device_train_batch_size": micro, **OPTIONS}
+    options["gradient_accumulation_steps"] = accumulate
+    if side.startswith("trl-"):
+        from trl import SFTConfig, SFTTrainer
 
-        def counting(rows: list[Any]) -> Any:
-            batch = collate(rows)
-            supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
-            return batch
+        more = {"max_length": MAX_LENGTH, "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
+        trainer: Any = SFTTrainer(model, SFTConfig(**options, **more), train_dataset=rows, processing_class=tokenizer)
+    else:
+        padded = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
+        trainer = Trainer(model, TrainingArguments(**options), padded, rows)
+    supervised: list[int] = []  # tokens of each batch
+    collate = trainer.data_collator
 
-        trainer.data_collator = counting
-        trainer.add_callback(steps)
-        trainer.train()
+    def counting(rows: list[Any]) -> Any:
+        batch = collate(rows)
+        supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
+        return batch
+
+    trainer.data_collator = counting
+    steps = Steps()
+    trainer.add_callback(steps)
+    trainer.train()
     count = len(steps.found["times"])
     per_step = [sum(supervised[i * accumulate : (i + 1) * accumulate]) for i in range(count)]
-    out.write_text(json.dumps({**steps.found, "losses": steps.found["losses"][:count], "supervised": per_step}))
-
-
-def trl_trainer(model: Any, rows: Any, tokenizer: Any, options: dict[str, Any], packed: bool) -> Any:
-    """SFTTrainer; packing is its best-fit-decreasing, without padding."""
-    from train_work import MAX_LENGTH
-    from trl import SFTConfig, SFTTrainer
-
-    config = SFTConfig(**options, max_length=MAX_LENGTH, packing=packed, packing_strategy="bfd", shuffle_dataset=True)
-    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+    found = {**steps.found, "losses": steps.found["losses"][:count], "supervised": per_step}
+    (folder / "record.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2])

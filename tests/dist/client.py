@@ -15,18 +15,26 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 SERVED = ("lit_fsdp", "lit_fsdp.launch.doctor_ranks", "torch.distributed.run")
 
 
+def connect(address, request, files):
+    """Ask for a program that has these files open; the connection, on which its exit code will come, and its process.
+
+    The connection has to stay open: its end is the end of the program.
+    """
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(str(address))
+    server.sendmsg([b"{"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+    server.sendall(json.dumps(request, default=str)[1:].encode() + b"\n")
+    answers = server.makefile()
+    return server, answers, int(answers.readline())
+
+
 def main(address: str, words: list[str]) -> None:
     """Never returns."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")]
-    server = socket.socket(socket.AF_UNIX)
-    server.connect(address)
     request = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "mask": list(mask), "files": files}
     request["client"] = os.getpid()
-    server.sendmsg([b"{"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-    server.sendall(json.dumps(request)[1:].encode() + b"\n")
-    answers = server.makefile()
-    program = int(answers.readline())
+    _, answers, program = connect(address, request, files)
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended

@@ -1,8 +1,7 @@
-"""Programs as forks of a process that has imported everything: ``lit-fsdp`` in half a second instead of four.
+"""The server behind :mod:`tests.dist.forks`: a process that has imported everything, and forks programs and ranks.
 
-A shell, torchrun or another rank starts them by the path that :meth:`tests.dist.forks.ForkServer.python` gives, with
-words, environment, open files and exit code of their own. What a test wants to know of the start itself, of processes
-or of imports, it must ask of the real ``sys.executable``.
+Each has words or a job, environment, open files and an exit code of its own. What the last one had to import beside, of
+packages that are known already, is imported here too, so that the next one finds it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import selectors
 import signal
@@ -24,30 +24,21 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-CLIENT = Path(__file__).with_name("client.py")
+ROOT = Path(__file__).resolve().parents[2]
 _HIGH = 300  # no file of a program has such a number
 
 
-def write_python(folder: Path) -> Path:
-    """The program ``python`` that asks the server at ``folder/socket``."""
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {CLIENT} {folder / "socket"} {sys.executable} "$@"\n')
-    program.chmod(0o755)
-    return program
+def main(folder: Path, listening: socket.socket) -> None:
+    """Serve until whoever started this process ends it, or ends."""
+    import torch
 
-
-def listen(folder: Path) -> socket.socket:
-    """Where clients can connect from now on."""
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(folder / "socket"))
-    listening.listen(64)
-    return listening
-
-
-def serve(folder: Path, listening: socket.socket) -> NoReturn:
-    """Fork a program for each client."""
-    for number in (0, 1):  # those of the one that forked it
-        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    die_with_parent()
+    torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
+    jobs: dict[str, Any] = {}
+    for path in (path for name in ("dist", "faults") for path in sorted((ROOT / "tests" / name).glob("*jobs.py"))):
+        found = vars(importlib.import_module(f"tests.{path.parent.name}.{path.stem}"))
+        jobs = {**found, **jobs}
+    _build_parsers()
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
     programs: dict[Any, int] = {}
@@ -59,13 +50,16 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
                 if request is None:
                     client.close()
                     continue
-                gc.freeze()
+                gc.freeze()  # what all share is then neither searched nor copied by their garbage collection
                 pid = os.fork()
                 if pid == 0:
                     selector.close()
                     for known in (listening, client, *programs):
                         known.close()
-                    _run(request, files, folder)
+                    _run(request, files, folder, jobs)
+                if "group" in request:
+                    with contextlib.suppress(PermissionError, ProcessLookupError):  # it is dead already
+                        os.setpgid(pid, request["group"] or pid)
                 for number in files:
                     os.close(number)
                 with contextlib.suppress(BrokenPipeError):  # a client that was killed is seen below
@@ -85,6 +79,18 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
                 key.data.close()
 
 
+def _build_parsers() -> None:
+    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second."""
+    from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, fsdp_strategy
+    from lit_fsdp.config.parser import recipe_parser
+
+    recipe_parser()
+    CausalLMModule(name="a-model")
+    CausalLMDataModule(train="rows.jsonl")
+    Checkpoint()
+    fsdp_strategy()
+
+
 def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """What a client asks for, and its files; nothing if it was killed before it had said it all."""
     first, files, _, _ = socket.recv_fds(client, 1, 256)
@@ -97,22 +103,17 @@ def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _tell(client: socket.socket, pid: int, folder: Path) -> None:
-    """The exit code; then import what the program had to, for the next one, but not what it found in its own folder."""
+    """The exit code; then import what the program had to, but not what it found in its own folder."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
         client.sendall(b"%d\n" % code)
     imported = folder / str(pid)
     if imported.exists():
-        import_too(json.loads(imported.read_text()))
+        for name in json.loads(imported.read_text()):
+            if name.partition(".")[0] in sys.modules:
+                with contextlib.suppress(ImportError):  # what only looks like a module
+                    importlib.import_module(name)
         imported.unlink()
-
-
-def import_too(names: list[str]) -> None:
-    """Import modules of the packages that are known already."""
-    for name in names:
-        if name.partition(".")[0] in sys.modules:
-            with contextlib.suppress(ImportError):  # what only looks like a module
-                importlib.import_module(name)
 
 
 def die_with_parent() -> None:
@@ -120,44 +121,53 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
+def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str, Any]) -> NoReturn:
     import torch
 
     die_with_parent()
     _join_host(request["client"])
     torch.set_num_threads(1)  # makes torch's thread pool anew, which two threads at once might do, and one fail
     _give_files(files, request["files"])
-    words, cwd, code = request["words"], request["cwd"], 1
-    known = set(sys.modules)
-    os.setsid()
-    os.chdir(cwd)
+    code, known = 1, set(sys.modules)
+    os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    try:
+        if "job" in request:
+            random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
+            answer = json.dumps(jobs[request["job"]](**request["arguments"]))
+            Path(request["answer"]).write_text(answer)
+        else:
+            _run_words(request["words"], request["cwd"], folder)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as the interpreter does it at its end
+    finally:
+        if "words" in request:
+            # as an interpreter ends; only memory is not given back object by object, which takes a second
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        (folder / str(os.getpid())).write_text(json.dumps(sorted(set(sys.modules) - known)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_words(words: list[str], cwd: str, folder: Path) -> None:
+    os.setsid()
     sys.executable, sys.orig_argv = str(folder / "python"), ["python", *words]
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
     sys.path[:0] = [cwd if is_module else str(Path(words[0]).resolve().parent)]
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
-    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    try:
-        if is_module:
-            sys.modules.pop(f"{words[1]}.__main__", None)
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    finally:
-        # as an interpreter ends; only memory is not given back object by object, which takes a second
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        (folder / str(os.getpid())).write_text(json.dumps(sorted(set(sys.modules) - known)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if is_module:
+        sys.modules.pop(f"{words[1]}.__main__", None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _join_host(client: int) -> None:
@@ -177,3 +187,7 @@ def _give_files(files: list[int], numbers: list[int]) -> None:
         os.dup2(number, wanted)
         os.close(number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

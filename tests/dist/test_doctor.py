@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +92,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: int = 1) 
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    report = doctor_ranks.examine([], Wanted(run_folder=tmp_path, cache=tmp_path), 0, False)
+    report = doctor_ranks.examine([], Wanted(run_folder=tmp_path), 0)
     assert os.listdir(tmp_path) == []
     return {row.name: row for row in report.rows}
 
@@ -115,23 +114,3 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     rows = examined(monkeypatch, tmp_path, started=3)
     assert rows["ranks"].found.endswith("; not there: 1, 2")
     assert {name: row.grade for name, row in rows.items()} == {"ranks": "fail"}  # nothing is started that would wait
-
-
-def test_what_ends_the_doctor_ends_its_ranks(tmp_path: Path) -> None:
-    for number, code in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
-        process = begin(tmp_path, python=sys.executable)
-        assert process.stderr is not None
-        while "measuring" not in (line := process.stderr.readline()):
-            assert line, "it ended before it measured"
-        while len(_ranks_of(process.pid)) < 2:
-            time.sleep(0.02)
-        process.send_signal(number)
-        process.communicate(timeout=90)  # until the last rank has closed its standard error too
-        assert process.returncode == code
-        if number != signal.SIGKILL:  # after which nobody could remove the folder
-            assert os.listdir(tmp_path) == []
-
-
-def _ranks_of(pid: int) -> list[str]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]

@@ -19,9 +19,7 @@ DRY_RUN = os.environ.get("LIT_FSDP_GPU_DRY_RUN") == "1"
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings are shown but no errors here; in a dry run nothing is skipped for want of a device."""
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
+    for item in (item for item in items if Path(__file__).parent in item.path.parents):
         # drivers, kernels and Lightning's advice on loader processes differ from machine to machine
         item.add_marker(pytest.mark.filterwarnings("default"))
         if DRY_RUN:
@@ -30,21 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Launcher variables and the deterministic mode of a test are not left for the next one."""
+    """The environment and the deterministic mode of a test are not left for the next one."""
     import torch
 
     before = dict(os.environ)
     os.environ.update(RANK="0", WORLD_SIZE="1")  # as the jobs of tests/dist are started
     yield
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(before)
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with tied embeddings and random weights."""
-    from tests.gpu.runs import save_model
-
-    return save_model(tmp_path_factory.mktemp("tiny") / "model")

@@ -20,7 +20,7 @@ DEVICE, ACCELERATOR = ("cpu", "cpu") if DRY_RUN else ("cuda", "gpu")
 
 
 def save_model(folder: Path, **changes: Any) -> Path:
-    """A Llama with random weights and a tokenizer, as a model folder."""
+    """The tiny model of other tests with these changes, as a folder."""
     tiny = {name: value for name, value in TINY.to_dict().items() if name != "head_dim"}
     return save_tiny(folder, LlamaConfig(**{**tiny, "hidden_size": 64, "intermediate_size": 128, **changes}))
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.metrics.hardware import peak_flops
 from tests.gpu.conftest import DRY_RUN
 from tests.gpu.runs import DEVICE, Batches, plain_losses, save_model, train
+from tests.runs import content
 
 ENGINES = ("fsdp2", "fsdp1")
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # what kernels of fp8 and FlexAttention ask for
@@ -122,24 +121,18 @@ def test_memory_of_every_activation_checkpointing_mode(tmp_path: Path, engine: s
         assert peak["budget 0"] < peak["budget 0.5"] < peak["none"]
 
 
-def hashes(run: Path) -> dict[str, dict[str, str]]:
-    return {
-        entry.path.name: {name: f.xxh3 for name, f in read_manifest(entry.path).files.items() if "safetensors" in name}
-        for entry in checkpoints(run)
-    }
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_save_in_the_background_has_the_same_bytes(tiny_model: Path, tmp_path: Path, engine: str) -> None:
     """It goes through pinned memory, while the device computes the next step."""
-    losses = {}
-    for name, is_async in (("sync", False), ("async", True)):
-        saving = Checkpoint(every_steps=2, keep_last=-1, async_save=is_async)
-        run = {"saving": saving, "default_root_dir": str(tmp_path / name), "deterministic": True}
-        losses[name] = train(tiny_model, {"engine": engine}, **run)["losses"]
-    assert losses["async"] == losses["sync"]
-    assert list(hashes(tmp_path / "async")) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert hashes(tmp_path / "async") == hashes(tmp_path / "sync")
+    found = []
+    for is_async in (False, True):
+        saving, run = Checkpoint(every_steps=2, keep_last=-1, async_save=is_async), tmp_path / str(is_async)
+        options = {"saving": saving, "default_root_dir": str(run), "deterministic": True}
+        losses = train(tiny_model, {"engine": engine}, **options)["losses"]
+        tensors = {name: data for name, data in content(run).items() if name.endswith(".safetensors")}
+        found.append((losses, tensors))
+    assert {Path(name).parts[1] for name in found[0][1]} == {"step-00000002", "step-00000004", "step-00000006"}
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +23,6 @@ from tests.runs import losses
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
-_ENDED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _MODEL = ROOT / "configs" / "model" / "SmolLM2-135M-Instruct.json"
 
 
@@ -68,11 +67,8 @@ class Cluster:
         from lit_fsdp.__main__ import main
 
         out, err = io.StringIO(), io.StringIO()
-        with ExitStack() as stack:
-            for context in (mock.patch.dict(os.environ, self.env, clear=True), chdir(self.folder)):
-                stack.enter_context(context)
-            stack.enter_context(redirect_stdout(out))
-            stack.enter_context(redirect_stderr(err))
+        patch = mock.patch.dict(os.environ, self.env, clear=True)
+        with patch, chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
             code = main(words)
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
@@ -82,37 +78,26 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def states(self, number: str) -> list[dict[str, str]]:
-        """What the controller says of a job, or of each task of an array."""
+    def state(self, number: str) -> dict[str, str]:
+        """What the controller says of a job."""
         for _ in range(5):  # a controller that is busy does not answer
             done = self.run("scontrol", "show", "job", "--oneliner", number)
             if done.returncode == 0:
                 break
             time.sleep(1)
-        lines = done.stdout.splitlines()
-        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
+        return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
-    def wait_until(self, number: str, *wanted: str, seconds: float = 600) -> list[dict[str, str]]:
-        """Its states, once every task is in one of those wanted; at once an error if one has ended in another."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            states = self.states(number)
-            if states and all(state["JobState"] in wanted for state in states):
-                return states
-            if any(state["JobState"] in {*_ENDED, *("COMPLETED", "CANCELLED")} - {*wanted} for state in states):
-                break
-            time.sleep(0.5)
-        raise AssertionError(f"{number} is {self.states(number)}\n{self.logs()}")
+    def wait_until(self, number: str, *wanted: str, restarts: int = 0, seconds: float = 600) -> dict[str, str]:
+        """Its state, once it is one of these after so many restarts; at once an error if it has ended in another."""
+        ends = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"} - {*wanted}
 
-    def restarted(self, number: str, times: int, seconds: float = 600) -> None:
-        """Waits until a job has been requeued so often, and no end was the last one."""
+        def is_there() -> bool:
+            state = self.state(number)
+            assert state.get("JobState") not in ends, f"{state}\n{self.logs()}"
+            return state.get("JobState") in wanted and int(state["Restarts"]) >= restarts
 
-        def is_back() -> bool:
-            (state,) = self.states(number)
-            assert state["JobState"] not in _ENDED, self.logs()
-            return state["Restarts"] == str(times)
-
-        self._wait(is_back, f"start {times + 1} of job {number}", seconds)
+        self._wait(is_there, f"job {number} to be {wanted}", seconds)
+        return self.state(number)
 
     def signal(self, number: str, name: str = "USR1") -> None:
         """What a time limit and a preemption send to every process of the step."""

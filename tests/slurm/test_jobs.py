@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM of two nodes, as the manual's chapter on the first of them goes: rendered, submitted, used."""
+"""Jobs on a real SLURM of two nodes, as the manual's chapter goes: rendered, submitted, used, ended, started again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tests.runs import losses
+from lit_fsdp.launch.slurm_job import render
 from tests.slurm.conftest import Cluster
+from tests.unit.launch.conftest import planned
 
 pytestmark = pytest.mark.timeout(600)
-SLEEP = {"command": ["bash", "-c", "touch started; exec sleep 600"]}
 
 
 def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
@@ -24,13 +24,10 @@ def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
     number = done.stdout.strip()
     for line in (f"squeue -j {number}", f"scancel {number}", f"tail -F {folder}/slurm/{number}.rank-0.log"):
         assert line in done.stderr
-    (state,) = cluster.wait_until(number, "COMPLETED")
-    assert state["NodeList"] == "node[1-2]"
+    assert cluster.wait_until(number, "COMPLETED")["NodeList"] == "node[1-2]"
     assert json.loads((folder / "audit.json").read_text())["shard_degree"] == 2
     ranks = {path.name: path.read_text() for path in (folder / "slurm" / f"{number}.0").iterdir()}
     assert ranks == {**{f"exit.{rank}": "0\n" for rank in range(2)}, "saved": "\n"}
-    log = (folder / "slurm" / f"{number}.log").read_text()
-    assert ("warning" in log, "ended with exit code 0" in log) == (False, True)
     words = ("--ckpt", str(folder / "checkpoints" / "step-00000004"), "--out", str(folder / "export"), "--verify")
     exported = cluster.run("lit-fsdp", "export", *words)
     assert exported.returncode == 0, exported.stderr
@@ -39,48 +36,40 @@ def test_from_a_recipe_to_an_exported_model_over_two_nodes(cluster: Cluster):
     assert num_params == json.loads((folder / "audit.json").read_text())["num_params"]
 
 
-long = pytest.mark.long("what a broken job does is tested in the script and the checks by themselves")
+def after_other(act: str) -> str:
+    """Of two ranks the first one acts, as soon as the other one runs and would die of SIGTERM."""
+    other = "exec env --default-signal=TERM sh -c 'touch beside-$SLURM_JOB_ID; exec sleep 60'"
+    return f"[ $SLURM_PROCID = 0 ] || {{ {other}; }}; until [ -e beside-$SLURM_JOB_ID ]; do sleep 0.1; done; {act}"
 
 
-@long
-def test_a_job_that_fails_is_not_tried_again_and_a_cancelled_one_stays_so(cluster: Cluster):
-    (cluster.folder / "broken.jsonl").write_text('{"messages": \n')
-    number = cluster.submit(cluster.recipe("failing", trainer={"num_nodes": 1}, data={"train": "broken.jsonl"}))
-    (state,) = cluster.wait_until(number, "FAILED")
-    assert (state["ExitCode"], state["Restarts"]) == ("1:0", "0")
-    assert "broken.jsonl" in (cluster.folder / "failing" / "slurm" / f"{number}.rank-0.log").read_text()
-    recipe = cluster.recipe("cancelled", slurm=SLEEP)
-    number = cluster.submit(recipe)
-    cluster.wait_for(cluster.folder / "started")
-    again = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe))
-    assert (again.returncode, f"whose job {number} waits or runs" in again.stderr) == (1, True), again.stderr
-    assert cluster.run("scancel", number).returncode == 0
-    assert cluster.wait_until(number, "CANCELLED")[0]["Restarts"] == "0"
-
-
-@long
-def test_the_script_of_a_job_that_still_runs_is_no_second_start_of_it(cluster: Cluster):
-    """Its rank 0 is refused, srun ends the others, and what the first job saves meanwhile is not its progress."""
-    recipe = cluster.recipe("twice", trainer={"devices": 1, "max_steps": 4000, "num_nodes": 1})
-    number = cluster.submit(recipe)
-    cluster.wait_for_step("twice", 3)  # before the first checkpoint, after which every rank refuses by itself
-    second = cluster.run("sbatch", "--parsable", str(cluster.folder / "twice" / "slurm" / f"{number}.sbatch"))
-    (state,) = cluster.wait_until(second.stdout.strip(), "FAILED")
-    assert (state["ExitCode"], state["Restarts"]) in (("1:0", "0"), ("2:0", "0")), cluster.logs()
-    assert cluster.states(number)[0]["JobState"] == "RUNNING"
-    assert cluster.run("scancel", number).returncode == 0
-    assert max(losses(cluster.folder / "twice")) > 3
-
-
-@long
-def test_what_this_cluster_does_not_have(cluster: Cluster):
-    recipe = cluster.recipe("lacking", slurm=SLEEP)
-    for flags, code, says in (
-        (["--partition", "nowhere"], 1, "set slurm.partition: test"),
-        (["--nodes", "4"], 1, "at most 2"),
-        (["--slurm.mem", "999G"], 1, "2 with 0 GPUs, 4 cores and 16000 MiB"),
-        (["--slurm.extra", "[--reservation=none]"], 2, "Requested reservation is invalid"),
-    ):
-        done = cluster.run("lit-fsdp", "slurm", "submit", "--config", str(recipe), *flags)
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
-        assert says in done.stderr
+@pytest.mark.long("the script is run with stand-ins for SLURM in tests/unit/launch")
+def test_who_is_started_again(cluster: Cluster):
+    """Around processes that end at once, side by side, since SLURM lets a requeued job wait."""
+    first, leave = "[ $n = 1 ] || ", "$LIT_FSDP_EXIT_DIR/exit.$SLURM_PROCID"
+    again, saved = ("COMPLETED", "0:0", "1"), "touch $LIT_FSDP_EXIT_DIR/saved"
+    cases: dict[str, tuple[str, int, tuple[str, str, str]]] = {
+        "died": (f"{first}kill -USR1 $$", 1, again),
+        # srun sends SIGTERM to the other one, which does not listen yet, or has not even come as far as to ignore it
+        "beside": (f"{first}{{ [ $SLURM_PROCID = 1 ] || kill -USR1 $$; sleep 60; }}", 2, again),
+        "stopped": (first + "{ " + after_other(f"echo 75 >{leave}; exit 75") + "; }", 2, again),
+        "lost": (f"{first}{{ {saved}; echo 76 >{leave}; exit 76; }}", 1, again),
+        "killed": (f"{first}{{ {saved}; kill -KILL $$; }}", 1, again),
+        "killed-at-once": ("kill -KILL $$", 1, ("FAILED", "137:0", "0")),
+        "refused": (f"{saved}; " + after_other(f"echo 2 >{leave}; exit 2"), 2, ("FAILED", "2:0", "0")),
+        "failed": ("exit 3", 1, ("FAILED", "3:0", "0")),
+        "capped": ("exit 75", 1, ("FAILED", "75:0", "1")),
+    }
+    numbers = {}
+    for name, (text, nodes, _) in cases.items():
+        folder = cluster.folder / name
+        words = ["bash", "-c", f"n=${{SLURM_RESTART_COUNT:-0}}; {text}", "_"]
+        trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": nodes, "default_root_dir": str(folder)}
+        (folder / "slurm").mkdir(parents=True)
+        script = folder / "slurm" / "job.sbatch"
+        script.write_text(render(planned({"command": words, "max_requeues": 1}, trainer=trainer)[0]))
+        done = cluster.run("sbatch", "--parsable", str(script))
+        assert done.returncode == 0, done.stderr
+        numbers[name] = done.stdout.strip()
+    states = {name: cluster.wait_until(number, "COMPLETED", "FAILED") for name, number in numbers.items()}
+    found = {name: (state["JobState"], state["ExitCode"], state["Restarts"]) for name, state in states.items()}
+    assert found == {name: wanted for name, (_, _, wanted) in cases.items()}, cluster.logs()

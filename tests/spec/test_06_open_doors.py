@@ -36,15 +36,11 @@ class Net(L.LightningModule):
         return self.net(batch[0])
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
-    def build(self, again):
-        """Names that ours have too mean another thing here."""
 
 class Rows(L.LightningDataModule):
     def __init__(self, batch: int = 4):
         super().__init__()
         self.batch = batch
-    def describe(self):
-        return "ones"
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(48, 4)), batch_size=self.batch)
     val_dataloader = predict_dataloader = train_dataloader
@@ -59,7 +55,7 @@ class Tell(L.Callback):
             "logger": type(module.logger).__name__,
             "batches": len(trainer.train_dataloader), "accumulate": trainer.accumulate_grad_batches,
             "optimizer": type(trainer.optimizers[0]).__name__, "options": trainer.optimizers[0].defaults,
-            "max_time": str(trainer.max_epochs), "extra": getattr(module, "extra", None),
+            "extra": getattr(module, "extra", None),
             "hidden": module.net[0].out_features if hasattr(module, "net") else None,
             "dtypes": sorted({str(p.dtype) for p in module.parameters()})
         }

@@ -38,7 +38,7 @@ def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
     cluster.wait_for_step(ODD, 1)
     cluster.signal(second)
     run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "4", ranks=4)
-    state = cluster.wait_until(second, "COMPLETED")[0]
+    state = cluster.wait_until(second, "COMPLETED")
     assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
     assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))

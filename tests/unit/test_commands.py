@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,29 +11,6 @@ from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
-
-RECIPE = """
-trainer: {devices: 2, max_steps: 4}
-model: {name: some-model}
-data: {train: rows.jsonl, val: rows.jsonl, global_batch_size: 4}
-"""
-
-
-@pytest.fixture
-def recipe(tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    return ["--config", "small.yaml"]
-
-
-@pytest.fixture
-def checkpoint(tmp_path) -> Callable[..., Path]:
-    def write(step: int, **metrics: float) -> Path:
-        folder = tmp_path / "runs" / "small" / "checkpoints" / f"step-{step:08d}"
-        save_checkpoint(folder, {}, {}, {"global_step": step, "metrics": metrics}, "full")
-        return folder
-
-    return write
 
 
 def refused(*words: str) -> ConfigError:
@@ -64,15 +39,21 @@ def test_an_unknown_verb_gets_the_nearest():
         assert {"fit", "export", "doctor"} <= set(error.allowed.split(", "))
 
 
-def test_every_rank_refuses_a_used_run_folder(recipe, checkpoint, monkeypatch):
-    """But not one that Lightning started, for which the first process has looked before it trained."""
-    checkpoint(1)
+def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
+    """Every rank, but not one that Lightning started, for which the first process has looked before it trained."""
+
+    def found(word: str | None, folder: str) -> Resume:
+        return find_resume("fit", word, tmp_path / folder, CheckpointConfig(), False)
+
+    save_checkpoint(tmp_path / "used/checkpoints/step-00000001", {}, {}, {"global_step": 1}, "full")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert found("last", "new") == Resume(None)  # a requeued job without a checkpoint starts afresh
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
-    assert find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False) == Resume(None)
+    assert found(None, "used") == Resume(None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(ConfigError, match="holds 1 checkpoint"):
-        find_resume("fit", None, Path("runs/small"), CheckpointConfig(), False)
+        found(None, "used")
 
 
 def test_flags_are_never_abbreviated():
@@ -117,9 +98,6 @@ def test_another_rank_says_which_it_is(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("[rank 3] error: command line: got nonsense")
 
 
-# -- standard output and standard error that are full or closed
-
-
 def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr("sys.stdout", full)
@@ -133,8 +111,3 @@ def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
         assert __main__.main(["recipes", "ls"]) == 1
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
-
-
-def test_a_requeued_job_without_a_checkpoint_starts_afresh(recipe: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert find_resume("fit", "last", Path("runs/small"), CheckpointConfig(), False) == Resume(None)

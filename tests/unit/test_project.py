@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Packages that the code imports although it does not ask for them itself: other dependencies or an extra bring them.
 BROUGHT = {"numpy", "pyarrow", "tokenizers", "huggingface_hub", "packaging"}
-BROUGHT |= {"gguf", "torchao", "peft", "bitsandbytes", "liger_kernel", "matplotlib", "shtab"}
+BROUGHT |= {"gguf", "torchao", "peft", "bitsandbytes", "liger_kernel", "matplotlib"}
 
 
 def asserts(function: ast.FunctionDef) -> bool:
@@ -28,28 +28,19 @@ def asserts(function: ast.FunctionDef) -> bool:
 
 def test_every_test_asserts():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        tests = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if _is_test(node)]
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        tests = [node for node in functions if node.name.startswith("test_")]
         assert tests, f"{path} holds no test"
         assert [node.name for node in tests if not asserts(node)] == [], path
 
 
-def _is_test(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-
-
-def pins() -> dict[str, str]:
-    """Versions by normalized name; nothing but exact versions, which hold for every build of torch."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    found = {}
-    for line in (line for line in lines if line and not line.startswith("#")):
-        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][A-Za-z0-9.]*)", line)
-        assert match, line
-        found[match[1].lower().replace("_", "-")] = match[2]
-    return found
-
-
 def test_every_dependency_that_make_installs_is_pinned_within_its_range():
-    project, pinned = PYPROJECT["project"], pins()
+    project, pinned = PYPROJECT["project"], {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):  # nothing but exact versions, which hold for every build of torch
+            match = re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][A-Za-z0-9.]*)", line)
+            assert match, line
+            pinned[match[1].lower().replace("_", "-")] = match[2]
     extras = project["optional-dependencies"]
     installed = [text for name in ("gguf", "dev", "docs") for text in extras.get(name, ())]
     for text in [*project["dependencies"], *installed]:

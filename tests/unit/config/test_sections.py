@@ -9,8 +9,6 @@ from lit_fsdp.config.model import LossConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 
-# -- strategy
-
 
 def test_degrees_that_do_not_fit():
     hybrid = {"sharding": "hybrid_shard"}
@@ -29,9 +27,6 @@ def test_degrees_that_do_not_fit():
         mesh_shape(StrategyConfig(**hybrid), 3, 8)
 
 
-# -- batches
-
-
 def test_accumulation_follows_from_the_batches():
     for batch, micro, ranks, steps in ((16, 4, 2, 2), (8, 1, 8, 1), (6, 3, 1, 2)):
         config = DataConfig(global_batch_size=batch, micro_batch_size=micro)
@@ -39,9 +34,6 @@ def test_accumulation_follows_from_the_batches():
     for batch, nearest in ((1, 6), (7, 6), (10, 12), (20, 18)):
         with pytest.raises(ConfigError, match=f"set global_batch_size: {nearest},"):
             accumulation_steps(DataConfig(global_batch_size=batch, micro_batch_size=3), 2)
-
-
-# -- schedule
 
 
 def test_wsd_warms_up_stays_and_falls_at_the_end():

@@ -37,21 +37,11 @@ ACCELERATE: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
      {"gpu_ids": "kept as trainer.devices: [0, 3]"}),
     (_fsdp({"use_cpu": True}, fsdp_offload_params=True), {"engine": "ddp", "precision": "mixed", "cpu_offload": False},
      {"distributed_type": "replaced by engine: ddp (Accelerate trains with DDP on a CPU)"}),
-    ({"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
-      "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 0.5,
-                           "gradient_accumulation_steps": 2, "zero3_init_flag": True}},
-     {"engine": "fsdp2", "sharding": "full_shard", "precision": BF16, "cpu_offload": True},
-     {"deepspeed_config.gradient_clipping": "kept as trainer.gradient_clip_val: 0.5",
-      "deepspeed_config.gradient_accumulation_steps": "kept as trainer.accumulate_grad_batches: 2"}),
 ]  # fmt: skip
 TRAINER: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ({"fsdp": "", "fsdp_config": {"min_num_params": 5}}, {"engine": "ddp"},
      {"fsdp_config.min_num_params": "dropped because fsdp is off"}),
     ({"fsdp": True, "gradient_checkpointing": True}, {"activation_checkpointing": "full"}, {}),
-    ({"bf16": True, "max_grad_norm": 0.5, "deepspeed": {"zero_optimization": {"stage": "auto"},
-      "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto"}},
-     {"sharding": "shard_grad_op", "precision": BF16},
-     {"deepspeed.gradient_clipping": "replaced by trainer.gradient_clip_val: 0.5 (auto: "}),
 ]  # fmt: skip
 DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ({**ZERO, "zero_optimization": {"stage": 0}}, {"engine": "ddp", "precision": "fp32"}, {}),
@@ -87,6 +77,7 @@ def test_what_does_not_names_the_key() -> None:
         ("accelerate", _fsdp(fsdp_ofload_params=True), "fsdp_config.fsdp_ofload_params: dropped because there is no "
          "such key; the nearest is fsdp_config.offload_params"),
         ("accelerate", _fsdp({"parallelism_config": {"tp_size": 2}}, version=2), "parallelism_config.tp_size: dropped"),
+        ("hf-trainer", {"deepspeed": "zero.json"}, "deepspeed: dropped because it is a configuration of its own: lit-"),
         ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because AdamW is the optimizer here"),
         ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
         ("hf-trainer", {"warmup_ratio": 0.1}, "warmup_ratio: dropped because a share of the steps needs max_steps"),

@@ -11,15 +11,12 @@ import pytest
 import yaml
 
 from lit_fsdp.config.run import RunConfig
-from lit_fsdp.launch import slurm_checks
 from lit_fsdp.launch.slurm_job import Job, plan_job, render
 from tests.runs import check_recipe
 
 _CALLED = 'printf "%s\\0" "$@" >"$FAKE/$(basename "$0").called"\n'
 _PROGRAMS = {
-    "sbatch": 'env >"$FAKE/sbatch.env"\ncat "$FAKE/sbatch.err" >&2 2>/dev/null\ncat "$FAKE/sbatch.out" 2>/dev/null',
-    "sinfo": 'cat "$FAKE/sinfo" 2>/dev/null || echo "gpu*|infinite|99|256|1000000|gpu:8"',
-    "squeue": 'cat "$FAKE/squeue" 2>/dev/null || true',
+    "sbatch": 'cat "$FAKE/sbatch.err" >&2 2>/dev/null\ncat "$FAKE/sbatch.out" 2>/dev/null',
     "scontrol": '[ "$1" != show ] || printf "127.0.0.1\\nn2\\n"\n[ "$1" != requeue ]',  # a requeue is refused
     "srun": 'eval "$STEP"\nexit "$CODE"',
 }
@@ -61,7 +58,7 @@ class FakeSlurm:
 
     def run(self, job: Job, code: int = 0, step: str = "", start: int = 0) -> subprocess.CompletedProcess[str]:
         """The script of a job, whose step runs a line of shell and ends with a code."""
-        fixed = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+        fixed = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]"}
         env = {**os.environ, **fixed, "SLURM_RESTART_COUNT": str(start), "CODE": str(code), "STEP": step}
         for path in self.folder.glob("*.called"):
             path.unlink()
@@ -70,12 +67,11 @@ class FakeSlurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A folder with a recipe, which is taken for shared, and a cluster that takes everything."""
+    """A folder with a recipe, and a cluster that takes everything."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "SBATCH_")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_checks, "node_local", lambda path: None)
     monkeypatch.setattr("lit_fsdp.commands.slurm.checkpoint_bytes", lambda run: 2**20)
     Path("r.yaml").write_text(yaml.safe_dump(recipe(trainer={"default_root_dir": "run"})))
     return FakeSlurm(tmp_path / "fake", monkeypatch)

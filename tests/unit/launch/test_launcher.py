@@ -97,10 +97,10 @@ def test_one_task_is_a_place_to_start_ranks_from_and_none_of_several():
     for environment in (batch(), batch(1), step("1")):
         adopt_step(environment)
         assert not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"} & environment.keys()
-    for left in ({}, {**step("2(x2)"), **torchrun(2, 4)}):
-        before = dict(left)
-        adopt_step(left)
-        assert left == before
+    under_torchrun = {**step("2(x2)"), **torchrun(2, 4)}
+    before = dict(under_torchrun)
+    adopt_step(under_torchrun)
+    assert under_torchrun == before
 
 
 _PROGRAM = """
@@ -135,34 +135,23 @@ sys.exit(ended(act))
 """
 
 
-def _run(tmp_path: Path, case: str) -> tuple[int, list[str], list[str]]:
+def test_ranks_wait_until_the_first_one_is_ready_and_what_one_meets_ends_the_run(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
-    done = subprocess.run(
-        [sys.executable, str(program), case], capture_output=True, text=True, timeout=50, env=environment
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
-
-
-def test_they_wait_until_the_first_one_is_ready(tmp_path):
-    code, said, errors = _run(tmp_path, "all well")
-    assert (code, errors) == (0, [])
-    assert said[0] == "prepared"
-    assert sorted(said[1:]) == [f"met {rank} 3 127.0.0.1" for rank in range(3)]
-
-
-def test_what_all_meet_is_said_once_and_what_one_meets_ends_the_run(tmp_path):
     for case, ended, first, last in (
-        ("all fail", 2, "error: model.name: got 0", None),
+        ("all well", 0, "", ""),
+        ("all fail", 2, "error: model.name: got 0", ""),
         ("one fails", 76, "[rank 2] error: model.name: got 2", "error: rank 2 ended with exit code 2"),
-        ("killed", 76, None, "error: rank 1 was ended by SIGKILL"),
+        ("killed", 76, "", "error: rank 1 was ended by SIGKILL"),
     ):
-        code, _, errors = _run(tmp_path, case)
-        assert code == ended
-        assert first in (None, errors[0])
-        assert last in (None, errors[-1])
-        assert case != "all fail" or not any("[rank" in line for line in errors)
+        words = [sys.executable, str(program), case]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=environment)
+        said, errors = done.stdout.splitlines(), done.stderr.splitlines() or [""]
+        assert (done.returncode, first in errors[0], last in errors[-1]) == (ended, True, True), done
+        if case == "all well":
+            assert (said[0], sorted(said[1:])) == ("prepared", [f"met {rank} 3 127.0.0.1" for rank in range(3)])
+        assert case != "all fail" or not any("[rank" in line for line in errors)  # what all meet is said once
 
 
 def test_none_are_started_where_their_number_is_not_known_or_another_starts_them(monkeypatch):

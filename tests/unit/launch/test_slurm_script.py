@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_job import render, sbatch_value
 from tests.unit.launch.conftest import FakeSlurm, planned
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "job.sbatch"
 NASTY = 'it\'s "quoted" $(touch pwned) `touch pwned` $HOME \\ ; touch pwned & # %j'
 
 
-def test_it_is_the_file_that_was_read_and_approved(monkeypatch: pytest.MonkeyPatch):
-    """After a wanted change: write the new text with LIT_FSDP_WRITE_GOLDEN=1 and read the difference."""
-    monkeypatch.setattr("lit_fsdp.launch.slurm_job.__version__", "1.2.3")
-    slurm = {"time": "12:00:00", "partition": "gpu", "cpus_per_task": 8, "mem": 0, "env": {"NCCL_DEBUG": "WARN"}}
-    slurm |= {"setup": ["module load cuda"], "extra": ["--exclusive", f"--comment={NASTY}"], "cpu_bind": "cores"}
-    text = render(planned(slurm)[0])
-    if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
-
-
 def test_it_says_what_the_recipe_says_in_lines_that_bash_can_read():
-    data = {"train": "generated:640", "global_batch_size": 96}
     cases: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-        ({"min_nodes": 1}, {}, ["--nodes=1-2", "--mincpus=8", "for nodes in 2 1; do"]),
         ({"gpus_per_node": 0}, {"accelerator": "cpu", "devices": 4}, ["4 processes on CPUs", "process(es) per node"]),
+        (
+            {"env": {"NCCL_DEBUG": "WARN"}, "setup": ["module load cuda"], "cpus_per_task": 8, "cpu_bind": "cores"},
+            {},
+            ["export NCCL_DEBUG=WARN\n", "\nmodule load cuda\n", "--cpu-bind=cores", "  --cpus-per-task=8"],
+        ),
         ({"requeue": False}, {}, ["#SBATCH --no-requeue\n", "-gt 0 ]; then"]),
         ({"max_requeues": 3, "qos": "high", "time": "2:00"}, {}, ["--requeue\n", "--qos=high\n", "=2:00\n"]),
         ({"signal_lead_seconds": 30}, {}, ["USR1@30"]),
@@ -48,11 +35,10 @@ def test_it_says_what_the_recipe_says_in_lines_that_bash_can_read():
         ({"job_name": NASTY}, {}, []),
     ]
     for slurm, trainer, has in cases:
-        text = render(planned(slurm, trainer=trainer, data=data)[0])
+        text = render(planned(slurm, trainer=trainer)[0])
         assert [part for part in has if part not in text] == []
         assert "{{" not in text
         assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
-        assert ("--cpu-bind" in text, "per GPU" in text) == (False, trainer.get("accelerator") != "cpu")
 
 
 def test_no_value_runs_anything_and_all_arrive(slurm: FakeSlurm, tmp_path: Path):
@@ -64,10 +50,8 @@ def test_no_value_runs_anything_and_all_arrive(slurm: FakeSlurm, tmp_path: Path)
     done = slurm.run(job, step='printf %s "$ODD" >"$FAKE/odd"')
     assert done.returncode == 0, done.stderr
     words = slurm.words("srun") or []
-    assert words[words.index("prog") + 1 :] == [
-        *(NASTY, "fit", "--config", f"{folder}/slurm/recipe.yaml"),
-        *("--ckpt_path", f"/x/{odd_path}", "--trainer.num_nodes", "2"),
-    ]
+    recipe = f"{folder}/slurm/recipe.yaml"
+    assert words[words.index("prog") + 1 :] == [NASTY, "fit", "--config", recipe, "--ckpt_path", f"/x/{odd_path}"]
     assert f"--output={str(folder).replace('%', '%%')}/slurm/%j.rank-%t.log" in words
     assert f"--cpu-bind={NASTY}" in words
     assert (slurm.folder / "odd").read_text() == NASTY
@@ -122,14 +106,12 @@ def test_exit_codes_alone_decide_who_is_started_again(slurm: FakeSlurm, tmp_path
         assert (done.returncode, slurm.words("scontrol") == ["requeue", "4711"]) == (code, again), done
         assert ("no checkpoint was made" in done.stdout) == (code in (76, 137) and "saved" not in left)
         assert ("SLURM has not requeued it; resume by hand" in done.stdout) is again
-
-
-def test_requeues_are_capped_whoever_caused_them(slurm: FakeSlurm, tmp_path: Path):
-    for cap, start, is_started, requeued in ((3, 2, True, True), (3, 3, True, False), (3, 4, False, False)):
-        job, _ = planned({"max_requeues": cap}, trainer={"default_root_dir": str(tmp_path / "run")})
-        done = slurm.run(job, 75, start=start)
-        assert (slurm.words("srun") is not None) is is_started
-        assert ((slurm.words("scontrol") or [""])[0] == "requeue") is requeued
+    for start, is_started, requeued in ((2, True, True), (3, True, False), (4, False, False)):
+        done = slurm.run(job, 75, start=start)  # however often, whoever caused it
+        assert ((slurm.words("srun") is not None), (slurm.words("scontrol") or [""])[0] == "requeue") == (
+            is_started,
+            requeued,
+        )
         assert ("3 times are enough (slurm.max_requeues)" in done.stdout) is not requeued
 
 
@@ -144,15 +126,3 @@ def test_a_job_goes_on_from_what_it_has_saved_itself(slurm: FakeSlurm, tmp_path:
         words = slurm.words("srun") or []
         found.append((words[words.index("--ckpt_path") + 1], "no checkpoint was made" in done.stdout))
     assert found == [("best", True), ("best", False), ("last", True)]
-
-
-def test_job_and_trainer_agree():
-    for slurm, trainer, field in (
-        ({"nodes": 4}, {}, "slurm.nodes"),
-        ({"gpus_per_node": 4}, {}, "slurm.gpus_per_node"),
-        ({}, {"devices": "auto"}, "trainer.devices"),
-        ({}, {"default_root_dir": "/shared/back\\slash"}, "trainer.default_root_dir"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            planned(slurm, trainer=trainer)
-        assert caught.value.field == field

@@ -203,7 +203,7 @@ def test_what_is_sent():
 def test_experts_in_fp32_and_what_gloo_copies():
     words = ("--trainer.strategy.init_args.precision=fp32", "--data.max_seq_length=64", "--data.micro_batch_size=1")
     full = ("--trainer.strategy.init_args.activation_checkpointing=full", "--data.global_batch_size=16")
-    memory = rank_memory(loaded(*words, *full, recipe="mixtral-8x7b_full_fsdp2_16x80gb.yaml"))
+    memory = rank_memory(loaded(*words, *full, recipe="mixtral-8x7b_full_fsdp2_8x80gb.yaml"))
     assert (memory.step.moment, memory.step.kept) == ("blocks", 64 * 4096 * 4)  # the fp32 input of the last one to go
     small = "smollm2-135m_full_fsdp2_2xcpu.yaml"
     on_gpu, on_cpu = (

@@ -1,0 +1,51 @@
+"""Callbacks that write down what ``lit-fsdp fit`` does; recipes of benchmarks name them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.step_metrics import step_counts
+
+
+class Steps(Callback):
+    """Clock, loss and supervised tokens per step, and peak memory: ``steps.json`` in the run folder."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {name: [] for name in ("times", "losses", "supervised")}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note a step; not the batches of which it is accumulated."""
+        if trainer.global_step == len(self.found["times"]):
+            return
+        if not self.found["times"]:
+            reset_peak_host_bytes()  # from here on the optimizer state is there
+        counts = step_counts(pl_module.step_totals)  # type: ignore[arg-type]
+        self.found["losses"].append(counts["loss_sum"] / counts["supervised_tokens"])
+        self.found["supervised"].append(counts["supervised_tokens"])
+        self.found["times"].append(time.time())
+        self.found["peak_bytes"] = peak_host_bytes()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write them."""
+        if trainer.is_global_zero:
+            Path(trainer.default_root_dir, "steps.json").write_text(json.dumps(self.found))
+
+
+class States(Callback):
+    """What this rank holds between steps, as ``states-RANK.json`` in the run folder."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Read it back at the second step: the gradients of the first are still there."""
+        if trainer.global_step == 1:
+            (optimizer,) = trainer.optimizers
+            params = list(pl_module.parameters())
+            moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            kinds = (params, [param.grad for param in params], moments)
+            sums = [sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in kind) for kind in kinds]
+            Path(trainer.default_root_dir, f"states-{trainer.global_rank}.json").write_text(json.dumps(sums))
