@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 
 from lit_fsdp.checkpoint.run_folder import find_resume
@@ -9,8 +11,9 @@ from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.slurm import time_seconds
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import GIB
-from lit_fsdp.launch.slurm_job import Job
+from lit_fsdp.launch.slurm_job import Job, render
 
+_LAUNCHER = re.compile(r"^\s*(?:exec +)?(srun|mpirun|mpiexec|torchrun|deepspeed|accelerate launch)\b", re.MULTILINE)
 _STEP_SECONDS = 30
 """Allowed for the step that is under way when the signal comes and, on GPUs, the one after it."""
 _WRITE_GIB_PER_SECOND_PER_NODE = 0.5
@@ -28,8 +31,17 @@ def check_job(
         checkpoint_bytes: Of one checkpoint, from shapes; ``None`` where the model's config is not at hand.
         save_seconds: The longest save measured in this run folder, if any.
     """
-    found = [*_start(job, run), *_time(job, checkpoint_bytes, save_seconds)]
+    found = [*_script(job), *_start(job, run), *_time(job, checkpoint_bytes, save_seconds)]
     return [e for e in found if not isinstance(e, str)], [w for w in found if isinstance(w, str)]
+
+
+def _script(job: Job) -> Iterator[ConfigError | str]:
+    """Bash can read the script, which starts the ranks by itself."""
+    done = subprocess.run(["bash", "-n"], input=render(job), capture_output=True, text=True, check=False)  # noqa: S607
+    if done.returncode:
+        yield ConfigError("slurm.setup", done.stderr.strip(), "lines that bash can read")
+    if launcher := _LAUNCHER.search("\n".join([*(job.config.setup or []), *(job.config.command or [])])):
+        yield f"{launcher[1]} in slurm.setup or slurm.command: the script calls srun itself, once, with all processes"
 
 
 def _start(job: Job, run: RunConfig) -> Iterator[CheckpointError | ConfigError | str]:

@@ -35,6 +35,18 @@ def test_the_time_of_a_save_and_the_cores_of_a_rank(tmp_path: Path):
         assert (len(warnings), warning in "".join(warnings)) == (bool(warning), True), slurm
 
 
+def test_lines_of_ones_own_in_the_script(tmp_path: Path):
+    for line, error, warning in (
+        ("module load cuda", "", ""),
+        ("if true; then", "lines that bash can read", ""),
+        ("srun hostname", "", "srun in slurm.setup or slurm.command"),
+    ):
+        job, run = planned({**ENOUGH, "setup": [line]}, trainer={"default_root_dir": str(tmp_path)})
+        errors, warnings = check_job(job, run, 2**20, None)
+        assert (len(errors), error in str(errors)) == (bool(error), True), line
+        assert (len(warnings), warning in str(warnings)) == (bool(warning), True), line
+
+
 def test_a_used_run_folder_is_resumed_or_refused(tmp_path: Path):
     save_checkpoint(tmp_path / "used/checkpoints/step-00000001", {}, {}, {"global_step": 1}, "full")
     for folder, word, says in (
