@@ -100,7 +100,7 @@ def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
 
 def test_what_becomes_of_one_row(capsys: Out):
     train = write("t.jsonl", chat("a", "b"), chat("x"), chat("q" * 100, "z"))
-    reasons = [None, "without an assistant turn", "cut before the assistant's turn"]
+    reasons = [None, "without a supervised token", "cut before the assistant's turn"]
     for number, dropped in enumerate(reasons):
         (sample,) = inspected(capsys, "--data.train", train, "--row", str(number))["samples"]
         assert (sample["location"], sample["dropped"]) == (f"t.jsonl:{number + 1}", dropped)

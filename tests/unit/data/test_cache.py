@@ -51,7 +51,7 @@ def test_rows_and_counts(small, source):
     assert len(meta.pop("fingerprint")) == len(*meta.pop("digests")) == 32
     counts = {
         **{"rows_read": 5, "rows": 3, "truncated": 1, "tokens": 18, "supervised_tokens": 9},
-        "dropped": {"without an assistant turn": 1, "cut before the assistant's turn": 1},
+        "dropped": {"without a supervised token": 1, "cut before the assistant's turn": 1},
     }
     assert meta.pop("entries") == [{"name": str(source), "format": "messages", **counts}]
     assert meta == {**counts, "longest": 8, "refused": []}

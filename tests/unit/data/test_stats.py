@@ -40,7 +40,7 @@ def test_counts_and_warnings(tmp_path: Path):
     record = _describe(tmp_path, **names)
     split = record["splits"]["train"]
     assert (split["rows_read"], split["samples"], split["duplicates"]) == (6, 4, 1)
-    assert split["dropped"] == {"without an assistant turn": 1, "cut before the assistant's turn": 1}
+    assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
     assert Path(split["cache"]).is_dir()
     text = "\n".join(record["warnings"])
