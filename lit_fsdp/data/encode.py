@@ -76,7 +76,7 @@ class RowEncoder:
             DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
             ConfigError: Conversations, and no chat template.
         """
-        pairs = list(zip(rows, locations, strict=True))
+        pairs, whole = list(zip(rows, locations, strict=True)), self._config.train_on_prompt
         if row_format == "preference":
             return self._preferences(pairs)
         if row_format == "text":
@@ -86,7 +86,9 @@ class RowEncoder:
         if row_format == "tokens":
             found = [sample(*read_tokens(row, len(self.tokenizer), location)) for row, location in pairs]
         elif row_format == "prompt_completion" and all(map(is_plain, rows)):
-            found = self._documents([self._completion(row, location) for row, location in pairs])
+            sides = [(*read_prompt(row, location), location) for row, location in pairs]
+            # as they stand, which is what they mean to a base model
+            found = self._documents([(a + b, 0 if whole else len(a), location) for a, b, location in sides])
         elif row_format == "prompt_completion" and any(map(is_plain, rows)):
             return [self.encode([row], row_format, [location])[0] for row, location in pairs]
         else:
@@ -117,11 +119,6 @@ class RowEncoder:
             spans.append(found)
         marked = self._spans.encode(texts, spans, [location for _, location in pairs])
         return [sample(ids, ~mask if whole else mask) for ids, mask in marked]
-
-    def _completion(self, row: Mapping[str, Any], location: str) -> tuple[str, int, str]:
-        """Plain prompt and completion as they stand, where supervision begins, and the location."""
-        prompt, completion = read_prompt(row, location)
-        return prompt + completion, 0 if self._config.train_on_prompt else len(prompt), location
 
     def _preferences(self, pairs: _Pairs) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""

@@ -240,10 +240,10 @@ def _integers(row: Mapping[str, Any], column: str, location: str, length: int | 
         found = np.asarray(row.get(column))
     except ValueError:  # lists of several lengths
         found = np.asarray(None)
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in ("iu" if length is None else "biu")):
-        raise DataError(f"{location}: {column}: a list of integers expected, not {_shown(row.get(column))}")
-    if length not in (None, len(found)):
-        raise DataError(f"{location}: {column}: {len(found)} values for {length} input_ids")
+    is_whole = found.ndim == 1 and length in (None, len(found))
+    if not is_whole or (len(found) and found.dtype.kind not in ("iu" if length is None else "biu")):
+        wanted = "a list of integers" if length is None else f"a list of {length} integers"
+        raise DataError(f"{location}: {column}: {wanted} expected, not {_shown(row.get(column))}")
     return found.astype(np.int64)
 
 

@@ -56,8 +56,8 @@ class _Turn(NamedTuple):
     """One assistant turn in the text."""
 
     runs: list[list[_Tag]]
-    start: int | None
-    """Where the model takes over; ``None`` if the text does not show it."""
+    start: int
+    """Where the model takes over; -1 if the text does not show it."""
     openers: set[str]
     """Special tokens that begin a turn of the assistant's, and so cannot end one."""
 
@@ -117,11 +117,13 @@ class AssistantTurns:
         found: list[Span] = []
         for index in wanted:
             if marks is None:
-                spans = self._derived(rendered, turns[index])
+                starts = [turns[index].start, *(run[0].position for run in turns[index].runs[1:])]
+                ends = [self._end(rendered, turns[index], run[-1]) for run in turns[index].runs]
+                spans = list(zip(starts, ends, strict=False))
             else:
                 spans = self._marked(rendered, turns, index, marks)
             said = "".join(text[a:b] for a, b in spans)
-            if not spans or not _is_whole(conversation.messages[index], turns[index], said):
+            if not _is_whole(conversation.messages[index], turns[index], said) or min(chain(*spans), default=-1) < 0:
                 raise DataError(
                     f"{location}: the chat template does not show assistant turn {index} whole, so that it cannot be "
                     "marked\n  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around all "
@@ -147,11 +149,11 @@ class AssistantTurns:
     def _turn(self, rendered: _Rendered, index: int) -> _Turn:
         runs = [run for run in rendered.runs if run[0].message == index]
         if not runs:
-            return _Turn([], None, set())
+            return _Turn([], -1, set())
         first, number = runs[0][0].position, rendered.runs.index(runs[0])
         before = rendered.runs[number - 1][-1].position if number else 0
         prompt, text = self._prompt(rendered.conversation, index), rendered.text
-        start = None if text[before:first].strip() else before
+        start = -1 if text[before:first].strip() else before
         # a turn that shows other thoughts than the prompt begins behind the prompt's header alone
         for header in (prompt.partition("<think>")[0], prompt):
             at = text.rfind(header, 0, first)
@@ -187,16 +189,6 @@ class AssistantTurns:
             return asked[next(across, cut) :]
         return ""
 
-    def _derived(self, rendered: _Rendered, turn: _Turn) -> list[Span]:
-        """Spans of one turn of a template without marks; none if they are not to be found."""
-        spans = []
-        for number, run in enumerate(turn.runs):
-            start, end = run[0].position if number else turn.start, self._end(rendered, turn, run[-1])
-            if start is None or end is None:
-                return []
-            spans.append((start, end))
-        return spans
-
     def _marked(self, rendered: _Rendered, turns: dict[int, _Turn], index: int, marks: Sequence[Span]) -> list[Span]:
         """The marks of one turn, to the special token behind; none if they do not hold what the turn says."""
         spans = [mark for mark in marks if _owner(rendered.runs, turns, mark) == index]
@@ -208,10 +200,10 @@ class AssistantTurns:
         tokens = [match for match in self._token.finditer(text, said[-1].position, end) if match[0] in self._final]
         if tokens and not text[tokens[-1].end() : end].strip():
             return spans
-        return [*spans, (end, self._end(rendered, turns[index], said[-1], end) or end)]
+        return [*spans, (end, max(end, self._end(rendered, turns[index], said[-1], end)))]
 
-    def _end(self, rendered: _Rendered, turn: _Turn, last: _Tag, least: int = 0) -> int | None:
-        """Behind the special token that ends what a turn says, if one does; ``None`` if a call is not shown whole."""
+    def _end(self, rendered: _Rendered, turn: _Turn, last: _Tag, least: int = 0) -> int:
+        """Behind the special token that ends what a turn says, if one does; -1 if a call is not shown whole."""
         end, text = last.position, rendered.text
         if last.kind[0] == _NAME:  # the arguments end where they do in the same conversation up to this turn
             messages = _with_tags(rendered.conversation.messages[: last.message + 1], rendered.strips)
@@ -221,7 +213,7 @@ class AssistantTurns:
             same = tail[: _common(tail, text[end:])]
             tokens = list(takewhile(lambda match: match[0] not in turn.openers, self._token.finditer(same)))
             if not tokens and (not same.strip() or same.rstrip() != tail.rstrip()):
-                return None
+                return -1
             end += tokens[-1].end() if tokens else len(same.rstrip())
             if tokens and tokens[-1][0] in self._final and not behind[1:]:
                 return max(end, least)
@@ -303,7 +295,7 @@ def _read_tags(tagged: str) -> tuple[str, list[_Tag]]:
 def _owner(runs: Sequence[list[_Tag]], turns: dict[int, _Turn], mark: Span) -> int | None:
     """The message that a mark belongs to; ``None`` if it holds something of several."""
     inside = {tag.message for run in runs for tag in run if mark[0] <= tag.position <= mark[1]}
-    begun = [index for index, turn in turns.items() if turn.start is not None and turn.start <= mark[0]]
+    begun = [index for index, turn in turns.items() if 0 <= turn.start <= mark[0]]
     return (inside.pop() if len(inside) == 1 else None) if inside else begun[-1] if begun else None
 
 

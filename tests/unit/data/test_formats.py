@@ -139,7 +139,7 @@ def test_token_ids_and_masks():
         ({}, f"{integers}, not NoneType"),
         *(({"input_ids": ids}, integers) for ids in ([10**30], [1.0], [float("nan")], [True], [[1], [2, 3]], [[1]])),
         *(({"input_ids": [0, bad]}, rf"token id {bad}\n  allowed: 0 to 7\n") for bad in (-1, 8, 2**31)),
-        ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 input_ids"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels: a list of 2 integers expected"),
         ({"input_ids": [5, 6], "labels": [6, 7]}, "labels list .*not shifted"),
         ({"input_ids": [5, 6], "completion_mask": [0, 2]}, "completion_mask list .*0 or 1"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "masks loss_mask\n.*{completion_mask: NAME}"),

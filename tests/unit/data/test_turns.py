@@ -56,19 +56,6 @@ THINKING = """
     {%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
 """
-# headers and ends of turn that take in the line breaks beside them
-TAKING = """
-{%- for m in messages %}
-    {{- '<|' ~ m.role ~ '|>\n' }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}{{ m.content ~ '<|end|>' }}{% endgeneration %}
-    {%- else %}
-        {{- m.content ~ '<|end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
-"""
 # as Gemma 4: results of tools stand in the model's turn, which goes on behind them
 INSIDE = """
 {%- set state = namespace(open=false) %}
@@ -265,9 +252,11 @@ def test_special_tokens_that_take_in_blanks():
         marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **given) for w in ("user", "assistant", "end")]
         tokenizer.add_tokens(marks, special_tokens=True)
         messages = say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
-        assert [text.strip() for text in _both(tokenizer, TAKING, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
-        text = tokenizer.apply_chat_template(messages, chat_template=unmarked(TAKING), tokenize=False)
-        ids = encode(tokenizer, TAKING, messages).input_ids.tolist()
+        asked = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+        template = _content_marked("<|{{ m.role }}|>\n", "<|end|>\n", asked)
+        assert [text.strip() for text in _both(tokenizer, template, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
+        text = tokenizer.apply_chat_template(messages, chat_template=unmarked(template), tokenize=False)
+        ids = encode(tokenizer, template, messages).input_ids.tolist()
         assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
 
 
