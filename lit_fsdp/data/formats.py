@@ -225,8 +225,9 @@ def read_tokens(row: Mapping[str, Any], num_ids: int, location: str) -> tuple[np
     mask = np.ones(len(ids), dtype=bool)
     if given:
         values = _integers(row, given[0], location, len(ids))
-        mask = values != (_IGNORED if given[0] == "labels" else 0)
-        if not np.array_equal(values[mask], ids[mask] if given[0] == "labels" else np.ones(mask.sum())):
+        is_labels = given[0] == "labels"
+        mask = values != (_IGNORED if is_labels else 0)
+        if (values[mask] != (ids[mask] if is_labels else 1)).any():
             allowed = "labels: not shifted, the token id at the same position or -100; completion_mask: 0 or 1"
             raise DataError(f"{location}: {given[0]} {_shown(row[given[0]])}\n  allowed: {allowed}")
     if row.get("attention_mask") is not None and (_integers(row, "attention_mask", location, len(ids)) != 1).any():

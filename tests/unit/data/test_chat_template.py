@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.chat_template import NAMES, find_template
@@ -27,19 +26,14 @@ def tokenizer() -> Any:
     return byte_level_tokenizer()
 
 
-def _fit(tokenizer: Any, single: str = "") -> Any:
-    """The tokenizer with the special tokens of all named templates, which puts around a text what ``single`` says."""
-    tokenizer.add_tokens([token for token in SPECIAL if token not in tokenizer.get_vocab()], special_tokens=True)
-    if single:
-        ends = [(end, tokenizer.convert_tokens_to_ids(end)) for end in ("<s>", "</s>")]
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def fitted() -> dict[str, Any]:
-    with_bos = _fit(byte_level_tokenizer(), "<s> $A </s>")
-    return {"small": _fit(byte_level_tokenizer()), "with BOS": with_bos, "mistral": _fit(shipped.mistral_v3())}
+    """Tokenizers with the special tokens of all named templates."""
+    found = {"small": byte_level_tokenizer(), "with BOS": byte_level_tokenizer("<s> $A </s>")}
+    found["mistral"] = shipped.mistral_v3()
+    for tokenizer in found.values():
+        tokenizer.add_tokens([token for token in SPECIAL if token not in tokenizer.get_vocab()], special_tokens=True)
+    return found
 
 
 def _text(tokenizer: Any, messages: Any = TALK, tools: Any = None, **options: Any) -> str:

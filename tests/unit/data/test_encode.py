@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import processors
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import CUT, EMPTY, NOTHING_LEFT, TOO_LONG, EncodedRow
@@ -18,17 +17,8 @@ from tests.unit.data.conversations import CHATML
 TURN = {"role": "user", "content": "a"}
 
 
-def _tokenizer(single: str | None = None) -> Any:
-    """The small tokenizer, which puts around a text what ``single`` says."""
-    tokenizer = byte_level_tokenizer()
-    if single:
-        ends = [(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in ("<s>", "</s>")]
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
-    return tokenizer
-
-
 def _encode(row: dict[str, Any], form: Any, tokenizer: Any = None, template: Any = None, **options: Any) -> EncodedRow:
-    encoder = encoder_of(tokenizer or _tokenizer("<s> $A"), DataConfig(**options), template)
+    encoder = encoder_of(tokenizer or byte_level_tokenizer("<s> $A"), DataConfig(**options), template)
     return encoder.encode([row], form, ["rows.jsonl:3"])[0]
 
 
@@ -55,10 +45,10 @@ def test_a_text_has_bos_and_eos_once():
         (None, "   abc", "Ġ +Ġ +Ġ A B C +</s>"),
         ("<s> $A </s>", "  ", "<s> +Ġ +Ġ +</s>"),
     ]:
-        found = _encode({"text": text}, "text", _tokenizer(adds))
+        found = _encode({"text": text}, "text", byte_level_tokenizer(adds))
         assert ([_shown(row) for row in found.samples], found.truncated, found.dropped) == ([wanted], False, None), text
     assert _encode({"text": ""}, "text") == EncodedRow([], False, EMPTY)
-    tokenizer = _tokenizer()
+    tokenizer = byte_level_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="without an EOS token"):
         _encode({"text": "abc"}, "text", tokenizer)
@@ -66,7 +56,7 @@ def test_a_text_has_bos_and_eos_once():
 
 def test_a_long_text_is_split_and_nothing_is_lost():
     """Whatever is to be done with long conversations."""
-    tokenizer, draw = _tokenizer("<s> $A"), random.Random(1)
+    tokenizer, draw = byte_level_tokenizer("<s> $A"), random.Random(1)
     for truncation in ("end", "error"):
         for length in range(1, 40):
             text = "".join(draw.choices("abc \n", k=length))
@@ -103,7 +93,7 @@ def test_plain_prompts_and_completions_stand_as_they_are():
         assert [_shown(s) for s in found] == ["<s> a b Ċ +Ċ C D +</s>"]
     everything = _encode(row, "prompt_completion", train_on_prompt=True)
     assert [_shown(s) for s in everything.samples] == ["<s> A B +ĊĊ C D +</s>"]
-    encoder = encoder_of(_tokenizer("<s> $A"), DataConfig(), CHATML)
+    encoder = encoder_of(byte_level_tokenizer("<s> $A"), DataConfig(), CHATML)
     chat = {"prompt": [TURN], "completion": [turn]}
     mixed = encoder.encode([row, chat, row], "prompt_completion", ["1", "2", "3"])
     assert [_shown(each.samples[0])[:14] for each in mixed] == ["<s> a b Ċ +Ċ C", "<|im_start|> u", "<s> a b Ċ +Ċ C"]
@@ -115,7 +105,7 @@ def test_conversations_without_a_template_are_refused():
 
 
 def test_token_ids():
-    tokenizer = _tokenizer("<s> $A")
+    tokenizer = byte_level_tokenizer("<s> $A")
     ids = tokenizer.convert_tokens_to_ids(list("abcd"))
     assert [_shown(s) for s in _encode({"input_ids": ids}, "tokens").samples] == ["a B C D"]
     labels = [-100, -100, *ids[2:]]
@@ -124,7 +114,7 @@ def test_token_ids():
     assert (cut.dropped, cut.truncated) == (CUT, True)
     assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
     assert _encode({"input_ids": []}, "tokens").dropped == NOTHING_LEFT
-    with pytest.raises(DataError, match=rf"rows\.jsonl:3: token id {len(tokenizer)}\n.*0 to {len(tokenizer) - 1}"):
+    with pytest.raises(DataError, match=f"token id {len(tokenizer)}"):
         _encode({"input_ids": [0, len(tokenizer)]}, "tokens")
 
 
