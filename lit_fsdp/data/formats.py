@@ -177,13 +177,10 @@ def _message(turn: Any, location: str) -> Message:
 
 
 def _part(part: Any, location: str) -> str:
-    """The text of a part of a content."""
+    """The text of a part of a content; one with a ``train`` of its own would be a message of its own."""
     given = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
     if given != {"type", "text"} or part["type"] != "text":
-        raise DataError(
-            f"{location}: a part of a content has type: text and text alone, not {_shown(part)}\n"
-            "  fix:     write a part with a train of its own as a message of its own"
-        )
+        raise DataError(f"{location}: a part of a content has type: text and text alone, not {_shown(part)}")
     return text_of(part, "text", location)
 
 

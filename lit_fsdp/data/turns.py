@@ -233,11 +233,8 @@ def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, l
     for index, message in enumerate(messages):
         train = message.get("train")
         if message["role"] != "assistant" and train is not None and train is not whole:
-            raise DataError(
-                f"{location}: message {index}: train: {str(train).lower()} on a message of the role {message['role']}\n"
-                f"  allowed: on those of the assistant, as data.train_on_prompt is {str(whole).lower()}\n"
-                "  fix:     leave train out"
-            )
+            said = f"train: {str(train).lower()} on a message of the role {message['role']}"
+            raise DataError(f"{location}: message {index}: {said}\n  allowed: on those of the assistant")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if whole:
         return [i for i in turns if messages[i].get("train") is False]
