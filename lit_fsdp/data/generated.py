@@ -14,38 +14,28 @@ def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
     As ``messages``, and as ``chosen`` beside ``rejected``, whose last answer ends in another word.
     """
-    random_source = random.Random(seed)  # noqa: S311 (nothing secret is made)
-    kinds = (_sum, _reverse, _two_turns)
-    rows = [kinds[i % len(kinds)](random_source) for i in range(count)]
-    return [{"messages": turns, "chosen": turns, "rejected": _worse(turns)} for turns in rows]
+    source = random.Random(seed)  # noqa: S311 (nothing secret is made)
+    rows = []
+    for number in range(count):
+        turns = [
+            {"role": "user" if i % 2 == 0 else "assistant", "content": text}
+            for i, text in enumerate(_texts(number % 3, source))
+        ]
+        if number % 3 == 1:
+            turns = [{"role": "system", "content": "Repeat the words in reverse order."}, *turns]
+        *words, last = turns[-1]["content"].split(" ")
+        worse = [*turns[:-1], {"role": "assistant", "content": " ".join([*words, f"x{last[::-1]}"])}]
+        rows.append({"messages": turns, "chosen": turns, "rejected": worse})
+    return rows
 
 
-def _worse(turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The same, but for the last word of the last answer: spelled backwards behind an x."""
-    *before, word = turns[-1]["content"].split(" ")
-    return [*turns[:-1], _turn("assistant", " ".join([*before, f"x{word[::-1]}"]))]
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _sum(source: random.Random) -> list[dict[str, str]]:
-    a, b = source.randint(1, 99), source.randint(1, 99)
-    return [_turn("user", f"What is {a} + {b}?"), _turn("assistant", f"{a} + {b} = {a + b}")]
-
-
-def _reverse(source: random.Random) -> list[dict[str, str]]:
-    words = [source.choice(_COLORS + _THINGS) for _ in range(source.randint(2, 6))]
-    system = _turn("system", "Repeat the words in reverse order.")
-    return [system, _turn("user", " ".join(words)), _turn("assistant", " ".join(reversed(words)))]
-
-
-def _two_turns(source: random.Random) -> list[dict[str, str]]:
+def _texts(kind: int, source: random.Random) -> list[str]:
+    if kind == 0:
+        a, b = source.randint(1, 99), source.randint(1, 99)
+        return [f"What is {a} + {b}?", f"{a} + {b} = {a + b}"]
+    if kind == 1:
+        words = [source.choice(_COLORS + _THINGS) for _ in range(source.randint(2, 6))]
+        return [" ".join(words), " ".join(reversed(words))]
     color, thing = source.choice(_COLORS), source.choice(_THINGS)
-    return [
-        _turn("user", f"I have a {color} {thing}."),
-        _turn("assistant", f"A {color} {thing}, noted."),
-        _turn("user", f"Which color is my {thing}?"),
-        _turn("assistant", f"Your {thing} is {color}."),
-    ]
+    first = [f"I have a {color} {thing}.", f"A {color} {thing}, noted."]
+    return [*first, f"Which color is my {thing}?", f"Your {thing} is {color}."]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from lit_fsdp.errors import DataError, require
 
 Span = tuple[int, int]
+_START, _END = itemgetter(0), itemgetter(1)
 Marked = tuple[list[int], np.ndarray]
 """Token ids of a text, and whether each lies in a span."""
 
@@ -41,16 +43,11 @@ def sample(ids: Sequence[int] | np.ndarray, supervised: np.ndarray) -> Encoded:
 
 
 class SpanEncoder:
-    """Tokenize texts as they are, without adding BOS or EOS, and marks the tokens of given spans.
+    """Tokenize texts as they are, without adding BOS or EOS, and mark the tokens of given spans.
 
     It works on a copy of the tokenizer: what others set on theirs (truncation, padding) changes nothing here, and
-    there is no post-processor, which could only add tokens or trim blanks off the offsets.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-
-    Attributes:
-        text: Hash of the state that ids depend on.
+    there is no post-processor, which could only add tokens or trim blanks off the offsets. ``text`` is a hash of all
+    that ids depend on.
 
     Raises:
         ConfigError: The tokenizer does not tell where its tokens lie in the text.
@@ -67,10 +64,7 @@ class SpanEncoder:
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], locations: Sequence[str]) -> list[Marked]:
         """Tokens and masks of many texts; the first token is marked like any other.
 
-        Args:
-            texts: What is tokenized.
-            spans: Per text the half-open character ranges that are supervised, in order and apart.
-            locations: Where the texts stand, for errors.
+        ``spans`` are per text the half-open character ranges that are supervised, in order and apart.
 
         Raises:
             DataError: A token lies across the border of a span and cannot be split there, or a text cannot be encoded.
@@ -79,43 +73,34 @@ class SpanEncoder:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                half = f"half a character (\\u{ord(text[error.start]):04x})"
-                fix = "write both halves of the pair, or remove it"
-                raise DataError(f"{location}: {half}, which is no text\n  fix:     {fix}") from None
+                raise DataError(f"{location}: half a character, which is no text ({error})") from None
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         parts = zip(texts, encodings, spans, locations, strict=True)
         return [self._mask(text, encoding, wanted, location) for text, encoding, wanted, location in parts]
 
     def _mask(self, text: str, encoding: Any, spans: Sequence[Span], location: str) -> Marked:
         ids, offsets = encoding.ids, encoding.offsets
-        if len(spans) == 1 and spans[0] == (0, len(text)):  # a document, without a border to look for
-            return ids, np.ones(len(ids), dtype=bool)
+        if self._take_blanks:
+            offsets = [self._literal(text, *token) for token in zip(ids, offsets, strict=True)]
         supervised = np.zeros(len(ids), dtype=bool)
         across: list[tuple[int, Span]] = []
-        in_blanks: set[int] = set()
         for start, end in spans:
-            first, last, cut = _tokens_of(offsets, start, end)
-            supervised[first:last] = True
-            for index in cut:
-                a, b = self._literal(text, ids[index], offsets[index])
-                if a < start < b or a < end < b:
-                    across.append((index, (start, end)))
-                else:  # the border is in the blanks that a special token takes in, so that its own text decides
-                    supervised[index] |= start <= a and b <= end
-                    in_blanks |= {border for border in (start, end) if offsets[index][0] < border < offsets[index][1]}
-        if across:
-            split = self._split(text, ids, spans, in_blanks, location)
-            if split is not None:
-                return split
-            for index, (start, end) in across:
-                # only the blank that belongs to the word after it
-                if text[offsets[index][0] : start] != " " or offsets[index][1] > end:
-                    raise DataError(
-                        f"{location}: token {encoding.tokens[index]!r} lies across the border of an assistant turn, so "
-                        "that the mask would not be exact\n"
-                        "  fix:     give data.chat_template with a line break or special token between the turns"
-                    )
-                supervised[index] = True
+            first, last = bisect_right(offsets, start, key=_END), bisect_left(offsets, end, key=_START)
+            inner, outer = bisect_left(offsets, start, first, key=_START), bisect_right(offsets, end, 0, last, key=_END)
+            supervised[inner:outer] = True
+            across += [(i, (start, end)) for i in {*range(first, inner), *range(outer, last)}]
+        borders = {at for i, span in across for at in span if offsets[i][0] < at < offsets[i][1]}
+        split = self._split(text, ids, spans, [0, *sorted(borders), len(text)], location) if borders else None
+        if split is not None:
+            return split
+        for index, (start, end) in across:
+            # only the blank that belongs to the word after it
+            if text[offsets[index][0] : start] != " " or offsets[index][1] > end:
+                raise DataError(
+                    f"{location}: token {encoding.tokens[index]!r} lies across the border of an assistant turn\n"
+                    "  fix:     give data.chat_template with a line break or special token between the turns"
+                )
+            supervised[index] = True
         return ids, supervised
 
     def _literal(self, text: str, token: int, offsets: Span) -> Span:
@@ -125,46 +110,23 @@ class SpanEncoder:
         return (start, start + len(word)) if word and start >= 0 else offsets
 
     def _split(
-        self, text: str, ids: list[int], spans: Sequence[Span], in_blanks: Collection[int], location: str
+        self, text: str, ids: list[int], spans: Sequence[Span], cuts: Sequence[int], location: str
     ) -> Marked | None:
         """Each side of a border tokenized alone, as prompt and answer are when the model generates.
 
-        Not at the borders ``in_blanks`` of a special token, where it would be another text. ``None`` if it is another
-        one all the same, as with tokenizers that put a blank before every text.
+        ``None`` if it is another text then, as with tokenizers that put a blank before every text.
         """
-        borders = sorted({0, len(text), *(border for span in spans for border in span)}.difference(in_blanks))
         pieces = [
             (text[a:b], [(max(s, a) - a, min(e, b) - a) for s, e in spans if s < b and e > a])
-            for a, b in pairwise(borders)
+            for a, b in pairwise(cuts)
         ]
         encoded = self._backend.encode_batch([piece for piece, _ in pieces], add_special_tokens=False)
         joined = [token for piece in encoded for token in piece.ids]
-        same = self._backend.decode(joined, skip_special_tokens=False)
-        if same != self._backend.decode(ids, skip_special_tokens=False):
+        if len({self._backend.decode(found, skip_special_tokens=False) for found in (ids, joined)}) > 1:
             return None
-        parts = [
-            self._mask(piece, found, inner, location) for (piece, inner), found in zip(pieces, encoded, strict=True)
-        ]
+        masks = zip(pieces, encoded, strict=True)
+        parts = [self._mask(piece, found, inner, location) for (piece, inner), found in masks]
         return [token for part, _ in parts for token in part], np.concatenate([mask for _, mask in parts])
-
-
-def _tokens_of(offsets: Sequence[Span], start: int, end: int) -> tuple[int, int, list[int]]:
-    """The half-open range of tokens inside a span, and the tokens across one of its borders.
-
-    ``offsets`` are the characters of each token, ascending, but for the bytes of one character, which have the same.
-    """
-    first, last = bisect_left(offsets, (start, 0)), bisect_left(offsets, (end, 0))
-    cut = []
-    index = first - 1
-    while index >= 0 and offsets[index][1] > start:
-        cut.append(index)
-        index -= 1
-    while first < last and offsets[first][1] <= start:  # a token of no character before the span
-        first += 1
-    while last > first and offsets[last - 1][1] > end:
-        last -= 1
-        cut.append(last)
-    return first, last, cut
 
 
 @lru_cache(maxsize=2)

@@ -11,19 +11,19 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat, Sources
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.formats import find_format, is_plain, preference_sides, to_conversation
+from lit_fsdp.data.formats import find_format, is_plain, preference_sides, text_of, to_conversation
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.errors import DataError
+
+_NOTHING = {"role": "assistant", "content": ""}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question to the model."""
+    """A question up to where the model takes over, and the answer with the token that ends it, if there is one."""
 
     input_ids: list[int]
-    """Up to where the model takes over."""
     wanted: list[int] | None = None
-    """The answer, with the token that ends it; ``None`` if the row has none."""
 
 
 def read_prompts(
@@ -32,22 +32,15 @@ def read_prompts(
     """Prompts of rows, through the template and the masks of training.
 
     The answer is the last turn of the assistant, or a completion. A conversation without one gets the generation
-    prompt; a plain text, or a plain prompt alone, stands as it is.
-
-    Args:
-        sources: As ``data.val``.
-        config: The ``data`` section: template, columns and length.
-        tokenizer: The model's.
-        numbers: Of the rows over all sources, from 0; ``None`` for all of them, of whichever format.
+    prompt; a plain text, or a plain prompt alone, stands as it is. ``numbers`` are those of the rows over all sources,
+    from 0; ``None`` for all of them, of whichever format.
 
     Raises:
         DataError: A source or row is bad, or a prompt leaves no room for its answer.
         ConfigError: Conversations, and no chat template.
     """
     encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False))
-    if numbers is None:
-        config = replace(config, format="auto")
-    found = find_sources(sources, config)
+    found = find_sources(sources, replace(config, format="auto") if numbers is None else config)
     rows = ((row, one) for one in found for row in one.rows())
     prompts = []
     for number, ((location, row), source) in enumerate(islice(rows, None if numbers is None else max(numbers) + 1)):
@@ -67,16 +60,14 @@ def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: Row
     if form == "preference":  # what should be answered is the chosen completion
         row, form = preference_sides(row, location)[0], "prompt_completion"
     if form == "text" or (form == "prompt_completion" and is_plain(row) and not row.get("completion")):
-        return Prompt(encoder.open_text(row["text" if form == "text" else "prompt"], location))
+        return Prompt(encoder.open_text(text_of(row, "text" if form == "text" else "prompt", location), location))
     if form not in ("tokens", "prompt_completion") or not is_plain(row):
-        nothing = {"role": "assistant", "content": ""}
-        empty = {"output": ""} if form == "instruction" else {"completion": [nothing]}
-        whole = {**row, **{name: row.get(name) or value for name, value in empty.items()}}
-        conversation = to_conversation(whole, form, location)
+        given = {name: value for name, value in row.items() if value is not None}
+        conversation = to_conversation({"output": "", "completion": [_NOTHING], **given}, form, location)
         *before, last = conversation.messages
         if last["role"] != "assistant":
             return Prompt(encoder.open_conversation(conversation, location))
-        if not last["content"] and not last.get("tool_calls"):
+        if last == _NOTHING:
             return Prompt(encoder.open_conversation(replace(conversation, messages=before), location))
     (encoded,) = encoder.encode([row], form, [location])
     if not encoded.samples:

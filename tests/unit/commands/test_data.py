@@ -59,7 +59,7 @@ def test_marks_stand_where_there_is_no_color(capsys: Out):
     assert "<|im_start|>user\na q<|im_end|>\n<|im_start|>assistant\n⟦b\nc<|im_end|>⟧" in out
     said = " ".join(out.replace("\n", " ").split())
     assert "loss on assistant turns (all), samples of at most 64 tokens, padded, 1 to a micro-batch" in said
-    assert "1 without an assistant turn" in said
+    assert "1 without a supervised token" in said
 
 
 def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):

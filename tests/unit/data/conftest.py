@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
@@ -17,14 +17,17 @@ from tests.unit.data import tokenizers as shipped
 _MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, a merge of two line breaks, and the marks of the usual templates."""
+def byte_level_tokenizer(single: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, a merge of two line breaks, and the marks of the usual templates; ``single`` as $A </s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
+    if single:
+        ends = [(mark, backend.token_to_id(mark)) for mark in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",

@@ -26,10 +26,13 @@ TRIMS = ("llama3", "gemma")
 assert set(ENDS) | {"mistral", "zephyr", "plain"} == set(NAMES)
 
 
-def say(*turns: str) -> list[dict[str, Any]]:
-    """``u:Hi`` → a user's message."""
+def say(*turns: str, **flags: bool) -> list[dict[str, Any]]:
+    """``u:Hi`` → a user's message; ``a1=True`` → message 1 says ``train: true``."""
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+    messages: list[dict[str, Any]] = [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+    for name, value in flags.items():
+        messages[int(name[1:])]["train"] = value
+    return messages
 
 
 def encode(tokenizer: Any, template: str | None, messages: Any, *, row: Any = None, **options: Any) -> Encoded:

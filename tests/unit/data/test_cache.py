@@ -55,7 +55,7 @@ def test_rows_and_counts(small, source):
     assert (rows.num_supervised.tolist(), rows.numbers.tolist()) == ([3, 5, 1], [0, 3, 4])
     assert {name: rows.meta[name] for name in ("rows_read", "rows", "truncated", "tokens", "dropped", "sources")} == {
         **{"rows_read": 5, "rows": 3, "truncated": 1, "tokens": 18},
-        "dropped": {"without an assistant turn": 1, "cut before the assistant's turn": 1},
+        "dropped": {"without a supervised token": 1, "cut before the assistant's turn": 1},
         "sources": [{"name": str(source), "format": "messages", "rows": 3}],
     }
     sent = pickle.dumps(rows)  # other processes get the folder, not the tokens

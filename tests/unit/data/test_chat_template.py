@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.chat_template import NAMES, TODAY, find_template
+from lit_fsdp.data.chat_template import NAMES, find_template
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import tokenizers as shipped
@@ -28,19 +26,14 @@ def tokenizer() -> Any:
     return byte_level_tokenizer()
 
 
-def _fit(tokenizer: Any, single: str = "") -> Any:
-    """The tokenizer with the special tokens of all named templates, which puts around a text what ``single`` says."""
-    tokenizer.add_tokens([token for token in SPECIAL if token not in tokenizer.get_vocab()], special_tokens=True)
-    if single:
-        ends = [(end, tokenizer.convert_tokens_to_ids(end)) for end in ("<s>", "</s>")]
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def fitted() -> dict[str, Any]:
-    with_bos = _fit(byte_level_tokenizer(), "<s> $A </s>")
-    return {"small": _fit(byte_level_tokenizer()), "with BOS": with_bos, "mistral": _fit(shipped.mistral_v3())}
+    """Tokenizers with the special tokens of all named templates."""
+    found = {"small": byte_level_tokenizer(), "with BOS": byte_level_tokenizer("<s> $A </s>")}
+    found["mistral"] = shipped.mistral_v3()
+    for tokenizer in found.values():
+        tokenizer.add_tokens([token for token in SPECIAL if token not in tokenizer.get_vocab()], special_tokens=True)
+    return found
 
 
 def _text(tokenizer: Any, messages: Any = TALK, tools: Any = None, **options: Any) -> str:
@@ -55,22 +48,16 @@ def test_the_tokenizers_own_and_its_one_for_tools(tokenizer: Any):
     assert _text(tokenizer, tools=[TOOL]).startswith("tools: 1<|im_start|>user\n1")
     both = RowEncoder(tokenizer, DataConfig()).text
     tokenizer.chat_template = CHATML
-    assert _text(tokenizer).startswith("<|im_start|>user\n1")
     assert RowEncoder(tokenizer, DataConfig()).text != both
-    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
-    with pytest.raises(ConfigError, match="the chat templates rag, tool_use, none of them its default"):
-        find_template(None, tokenizer)
 
 
 def test_a_file(tokenizer: Any, tmp_path: Path):
     path = tmp_path / "template.jinja"
     path.write_text(CHATML, encoding="utf-8")
     assert RowEncoder(tokenizer, DataConfig(chat_template=str(path))).chat_template == CHATML
-    for content, said in ((b"{% for m in messages %}\n{{ m.role ", "a template that is not Jinja .line 2: "),
-                          (b"\xff", f"{path} .'utf-8' codec")):  # fmt: skip
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"^data\.chat_template: got {said}"):
-            RowEncoder(tokenizer, DataConfig(chat_template=str(path)))
+    path.write_text("{% for m in messages %}\n{{ m.role ", encoding="utf-8")
+    with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template refuses it .unexpected end of template"):
+        _text(tokenizer, chat_template=str(path))
     with pytest.raises(ConfigError, match=r"nowhere\.jinja .*\n  allowed: chatml, llama3, mistral, gemma, zephyr, pla"):
         find_template(str(tmp_path / "nowhere.jinja"), tokenizer)
 
@@ -108,22 +95,9 @@ def test_what_a_family_cannot_show(fitted: Any):
             _text(tokenizer, messages, tools, chat_template=name)
 
 
-def test_bos_and_today_are_what_the_template_writes(caplog: pytest.LogCaptureFixture):
-    """BOS as in inference; where it writes none although the tokenizer would, it is said. Today is always one day."""
-    tokenizer = _fit(byte_level_tokenizer(), "<s> $A")
-    for template, begins, warned in (
-        (CHATML, "<|im_start|>user\n1", True),
-        ("{{ bos_token }}" + CHATML, "<s><|im_", False),
-    ):
-        caplog.clear()
-        tokenizer.chat_template = template
-        with caplog.at_level(logging.WARNING, "lit_fsdp"):
-            assert _text(tokenizer).startswith(begins)
-        assert ("the chat template writes no BOS, which the tokenizer puts before other" in caplog.text) == warned
-    assert _text(tokenizer, chat_template="plain") == "<s>User:\n1\n\nAssistant:\n2</s>"
+def test_today_is_always_one_day(tokenizer: Any):
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }};" + CHATML
     assert _text(tokenizer).startswith("26 Jul 2024;<|im_start|>user")
-    assert f"taken to be {TODAY:%d %B %Y} in every run" in caplog.text
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any):

@@ -17,44 +17,36 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.masks import Encoded
 from tests.unit.data.conftest import encoder_of
+from tests.unit.data.conversations import say
 from tests.unit.data.families import with_and_without_marks
 
 _CALL = {"id": "abc012xyz", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
 _TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
 
 
-def _talk(*turns: str, **flags: bool) -> list[dict[str, Any]]:
-    """``u:Hi.`` → a user's message; ``a1=True`` → message 1 says ``train: true``."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    talk: list[dict[str, Any]] = [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
-    for name, value in flags.items():
-        talk[int(name[1:])]["train"] = value
-    return talk
-
-
 FAMILIES = ("smollm2", "qwen", "mistral", "deepseek")
 _TWO = ("u:Hi.", "a:Hello!", "u:Who wrote Emma?", "a:Jane Austen.")
 _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one_turn": ({"messages": _talk("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
-    "multi_turn": ({"messages": _talk(*_TWO)}, {}),
-    "system_prompt": ({"messages": _talk("s:Be brief.", *_TWO)}, {}),
-    "last_turn": ({"messages": _talk(*_TWO)}, {"supervise": "last"}),
-    "flagged": ({"messages": _talk(*_TWO, "u:Sure?", "a:Yes.", a1=True, a5=True)}, {"supervise": "flagged"}),
-    "never_learnt": ({"messages": _talk(*_TWO, a1=False)}, {}),
-    "train_on_prompt": ({"messages": _talk(*_TWO, a1=False)}, {"train_on_prompt": True}),
-    "empty_assistant": ({"messages": _talk("s:", "u:Hi.", "a:", "u:Well?", "a:Yes.")}, {}),
-    "unicode": ({"messages": _talk("s:S", "u:naïve 日本", "a:Ünï 🙂👩‍👧 ok")}, {}),
+    "one_turn": ({"messages": say("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
+    "multi_turn": ({"messages": say(*_TWO)}, {}),
+    "system_prompt": ({"messages": say("s:Be brief.", *_TWO)}, {}),
+    "last_turn": ({"messages": say(*_TWO)}, {"supervise": "last"}),
+    "flagged": ({"messages": say(*_TWO, "u:Sure?", "a:Yes.", a1=True, a5=True)}, {"supervise": "flagged"}),
+    "never_learnt": ({"messages": say(*_TWO, a1=False)}, {}),
+    "train_on_prompt": ({"messages": say(*_TWO, a1=False)}, {"train_on_prompt": True}),
+    "empty_assistant": ({"messages": say("s:", "u:Hi.", "a:", "u:Well?", "a:Yes.")}, {}),
+    "unicode": ({"messages": say("s:S", "u:naïve 日本", "a:Ünï 🙂👩‍👧 ok")}, {}),
     "truncated": (
-        {"messages": _talk("s:S", "u:Count.", "a:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")},
+        {"messages": say("s:S", "u:Count.", "a:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")},
         {"max_seq_length": 20},
     ),
     "truncated_start": (
-        {"messages": _talk("u:Count from one to five, and no further, please.", "a:1 2 3 4 5")},
+        {"messages": say("u:Count from one to five, and no further, please.", "a:1 2 3 4 5")},
         {"max_seq_length": 16, "truncation": "start"},
     ),
-    "blank_lines": ({"messages": _talk("s:S", "u:Hi.", "a:\n\nHello\n\nyou \n")}, {}),
-    "trailing_user": ({"messages": _talk("s:S", "u:Hi.", "a:Hello!", "u:Bye.")}, {}),
-    "end_mark_in_text": ({"messages": _talk("s:S", "u:Say it.", "a:<|im_end|></s>")}, {}),
+    "blank_lines": ({"messages": say("s:S", "u:Hi.", "a:\n\nHello\n\nyou \n")}, {}),
+    "trailing_user": ({"messages": say("s:S", "u:Hi.", "a:Hello!", "u:Bye.")}, {}),
+    "end_mark_in_text": ({"messages": say("s:S", "u:Say it.", "a:<|im_end|></s>")}, {}),
     "tools": (
         {
             "messages": [
@@ -119,7 +111,7 @@ def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: s
     """Where no token lies across a border, the ids are what transformers itself makes of the conversation."""
     tokenizer = request.getfixturevalue(family)
     marked, derived = with_and_without_marks(family, tokenizer)
-    talk = _talk("s:Be brief.", *_TWO)
+    talk = say("s:Be brief.", *_TWO)
     encoder = encoder_of(tokenizer, DataConfig(), derived)
     encoded = encoder.encode([{"messages": talk}], "messages", ["row"])[0].samples[0]
     theirs = tokenizer.apply_chat_template(

@@ -29,8 +29,7 @@ def test_masks_of_both_completions_written_out():
     chat = "<|im_start|> u s e r Ċ h i <|im_end|> Ċ <|im_start|> a s s i s t a n t Ċ {} +<|im_end|>"
     for row, template, wanted in [
         ({"prompt": "ab", "chosen": "cd", "rejected": "e"}, None, ["<s> a b C D +</s>", "<s> a b E +</s>"]),
-        ({"chosen": "ab: cd", "rejected": "ab: ce"}, None, ["<s> a b : +Ġ C D +</s>", "<s> a b : +Ġ C E +</s>"]),
-        ({"chosen": "a:b", "rejected": "a:bc"}, None, ["<s> a : B +</s>", "<s> a : B C +</s>"]),
+        ({"chosen": "ab: cd", "rejected": "ab: ed"}, None, ["<s> a b : +Ġ C D +</s>", "<s> a b : +Ġ E D +</s>"]),
         ({"prompt": [HI], "chosen": [YO], "rejected": [NO]}, CHATML, [chat.format("Y O"), chat.format("N O")]),
         ({"chosen": [HI, YO], "rejected": [HI, NO]}, CHATML, [chat.format("Y O"), chat.format("N O")]),
         ({"prompt": "hi", "chosen": [HI, YO], "rejected": [HI, NO]}, CHATML, [chat.format("Y O"), chat.format("N O")]),
@@ -50,18 +49,13 @@ def test_a_pair_is_cut_or_dropped_as_a_whole():
 
 
 def test_bad_rows_are_named_in_one_sentence():
-    alike = "chosen and rejected are alike"
     for row, message in [
-        ({"prompt": "a", "chosen": "b"}, "no 'rejected'; a row of format preference has chosen, rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "no 'rejected'; a row of format preference"),
-        ({"chosen": "a", "rejected": "a"}, alike),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "chosen is str 'b' and rejected NoneType"),
+        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are alike"),
         ({"chosen": "a", "rejected": [YO]}, "chosen is str 'a' and rejected list"),
         ({"chosen": 1, "rejected": 2}, "chosen is int '1' and rejected int '2'"),
-        ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is text that no message shared by"),
-        (
-            {"prompt": [HI], "chosen": [HI], "rejected": []},
-            "rejected: completion: a conversation is a list of at least",
-        ),
+        ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation is a list of at"),
+        ({"prompt": "what?", "chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation is a list of at"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "preference", template=CHATML)
@@ -121,7 +115,7 @@ def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path):
         ({"packing": True}, None, "data.packing: got true"),
         ({}, False, "PreferenceModule"),
         ({"streaming": True}, False, "PreferenceModule"),
-        ({"train": str(plain)}, True, r"plain.jsonl.*no .chosen."),
+        ({"train": str(plain)}, True, "plain.jsonl:1: chosen is NoneType"),
         ({"train": [{"source": str(plain), "format": "prompt_completion"}]}, True, "one completion"),
     ]:
         values = {"train": _rows(tmp_path), "cache_dir": str(tmp_path / "cache"), **options}

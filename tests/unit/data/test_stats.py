@@ -30,7 +30,7 @@ def _described(path: Path, *rows: tuple[str, ...], **options: Any) -> dict[str, 
 def test_counts(tmp_path: Path):
     split = _described(tmp_path / "t.jsonl", ("u:a", "a:b"), ("u:x",), ("u:" + "q" * 100, "a:z"), ("u:c", "a:d"))
     assert (split["rows_read"], split["samples"], split["packs"]) == (4, 2, None)
-    assert split["dropped"] == {"without an assistant turn": 1, "cut before the assistant's turn": 1}
+    assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
     assert Path(split["cache"]).is_dir()
 

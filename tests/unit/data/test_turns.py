@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from typing import Any
 
@@ -56,19 +55,6 @@ THINKING = """
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
-"""
-# headers and ends of turn that take in the line breaks beside them
-TAKING = """
-{%- for m in messages %}
-    {{- '<|' ~ m.role ~ '|>\n' }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}{{ m.content ~ '<|end|>' }}{% endgeneration %}
-    {%- else %}
-        {{- m.content ~ '<|end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
 """
 # as Gemma 4: results of tools stand in the model's turn, which goes on behind them
 INSIDE = """
@@ -137,12 +123,12 @@ def _calls(text: str = "", **more: Any) -> list[dict[str, Any]]:
     return [*say("u:1"), call, {**say("t:cold")[0], "tool_call_id": "c1"}, *say("a:It is.")]
 
 
-def _content_marked(header: str, end: str, last: str = "", inside: str = "") -> str:
-    """Marks around what turns say: what stands before them, behind them, behind the conversation, and in them too."""
+def _content_marked(header: str, end: str, last: str = "") -> str:
+    """Marks around what turns say alone; what stands before and behind turns, and behind the conversation."""
     return (
         f"{{% for m in messages %}}{header}{{% if m.role == 'assistant' %}}{{% generation %}}{{{{ m.content }}}}"
         f"{{% for c in m.tool_calls or [] %}}<tool_call>{{{{ c.function | tojson }}}}</tool_call>{{% endfor %}}"
-        f"{inside}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{inside}{{% endif %}}{end}{{% endfor %}}{last}"
+        f"{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}{end}{{% endfor %}}{last}"
     )
 
 
@@ -158,13 +144,11 @@ def tokens() -> Any:
 def test_turns_of_templates_of_every_temper(small: Any):
     look = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}'
     empty = "<think>\n\n</think>\n\n"
-    added = CHATML.replace("c.function | tojson", "c.function.name + c.function.arguments")  # as DeepSeek V3 does
     table: list[tuple[str, Any, list[str]]] = [
         (CHATML, say("a:Yo", "u:Hi"), ["Yo<|im_end|>"]),
         (CHATML, say("u:x", "a:x", "a:x"), ["x<|im_end|>", "x<|im_end|>"]),
         (CHATML, say("u:\ue000", "a:\ue001 z"), ["\ue001 z<|im_end|>"]),
         (CHATML, _calls(), [look + "<|im_end|>", "It is.<|im_end|>"]),
-        (added, _calls(), ['<tool_call>look{"city": "Oslo"}<|im_end|>', "It is.<|im_end|>"]),
         (CHATML, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
         (THINKING, say("u:1", f"a:{THOUGHT}2", "u:3", f"a:{THOUGHT}4"), ["2<|im_end|>", THOUGHT + "4<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "u:3"), ["2<|im_end|>"]),
@@ -202,41 +186,32 @@ def test_what_else_stands_in_a_turn(tokens: Any):
 
 def test_kwargs_of_the_template(small: Any):
     """A row's own go before those of the recipe; what a turn shows of thoughts is supervised all the same."""
-    template = "{{ mood }}:" + unmarked(THINKING)
-    row = {"chat_template_kwargs": {"enable_thinking": False, "mood": "b", "other": None}}
-    for messages, wanted in (
-        (say("u:1", "a:2"), "⟦2<|im_end|>⟧"),
-        (say("u:1", f"a:{THOUGHT}2"), f"⟦{THOUGHT}2<|im_end|>⟧"),
-    ):
-        text = shown(small, encode(small, template, messages, row=row, chat_template_kwargs={"mood": "a"}))
-        assert text.startswith("b:<|im_start|>user")
-        assert text.endswith(wanted)
-        plain = shown(small, encode(small, template, messages, chat_template_kwargs={"mood": "a"}))
-        assert plain.startswith("a:<|im_start|>user")
-    encoder = encoder_of(small, DataConfig(), template)
-    rows = [{"messages": say("u:1", "a:2"), **own} for own in (row, {}, row)]  # alike but for these
-    found = encoder.encode(rows, "messages", ["rows.jsonl:7"] * 3)
-    alone = [encode(small, template, one["messages"], row=one) for one in rows]
-    assert [shown(small, one.samples[0]) for one in found] == [shown(small, one) for one in alone]
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: chat_template_kwargs are names with values, not str"):
-        encode(small, template, say("u:1", "a:2"), row={"chat_template_kwargs": "x"})
+    encoder = encoder_of(small, DataConfig(chat_template_kwargs={"mood": "a"}), "{{ mood }}:" + unmarked(THINKING))
+    own = {"chat_template_kwargs": {"enable_thinking": False, "mood": "b", "other": None}}
+    talks = (say("u:1", "a:2"), say("u:1", f"a:{THOUGHT}2"))
+    rows = [{"messages": talk, **more} for talk in talks for more in (own, {}, own)]  # alike but for these
+    texts = [shown(small, found.samples[0]) for found in encoder.encode(rows, "messages", ["rows.jsonl:7"] * 6)]
+    assert [text[0] for text in texts] == list("babbab")
+    assert texts[0].endswith("assistant\n<think>\n\n</think>\n\n⟦2<|im_end|>⟧")
+    assert texts[1].endswith("assistant\n⟦<think>\n\n</think>\n\n2<|im_end|>⟧")
+    assert all(text.endswith(f"assistant\n⟦{THOUGHT}2<|im_end|>⟧") for text in texts[3:])
 
 
 def test_which_turns(small: Any):
     """By ``supervise`` and by what messages say, which the template does not see; others need no marks."""
     keys = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.keys() | join('+') }}")
-    messages = say(*FOUR)
-    messages[1]["train"], messages[3]["train"] = False, True
-    assert _both(small, CHATML, messages, supervise="flagged") == ["4<|im_end|>"]
-    assert "train" not in shown(small, encode(small, keys, messages))
+    flagged = say(*FOUR, a1=False, a3=True)
+    assert _both(small, CHATML, flagged, supervise="flagged") == ["4<|im_end|>"]
+    assert "train" not in shown(small, encode(small, keys, flagged))
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
     with pytest.raises(DataError, match="does not show assistant turn 1 whole"):
         encode(small, last, say(*FOUR))
-    messages = say(*FOUR)
-    messages[0]["train"] = True
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: message 0: train: true on a message of the role user"):
-        encode(small, CHATML, messages)
+    for whole in (False, True):
+        said = f"message 0: train: {str(not whole).lower()} on a message of the role user"
+        with pytest.raises(DataError, match=rf"^rows\.jsonl:7: {said}"):
+            encode(small, CHATML, say(*FOUR, u0=not whole), train_on_prompt=whole)
+        assert encode(small, CHATML, say(*FOUR, u0=whole), train_on_prompt=whole).supervised.any()
 
 
 def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
@@ -260,18 +235,14 @@ def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
             assert _both(small, template, talk[:length], supervise="last") == [said[-1] + wanted]
 
 
-def test_what_begins_a_turn_of_the_assistants_is_not_supervised(small: Any, caplog: pytest.LogCaptureFixture):
+def test_what_begins_a_turn_of_the_assistants_is_not_supervised(small: Any):
     for header, end, last in [
         (HEADER, "\n", ASKED),
         (HEADER, "\n", "<|im_start|>assistant{{ '\n' }}"),
         ("<s>{{ m.role }}\n", "", "<s>assistant{{ '\n' }}"),
         ("{{ '<s>' if m.role == 'user' }}", "", ""),
     ]:
-        with caplog.at_level(logging.WARNING, "lit_fsdp"):
-            assert _both(small, _content_marked(header, end, last), say(*FOUR)) == ["2", "4"]
-    assert {r.getMessage() for r in caplog.records} == {
-        "rows.jsonl:7: no special token ends an assistant turn, so the model does not learn to stop there"
-    }
+        assert _both(small, _content_marked(header, end, last), say(*FOUR)) == ["2", "4"]
 
 
 def test_special_tokens_that_take_in_blanks():
@@ -281,9 +252,11 @@ def test_special_tokens_that_take_in_blanks():
         marks = [AddedToken(f"<|{w}|>", special=True, normalized=False, **given) for w in ("user", "assistant", "end")]
         tokenizer.add_tokens(marks, special_tokens=True)
         messages = say("u:a", "a:b", "u:b", "a:", "u:a", "a:a b", "u:b")
-        assert [text.strip() for text in _both(tokenizer, TAKING, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
-        text = tokenizer.apply_chat_template(messages, chat_template=unmarked(TAKING), tokenize=False)
-        ids = encode(tokenizer, TAKING, messages).input_ids.tolist()
+        asked = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+        template = _content_marked("<|{{ m.role }}|>\n", "<|end|>\n", asked)
+        assert [text.strip() for text in _both(tokenizer, template, messages)] == ["b<|end|>", "<|end|>", "a b<|end|>"]
+        text = tokenizer.apply_chat_template(messages, chat_template=unmarked(template), tokenize=False)
+        ids = encode(tokenizer, template, messages).input_ids.tolist()
         assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
 
 
@@ -298,41 +271,30 @@ def test_a_token_across_the_border_is_split(small: Any):
 
 
 def test_a_template_that_does_something_else_is_refused(small: Any):
-    shows, other = "does not show assistant turn 1", "does something else with this conversation"
-    for template, message in [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", shows),
-        (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), shows),
-        (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), other),
-        (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), other),
-        ("{{ raise_exception('roles must alternate') }}", "refuses it .roles must alternate"),
-    ]:
-        for text in (template, unmarked(template)):
-            with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{message}"):
-                encode(small, text, say("u:one", "a:two"))
-
-
-def test_marks_around_something_else_are_refused(small: Any):
-    head = "{% for m in messages %}[{{ m.role }}]"
+    """And marks around something else; or the model would learn to call without arguments, or to say nothing."""
+    shows, other = "does not show assistant turn 1 whole", "does something else with this conversation"
+    head, talk = "{% for m in messages %}[{{ m.role }}]", say("u:one", "a:two", "u:three", "a:four")
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
-    for template in (
-        "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
-        head + turn.replace("'assistant'", "'user'") + "{% endfor %}",
-        head + "{{ m.content }}" + turn.replace("{{ m.content }}</s>", "") + "{% endfor %}",
-        "{% generation %}{% for m in messages %}{{ m.content }}</s>{% endfor %}{% endgeneration %}",
-    ):
-        with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"):
-            encode(small, template, say("u:q", "a:answer", "u:q", "a:more"))
-
-
-def test_calls_that_are_not_shown_whole_are_refused(small: Any):
-    """Or the model would learn to call without arguments, or to answer with nothing."""
-    for shows in ("''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"):
-        template = CHATML.replace("c.function | tojson", shows)
-        for text in (template, unmarked(template)):
-            with pytest.raises(
-                DataError, match=r"^rows\.jsonl:7: the chat template does not show assistant turn 1 whole"
-            ):
-                encode(small, text, _calls())
+    macro = "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}"
+    table: list[tuple[str, Any, str]] = [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", talk, shows),
+        (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), talk, shows),
+        (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), talk, other),
+        (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), talk, other),
+        ("{{ raise_exception('roles must alternate') }}", talk, "refuses it .roles must alternate"),
+    ]
+    for said in ("''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"):
+        table.append((CHATML.replace("c.function | tojson", said), _calls(), shows))
+    table += [(unmarked(template), messages, said) for template, messages, said in table]
+    table += [
+        (macro + "{% for m in messages %}{{ turn(m) }}{% endfor %}", talk, shows),
+        (head + turn.replace("'assistant'", "'user'") + "{% endfor %}", talk, shows),
+        (head + "{{ m.content }}" + turn.replace("{{ m.content }}</s>", "") + "{% endfor %}", talk, shows),
+        ("{% generation %}{% for m in messages %}{{ m.content }}</s>{% endfor %}{% endgeneration %}", talk, shows),
+    ]
+    for template, messages, said in table:
+        with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{said}"):
+            encode(small, template, messages)
 
 
 def _words(*words: str) -> Any:
