@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel import activation, grads, precision
+from lit_fsdp.parallel import activation, base, grads, precision
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for, whole
@@ -55,6 +55,18 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     trainer.fit(module, loader(range(4)))
     live: Any = trainer.strategy
     return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}
+
+
+def waits_alone() -> list[str]:
+    """What the first of two ranks says while, for a second, it waits for the other, which does not come."""
+    said: list[str] = []
+    logging.getLogger("lit_fsdp.parallel.base").warning = lambda text: said.append(text)  # type: ignore[method-assign,assignment]
+    base._QUIET_SECONDS, os.environ["WORLD_SIZE"] = 0.1, "2"
+    try:
+        trainer_for({"timeout_seconds": 1.0}, [], max_steps=1).fit(ForeignNet(), loader([0]))
+    except Exception as error:
+        said.append(type(error).__name__)
+    return said
 
 
 class Poison(Callback):

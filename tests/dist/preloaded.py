@@ -161,7 +161,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path) -> NoReturn:
 
 
 def _join_host(client: int) -> None:
-    """Network, host name and mounts of the client, which may be on another host of :mod:`tests.dist.test_hosts`."""
+    """Network, host name and mounts of the client, which may be on another host."""
     for kind in ("net", "uts", "mnt"):
         theirs = f"/proc/{client}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
