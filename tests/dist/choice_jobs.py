@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,32 +122,37 @@ def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
     fit(module_for(folder), strategy, [AsksForStacks()], steps=1, default_root_dir=run)
 
 
+class Calls:
+    """Counts calls of collectives, which either engine looks up when it issues them, of tensors that count."""
+
+    def __init__(self, *names: str, counts: Callable[[Any], bool] = lambda tensor: True) -> None:
+        self.number, self.counts = 0, counts
+        for name in names:
+            if hasattr(dist, name):  # the engines' words, by release of torch
+                setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.number += self.counts([*args, *kwargs.values()][0])
+            return function(*args, **kwargs)
+
+        return counted
+
+
 class CountReductions(Callback):
     """How often the engine reduced gradients in each micro-batch."""
 
     def __init__(self) -> None:
+        names = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
         self.counts: list[int] = []
-        self.now = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Both engines look the collectives up at call time."""
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
-            if hasattr(dist, name):
-                setattr(dist, name, self._counting(getattr(dist, name)))
-
-    def _counting(self, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = [*args, *kwargs.values()][0]
-            self.now += int(tensor.is_floating_point() and tensor.numel() > 16)  # not the totals of the loss
-            return original(*args, **kwargs)
-
-        return call
+        # not the totals of the loss
+        self.calls = Calls(*names, counts=lambda tensor: tensor.is_floating_point() and tensor.numel() > 16)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.now = 0
+        self.calls.number = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.counts.append(self.now)
+        self.counts.append(self.calls.number)
 
 
 def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
@@ -197,25 +202,6 @@ def settled(
     return {**found, "lines": lines}
 
 
-class Gathers:
-    """Counts all-gathers that either engine issues from here on."""
-
-    names = ("all_gather", "all_gather_single", "all_gather_into_tensor")  # the engines' words, by release of torch
-
-    def __init__(self) -> None:
-        self.number = 0
-        for name in self.names:
-            if hasattr(dist, name):
-                setattr(dist, name, self._counted(getattr(dist, name)))
-
-    def _counted(self, function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.number += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-
 class SwitchedOn(CausalLMModule):
     """Somebody's model with transformers' own checkpointing on."""
 
@@ -233,7 +219,8 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
     from torch._dynamo.utils import counters
 
     activation.BACKEND = "aot_eager"
-    module, gathers = module_for(folder), Gathers()
+    module = module_for(folder)
+    gathers = Calls("all_gather", "all_gather_single", "all_gather_into_tensor")
     if theirs:
         module.__class__ = SwitchedOn
     _, found = fit(module, strategy, steps=4)

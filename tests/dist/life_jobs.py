@@ -375,17 +375,12 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
 
 def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
     """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
-    found, path = [], str(Path(folder) / "saved.ckpt")
-    for start in (None, path):
-        torch.manual_seed(3)
-        trainer = _trainer(strategy, max_epochs=1)
-        if start is None:
-            trainer.fit(Norm(), loader(range(4)), loader(range(4)))
-            trainer.save_checkpoint(path)
-        else:
-            trainer.validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
-        found.append(float(trainer.callback_metrics["val_loss"]))
-    return found
+    path, trainers = str(Path(folder) / "saved.ckpt"), [_trainer(strategy, max_epochs=1) for _ in range(2)]
+    torch.manual_seed(3)
+    trainers[0].fit(Norm(), loader(range(4)), loader(range(4)))
+    trainers[0].save_checkpoint(path)
+    trainers[1].validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
+    return [float(trainer.callback_metrics["val_loss"]) for trainer in trainers]
 
 
 def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
@@ -403,7 +398,7 @@ def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None 
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
     net = globals()[module]()
     try:
-        for chosen in [strategy] + ([again] if again else []):
+        for chosen in filter(None, (strategy, again)):
             _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
