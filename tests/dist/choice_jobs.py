@@ -31,7 +31,6 @@ class Manual(ForeignNet):
         self.how, self.is_wrapped = how, False
 
     def configure_model(self) -> None:
-        """Called before every fit, validate, ..."""
         if self.is_wrapped or self.how == "nothing":
             return
         self.is_wrapped = True
@@ -80,7 +79,6 @@ class Poison(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Before the module's own hook and before clipping."""
         self.step += 1
         self.digests.append(digest(pl_module, optimizer))
         if self.step in self.steps and dist.get_rank() == 1:
@@ -206,7 +204,6 @@ class SwitchedOn(CausalLMModule):
     """Somebody's model with transformers' own checkpointing on."""
 
     def configure_model(self) -> None:
-        """Flags only; what they name newer releases of transformers call otherwise."""
         super().configure_model()
         assert self.model is not None
         for child in self.model.modules():
@@ -241,7 +238,6 @@ class Kept(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Gradients are there only now."""
         self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
 
 
@@ -332,7 +328,6 @@ class ExpertNet(LightningModule):
     training_step = ForeignNet.training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """With decay: a parameter with a gradient of zeros shrinks."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -360,7 +355,6 @@ class Loaded(Callback):
         self.found: dict[str, str] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Every rank gathers; parameters by name, then buffers, those that no file holds too."""
         state = trainer.strategy.lightning_module_state_dict()
         for name, tensor in [*state.items(), *pl_module.named_buffers()]:
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
