@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel import activation, grads, precision
+from lit_fsdp.parallel import activation, base, grads, precision
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for, whole
@@ -31,7 +31,6 @@ class Manual(ForeignNet):
         self.how, self.is_wrapped = how, False
 
     def configure_model(self) -> None:
-        """Called before every fit, validate, ..."""
         if self.is_wrapped or self.how == "nothing":
             return
         self.is_wrapped = True
@@ -59,6 +58,18 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}
 
 
+def waits_alone() -> list[str]:
+    """What the first of two ranks says while, for a second, it waits for the other, which does not come."""
+    said: list[str] = []
+    logging.getLogger("lit_fsdp.parallel.base").warning = lambda text: said.append(text)  # type: ignore[method-assign,assignment]
+    base._QUIET_SECONDS, os.environ["WORLD_SIZE"] = 0.1, "2"
+    try:
+        trainer_for({"timeout_seconds": 1.0}, [], max_steps=1).fit(ForeignNet(), loader([0]))
+    except Exception as error:
+        said.append(type(error).__name__)
+    return said
+
+
 class Poison(Callback):
     """Writes a value into the gradient of one parameter, on rank 1, before some of the optimizer steps."""
 
@@ -70,7 +81,6 @@ class Poison(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Before the module's own hook and before clipping."""
         self.step += 1
         self.digests.append(digest(pl_module, optimizer))
         if self.step in self.steps and dist.get_rank() == 1:
@@ -112,32 +122,37 @@ def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
     fit(module_for(folder), strategy, [AsksForStacks()], steps=1, default_root_dir=run)
 
 
+class Calls:
+    """Counts calls of collectives, which either engine looks up when it issues them, of tensors that count."""
+
+    def __init__(self, *names: str, counts: Callable[[Any], bool] = lambda tensor: True) -> None:
+        self.number, self.counts = 0, counts
+        for name in names:
+            if hasattr(dist, name):  # the engines' words, by release of torch
+                setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.number += self.counts([*args, *kwargs.values()][0])
+            return function(*args, **kwargs)
+
+        return counted
+
+
 class CountReductions(Callback):
     """How often the engine reduced gradients in each micro-batch."""
 
     def __init__(self) -> None:
+        names = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
         self.counts: list[int] = []
-        self.now = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Both engines look the collectives up at call time."""
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
-            if hasattr(dist, name):
-                setattr(dist, name, self._counting(getattr(dist, name)))
-
-    def _counting(self, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = [*args, *kwargs.values()][0]
-            self.now += int(tensor.is_floating_point() and tensor.numel() > 16)  # not the totals of the loss
-            return original(*args, **kwargs)
-
-        return call
+        # not the totals of the loss
+        self.calls = Calls(*names, counts=lambda tensor: tensor.is_floating_point() and tensor.numel() > 16)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.now = 0
+        self.calls.number = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.counts.append(self.now)
+        self.counts.append(self.calls.number)
 
 
 def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
@@ -187,30 +202,10 @@ def settled(
     return {**found, "lines": lines}
 
 
-class Gathers:
-    """Counts all-gathers that either engine issues from here on."""
-
-    names = ("all_gather", "all_gather_single", "all_gather_into_tensor")  # the engines' words, by release of torch
-
-    def __init__(self) -> None:
-        self.number = 0
-        for name in self.names:
-            if hasattr(dist, name):
-                setattr(dist, name, self._counted(getattr(dist, name)))
-
-    def _counted(self, function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.number += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-
 class SwitchedOn(CausalLMModule):
     """Somebody's model with transformers' own checkpointing on."""
 
     def configure_model(self) -> None:
-        """Flags only; what they name newer releases of transformers call otherwise."""
         super().configure_model()
         assert self.model is not None
         for child in self.model.modules():
@@ -223,7 +218,8 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
     from torch._dynamo.utils import counters
 
     activation.BACKEND = "aot_eager"
-    module, gathers = module_for(folder), Gathers()
+    module = module_for(folder)
+    gathers = Calls("all_gather", "all_gather_single", "all_gather_into_tensor")
     if theirs:
         module.__class__ = SwitchedOn
     _, found = fit(module, strategy, steps=4)
@@ -244,7 +240,6 @@ class Kept(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Gradients are there only now."""
         self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
 
 
@@ -335,7 +330,6 @@ class ExpertNet(LightningModule):
     training_step = ForeignNet.training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """With decay: a parameter with a gradient of zeros shrinks."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -363,7 +357,6 @@ class Loaded(Callback):
         self.found: dict[str, str] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Every rank gathers; parameters by name, then buffers, those that no file holds too."""
         state = trainer.strategy.lightning_module_state_dict()
         for name, tensor in [*state.items(), *pl_module.named_buffers()]:
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")

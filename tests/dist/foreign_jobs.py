@@ -53,7 +53,6 @@ class ForeignNet(LightningModule):
         return self.head(x) * self.scale.mean()
 
     def reset_parameters(self) -> None:
-        """For those who build it on meta."""
         torch.nn.init.ones_(self.scale)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -62,7 +61,6 @@ class ForeignNet(LightningModule):
         return loss
 
     def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
-        """After fit, in the same Trainer."""
         self.log("test_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -70,14 +68,12 @@ class ForeignNet(LightningModule):
 
 
 class ForeignNetWithValidation(ForeignNet):
-    """Adds what people add: a validation step and a schedule."""
+    """Adds what people add: a validation step and a schedule, by which the learning rate halves after every step."""
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
-        """The mean over ranks of the mean over rows."""
         self.log("val_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """The learning rate halves after every step."""
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -107,10 +103,9 @@ def plain_losses(
     net: Any, steps: Iterable[int], clip: float | None = None, clip_value: float | None = None
 ) -> list[float]:
     """Losses of these steps in a plain loop over whole batches, in one process."""
-    made, losses = net.configure_optimizers(), []
-    optimizer, schedule = (
-        (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
-    )
+    made, losses, schedule = net.configure_optimizers(), [], None
+    if isinstance(made, dict):
+        made, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     for step in steps:
         x, y = foreign_rows(step)
         loss = mse_loss(net(x), y)
@@ -119,8 +114,8 @@ def plain_losses(
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         if clip_value is not None:
             torch.nn.utils.clip_grad_value_(net.parameters(), clip_value)
-        optimizer.step()
-        optimizer.zero_grad()
+        made.step()
+        made.zero_grad()
         if schedule is not None:
             schedule.step()
         losses.append(float(loss.detach()))

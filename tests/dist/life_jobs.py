@@ -24,7 +24,6 @@ class Sgd(ForeignNetWithValidation):
     """An optimizer without any state, and a schedule that counts epochs."""
 
     def configure_optimizers(self) -> Any:
-        """SGD without momentum; the learning rate halves after every epoch."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
@@ -37,7 +36,6 @@ class Unused(ForeignNetWithValidation):
         self.never, self.sometimes = nn.Linear(12, 12), nn.Linear(12, 12)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Of the third batch the first half alone needs ``sometimes``: some ranks do, the others do not."""
         x, y = batch
         half = len(x) if batch_idx == 0 else 0
         if batch_idx == 2 and int(os.environ["RANK"]) * len(x) < 4:
@@ -69,7 +67,6 @@ class Gan(LightningModule):
         self.discriminator = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """As in Lightning's own example."""
         x, _ = batch
         first, second = self.optimizers()
         one, zero = torch.ones(len(x), 1), torch.zeros(len(x), 1)
@@ -126,11 +123,9 @@ class Bare(Conv):
         return self.head(x) * self.temperature
 
     def on_after_backward(self) -> None:
-        """The gradient is that of all ranks already."""
         self.temperature.grad.pow_(3)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """To which the size of gradients matters."""
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
@@ -145,7 +140,6 @@ class Looks(ForeignNetWithValidation):
         return super().forward(x @ self.matrix)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """What the next step is to see must not be what this has gathered."""
         with torch.no_grad():
             self(foreign_rows(0)[0])
 
@@ -164,7 +158,6 @@ class Thawed(Conv):
         return self.head(x)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """From the third batch on the whole is trained."""
         self.requires_grad_(batch_idx >= 2)
         self.body[0].requires_grad_(True)
 
@@ -191,29 +184,23 @@ class Exact(ForeignNetWithValidation):
     """Looks at what arrives: targets that bf16 cannot hold."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Remember the targets; ``head`` is called with fp32 rows and no block before it."""
         x, y = batch
         self.targets = (y + 1000).tolist()
         return mse_loss(self.head(x).float() + self(x), y)
 
 
 class Shrinks(ForeignNetWithValidation):
-    """Changes its weights between steps, as callbacks that average them do."""
+    """Changes its weights after calls in a validation and outside of any step, as callbacks that average them do."""
 
     @torch.no_grad()
-    def _shrink(self) -> None:
+    def on_validation_end(self) -> None:
         for param in self.parameters():
             param.mul_(0.9)
 
-    def on_validation_end(self) -> None:
-        """After a call in a validation."""
-        self._shrink()
-
+    @torch.no_grad()
     def on_train_epoch_start(self) -> None:
-        """After a call outside of any step."""
-        with torch.no_grad():
-            self(foreign_rows(0)[0])
-        self._shrink()
+        self(foreign_rows(0)[0])
+        self.on_validation_end()
 
 
 class SavesFirst(ForeignNetWithValidation):
@@ -260,12 +247,10 @@ class OwnReduction(ForeignNetWithValidation):
     """Averages something of its own between ranks in bf16, and keeps an optimizer state of another dtype."""
 
     def on_after_backward(self) -> None:
-        """Inside the backward pass of the Trainer."""
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(torch.ones(1, dtype=torch.bfloat16))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """As Adafactor keeps fp32 beside bf16 weights."""
         for state in self.optimizers().state.values():
             state["exact"] = torch.zeros(2, dtype=torch.float64)
 
@@ -315,7 +300,6 @@ class Tuned(ForeignNetWithValidation):
         self.lr = 1e-2
 
     def configure_callbacks(self) -> list[Callback]:
-        """Too few steps to suggest another one."""
         return [LearningRateFinder(num_training_steps=4, early_stop_threshold=None)]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -346,33 +330,26 @@ def live(
     second: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Make these calls of a Trainer, one epoch of four batches per ``fit``, and give all weights.
-
-    With ``second`` every call has a Trainer of its own.
-    """
+    """Make these calls of a Trainer (``second``: of one each), one epoch of four batches per ``fit``; all weights."""
     torch.manual_seed(3)
     net, outside = globals()[module](), CallsItself()
-    rows, more = loader(range(4)), loader((100, 101))
-
-    def trainer() -> Trainer:
-        return _trainer(strategy, *([] if module == "Gan" else [outside]), max_epochs=0, **options)
-
-    one = trainer()
+    rows, more, own = loader(range(4)), loader((100, 101)), [] if module == "Gan" else [outside]
+    one = _trainer(strategy, *own, max_epochs=0, **options)
     for number, call in enumerate(calls):
         if second and number:
-            one = trainer()
+            one = _trainer(strategy, *own, max_epochs=0, **options)
         if call == "fit":
             one.fit_loop.max_epochs = one.current_epoch + 1
             one.fit(net, rows, more if validates else None)
         else:
             getattr(one, call)(net, more, **({} if call == "predict" else {"verbose": False}))
-    if module != "Gan":
-        outside.on_train_epoch_end(one, net)
-    state = net.state_dict() if strategy is None else one.strategy.lightning_module_state_dict()
-    return {"weights": _whole(state), "outputs": outside.outputs, "targets": getattr(net, "targets", None)}
+    for callback in own:
+        callback.on_train_epoch_end(one, net)
+    return {"weights": _weights(one, net), "outputs": outside.outputs, "targets": getattr(net, "targets", None)}
 
 
-def _whole(state: dict[str, Any]) -> dict[str, list[float]]:
+def _weights(trainer: Trainer, net: LightningModule) -> dict[str, list[float]]:
+    state = getattr(trainer.strategy, "lightning_module_state_dict", net.state_dict)()
     return {name: whole(tensor).float().flatten().tolist() for name, tensor in state.items()}
 
 
@@ -393,23 +370,17 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
         torch.manual_seed(3)
         trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), globals()[module]()
         trainer.fit(net, loader(range(4)), ckpt_path=start)
-    state = net.state_dict() if strategy is None else trainer.strategy.lightning_module_state_dict()
-    return {"rates": rates, "weights": _whole(state)}
+    return {"rates": rates, "weights": _weights(trainer, net)}
 
 
 def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
     """The loss of a validation after an epoch with batch norm, and of its checkpoint in a new module."""
-    found, path = [], str(Path(folder) / "saved.ckpt")
-    for start in (None, path):
-        torch.manual_seed(3)
-        trainer = _trainer(strategy, max_epochs=1)
-        if start is None:
-            trainer.fit(Norm(), loader(range(4)), loader(range(4)))
-            trainer.save_checkpoint(path)
-        else:
-            trainer.validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
-        found.append(float(trainer.callback_metrics["val_loss"]))
-    return found
+    path, trainers = str(Path(folder) / "saved.ckpt"), [_trainer(strategy, max_epochs=1) for _ in range(2)]
+    torch.manual_seed(3)
+    trainers[0].fit(Norm(), loader(range(4)), loader(range(4)))
+    trainers[0].save_checkpoint(path)
+    trainers[1].validate(Norm(), loader(range(4)), ckpt_path=path, verbose=False)
+    return [float(trainer.callback_metrics["val_loss"]) for trainer in trainers]
 
 
 def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
@@ -427,7 +398,7 @@ def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None 
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
     net = globals()[module]()
     try:
-        for chosen in [strategy] + ([again] if again else []):
+        for chosen in filter(None, (strategy, again)):
             _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"

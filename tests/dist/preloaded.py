@@ -171,7 +171,7 @@ def _run_words(words: list[str], cwd: str, folder: Path) -> None:
 
 
 def _join_host(client: int) -> None:
-    """Network, host name and mounts of the client, which may be on another host of :mod:`tests.dist.test_hosts`."""
+    """Network, host name and mounts of the client, which may be on another host."""
     for kind in ("net", "uts", "mnt"):
         theirs = f"/proc/{client}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):

@@ -222,3 +222,10 @@ def test_verbose_ranks_tell_their_parts_of_the_model_and_where_they_are(
         whole = 2 * first["num_whole"] if engine == "ddp" else first["num_whole"]
         assert first["num_here"] + second["num_here"] == whole
     assert [rank["mesh"] for rank in ranks] == ([[0, 0], [1, 0]] if engine == "ddp" else [[0], [1]])
+
+
+def test_a_rank_that_does_not_come_is_waited_for_with_a_word() -> None:
+    said, error = on_ranks("waits_alone", 1)[0]
+    assert "still waits for all 2 ranks to meet at " in said
+    assert said.endswith(", at most 1 s")
+    assert error == "DistStoreError"

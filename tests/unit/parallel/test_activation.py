@@ -16,33 +16,32 @@ WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
 LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # torch counts no FLOPs for it
 ACTIVATION_BYTES = ROWS * TOKENS * WIDTH * 4
+PLAIN = 3 * (2 * BLOCKS + 1) * LINEAR, BLOCKS
+# options; linear layers and attentions that run again; what the blocks say
 MODES = {
-    "none": {},
-    "full": {"mode": "full"},
-    "every_n": {"mode": "every_n", "n": 2},
-    "selective": {"mode": "selective"},
-    "offload": {"offload_activations": True},
-    "full_offload": {"mode": "full", "offload_activations": True},
-    "selective_offload": {"mode": "selective", "offload_activations": True},
+    "none": ({}, 0, 0, ["no"] * 5),
+    "full": ({"mode": "full"}, 2 * BLOCKS, BLOCKS, ["full"] * 5),
+    "every_n": ({"mode": "every_n", "n": 2}, 2 * 3, 3, ["full", "no", "full", "no", "full"]),  # the first one always
+    "every third": ({"mode": "every_n", "n": 3}, 2 * 2, 2, ["full", "no", "no", "full", "no"]),
+    "selective": ({"mode": "selective"}, 0, 0, ["selective"] * 5),
+    "offload": ({"offload_activations": True}, 0, 0, ["no, offloaded"] * 5),
+    "full_offload": ({"mode": "full", "offload_activations": True}, 2 * BLOCKS, BLOCKS, ["full, offloaded"] * 5),
+    "selective_offload": ({"mode": "selective", "offload_activations": True}, 0, 0, ["selective, offloaded"] * 5),
 }
 
 
 class Calls(TorchDispatchMode):
-    """How often an op runs."""
+    """How often attention runs."""
 
-    def __init__(self, op: object) -> None:
-        super().__init__()
-        self.op, self.number = op, 0
+    number = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is self.op
+        self.number += func is ATTENTION
         return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):
     """Attention and one linear layer on each side, with dropout."""
-
-    gradient_checkpointing = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +49,6 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Residual."""
         heads = F.gelu(self.first(x)).unsqueeze(1) * scale
         mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
         return x + self.drop(self.second(mixed))
@@ -65,44 +63,40 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One number."""
         scale = torch.linspace(0.5, 1.5, WIDTH)
         for block in self.blocks:
             x = block(x, scale=scale)
         return self.head(x).square().mean()
 
 
-def step(options: dict) -> tuple[tuple[int, int], float, list[torch.Tensor], Net]:
+def step(net: Net) -> tuple[tuple[int, int], float, list[torch.Tensor]]:
     """FLOPs and calls of attention, loss and gradients of one step."""
     torch.manual_seed(0)
-    net = Net()
-    prepare_blocks(net.blocks, ActivationConfig(**options))
     x = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)
-    with FlopCounterMode(display=False) as counter, Calls(ATTENTION) as calls:
+    net.zero_grad()
+    with FlopCounterMode(display=False) as counter, Calls() as calls:
         loss = net(x)
         loss.backward()
-    return (counter.get_total_flops(), calls.number), float(loss.detach()), [p.grad for p in net.parameters()], net
+    return (counter.get_total_flops(), calls.number), float(loss.detach()), [p.grad for p in net.parameters()]
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[tuple[int, int], float, list[torch.Tensor], Net]:
-    return step({})
-
-
-def test_recomputed_ops_and_equal_bits_with_dropout(plain):
-    assert plain[0] == (3 * (2 * BLOCKS + 1) * LINEAR, BLOCKS)
-    for name, linears, attentions in (
-        ("full", 2 * BLOCKS, BLOCKS),
-        ("every_n", 2 * 3, 3),  # blocks 0, 2 and 4
-        ("selective", 0, 0),
-        ("offload", 0, 0),
-        ("full_offload", 2 * BLOCKS, BLOCKS),
-        ("selective_offload", 0, 0),
-    ):
-        (flops, calls), loss, grads, _ = step(MODES[name])
-        assert (flops - plain[0][0], calls - plain[0][1]) == (linears * LINEAR, attentions), name
-        assert loss == plain[1], name
-        assert all(torch.equal(a, b) for a, b in zip(grads, plain[2], strict=True)), name
+def test_recomputed_ops_and_equal_bits_with_dropout():
+    """On one net: the last mode holds, as of a second Trainer; names stay; evaluation recomputes nothing."""
+    torch.manual_seed(0)
+    net = Net()
+    names = [name for name, _ in net.named_parameters()]
+    ops, loss, grads = step(net)
+    assert ops == PLAIN
+    for name, (options, linears, attentions, words) in [*MODES.items(), ("none", MODES["none"])]:
+        prepare_blocks(net.blocks, ActivationConfig(**options))
+        assert [recomputes(block) for block in net.blocks] == words, name
+        found = step(net)
+        assert found[0] == (PLAIN[0] + linears * LINEAR, PLAIN[1] + attentions), name
+        assert found[1] == loss, name
+        assert all(torch.equal(a, b) for a, b in zip(found[2], grads, strict=True)), name
+        assert step(net.eval())[0] == PLAIN, name
+        net.train()
+    assert [name for name, _ in net.named_parameters()] == names
 
 
 def saved_bytes(options: dict, compile: bool = False) -> int:
@@ -134,56 +128,21 @@ def test_full_keeps_only_the_inputs_of_the_blocks():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch about itself
 def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
     """With the compiler's front and its split of forward and backward, without C++ code."""
-    import torch._functorch.config as functorch_config
-
     monkeypatch.setattr("lit_fsdp.parallel.activation.BACKEND", "aot_eager")
-    saved = []
-    for budget in (0.0, 1.0):
-        torch._dynamo.reset()
-        saved.append(saved_bytes({"mode": "memory_budget", "memory_budget": budget}, compile=True))
+    saved = [saved_bytes({"mode": "memory_budget", "memory_budget": budget}, compile=True) for budget in (0.0, 1.0)]
     torch._dynamo.reset()
     assert saved[0] < saved[1] / 2
-    assert functorch_config.activation_memory_budget == 1.0  # only while a block is compiled
-
-
-def test_names_stay_and_the_last_mode_holds(plain):
-    """As of a second Trainer on the same module: blocks are never recomputed twice, nor in the mode of before."""
-    torch.manual_seed(0)
-    net = Net()
-    names = [name for name, _ in net.named_parameters()]
-    for options, wanted in (
-        (MODES["full"], ["full"] * 5),
-        (MODES["selective"], ["selective"] * 5),
-        (MODES["offload"], ["no, offloaded"] * 5),
-        (MODES["full_offload"], ["full, offloaded"] * 5),
-        (MODES["every_n"], ["full", "no", "full", "no", "full"]),  # the first one always
-        ({"mode": "every_n", "n": 3}, ["full", "no", "no", "full", "no"]),
-        (MODES["none"], ["no"] * 5),
-    ):
-        prepare_blocks(net.blocks, ActivationConfig(**options))
-        assert [recomputes(block) for block in net.blocks] == wanted
-    assert [name for name, _ in net.named_parameters()] == names
-    with FlopCounterMode(display=False) as counter:
-        net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
-    assert counter.get_total_flops() == plain[0][0]
 
 
 def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     moved: list[tuple[int, ...]] = []
-    cpu = torch.Tensor.cpu
+    cpu, net = torch.Tensor.cpu, Net()
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (moved.append(tuple(t.shape)), cpu(t))[1])
-    step(MODES["full_offload"])
+    prepare_blocks(net.blocks, ActivationConfig(**MODES["full_offload"][0]))
+    step(net)
     assert moved.count((ROWS, TOKENS, WIDTH)) == BLOCKS  # the input of each block
     moved.clear()
-    step(MODES["offload"])
+    prepare_blocks(net.blocks, ActivationConfig(**MODES["offload"][0]))
+    step(net)
     assert len(moved) >= 5 * BLOCKS
     assert (WIDTH, WIDTH) not in moved  # weights, transposed ones
-
-
-def test_evaluation_recomputes_nothing(plain):
-    for name in ("full", "selective", "offload"):
-        net = Net().eval()
-        prepare_blocks(net.blocks, ActivationConfig(**MODES[name]))
-        with FlopCounterMode(display=False) as counter:
-            net(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)).backward()
-        assert counter.get_total_flops() == plain[0][0], name

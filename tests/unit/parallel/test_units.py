@@ -47,11 +47,8 @@ class Block(nn.Module):
 
 def llama(tied: bool, vocab: int = 10) -> Holder:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Holder(
-        model=build_on_meta(
-            LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=vocab, tie_word_embeddings=tied),
-        )
-    )
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=vocab, tie_word_embeddings=tied)
+    return Holder(model=build_on_meta(config))
 
 
 def sizes(plan: UnitPlan) -> dict[str, int]:
@@ -164,10 +161,12 @@ def test_too_much_in_the_root_is_refused_with_the_share():
     assert plan_units(llama(tied=True, vocab=5000), AUTO).root_share > 0.9
     small = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
     assert (sizes(small), small.source) == ({"": 6}, "nothing that repeats")
-    with torch.device("meta"):
-        large = nn.Sequential(nn.Linear(4000, 4000))
-    assert refused(large, AUTO).given.startswith("units by nothing that repeats, which leave 100% of 16,004,000")
-    assert refused(large, WrapConfig(min_num_params=10**8)).given.startswith("units by min_num_params 100000000, which")
+    large = nn.Sequential(nn.Linear(4000, 4000, device="meta"))
+    for wrap, source in (
+        (AUTO, "nothing that repeats"),
+        (WrapConfig(min_num_params=10**8), "min_num_params 100000000"),
+    ):
+        assert refused(large, wrap).given.startswith(f"units by {source}, which leave 100% of 16,004,000")
 
 
 def test_blocks_are_recomputed_whatever_the_units_are():
@@ -189,29 +188,22 @@ def test_units_inside_blocks_cannot_be_compiled():
 
 
 OWN = ("model.embed_tokens", "lm_head")
-# model type: lists of blocks, their class, and embedding and head where they are no units because they share a weight
-FAMILIES: dict[str, tuple[list[str], str, tuple[str, ...], list[str]]] = {
-    "llama": (["model.layers"], "LlamaDecoderLayer", OWN, []),
-    "mistral": (["model.layers"], "MistralDecoderLayer", OWN, []),
-    "gemma3_text": (["model.layers"], "Gemma3DecoderLayer", (), ["lm_head.weight"]),
-    "mixtral": (["model.layers"], "MixtralDecoderLayer", OWN, []),
-    "opt": (["model.decoder.layers"], "OPTDecoderLayer", (), ["lm_head.weight"]),
-    "gpt_neox": (["gpt_neox.layers"], "GPTNeoXLayer", ("gpt_neox.embed_in", "lm_head"), []),
-    "gpt2": (["transformer.h"], "GPT2Block", (), ["lm_head.weight"]),
-    "bloom": (["transformer.h"], "BloomBlock", (), ["lm_head.weight"]),
-    "bert": (
-        ["bert.encoder.layer"],
-        "BertLayer",
-        (),
-        [f"cls.predictions.decoder.{name}" for name in ("weight", "bias")],
-    ),
+# model type: lists of blocks, their class, and embedding and head where they are units, or share a weight
+FAMILIES: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
+    "llama": ("model.layers", "LlamaDecoderLayer", OWN, ()),
+    "mistral": ("model.layers", "MistralDecoderLayer", OWN, ()),
+    "gemma3_text": ("model.layers", "Gemma3DecoderLayer", (), ("lm_head.weight",)),
+    "mixtral": ("model.layers", "MixtralDecoderLayer", OWN, ()),
+    "opt": ("model.decoder.layers", "OPTDecoderLayer", (), ("lm_head.weight",)),
+    "gpt_neox": ("gpt_neox.layers", "GPTNeoXLayer", ("gpt_neox.embed_in", "lm_head"), ()),
+    "gpt2": ("transformer.h", "GPT2Block", (), ("lm_head.weight",)),
+    "bloom": ("transformer.h", "BloomBlock", (), ("lm_head.weight",)),
+    "bert": ("bert.encoder.layer", "BertLayer", (), ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")),
     "t5": (
-        ["encoder.block", "decoder.block"],
-        "T5Block",
-        (),
-        ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"],
+        "encoder.block decoder.block", "T5Block", (),
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
     ),
-}
+}  # fmt: skip
 
 
 def build(model_type: str) -> Holder:
@@ -231,12 +223,12 @@ def build(model_type: str) -> Holder:
 def test_auto():
     for model_type, (lists, block_class, ends, tied) in FAMILIES.items():
         model = build(model_type)
-        plan = plan_units(model, WrapConfig())
-        blocks = [f"model.{path}.{i}" for path in lists for i in range(2)]
+        plan = plan_units(model, AUTO)
+        blocks = [f"model.{path}.{i}" for path in lists.split() for i in range(2)]
         assert sorted(unit.name for unit in plan.units) == sorted([*blocks, *(f"model.{end}" for end in ends), ""])
         assert {name for name, module in plan.modules.items() if module in plan.blocks} == set(blocks), model_type
         assert plan.source == f"the model's no-split classes ({block_class})"
-        assert list(plan.units[-1].tied) == [f"model.{name}" for name in tied], model_type
+        assert plan.units[-1].tied == tuple(f"model.{name}" for name in tied), model_type
         assert not any(unit.tied for unit in plan.units[:-1])
         assert bool(plan.kept_together) == bool(tied)
         total = sum(p.numel() for p in model.parameters())  # each in exactly one unit
@@ -245,11 +237,7 @@ def test_auto():
 
 
 def test_a_module_without_reset_parameters_is_named():
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(2, device="meta"))
-
-    net = nn.Sequential(Own())
-    with pytest.raises(RuntimeError, match=r"^0 \(Own\) is on meta and has no reset_parameters"):
+    net = nn.Sequential(Holder())
+    net[0].scale = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(RuntimeError, match=r"^0 \(Holder\) is on meta and has no reset_parameters"):
         Materializer(net, reset_parameters_reader(0), torch.device("cpu")).fill(net[0])
