@@ -256,7 +256,7 @@ class CausalLMModule(LightningModule):
 
     def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the validation metrics."""
-        self._evaluate(self._val_metrics, batch, dataloader_idx)
+        self._evaluate(self._val_metrics, batch)
 
     def on_validation_epoch_end(self) -> None:
         """Log loss, perplexity and token accuracy over all supervised validation tokens of all ranks."""
@@ -264,7 +264,7 @@ class CausalLMModule(LightningModule):
 
     def test_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the test metrics."""
-        self._evaluate(self._test_metrics, batch, dataloader_idx)
+        self._evaluate(self._test_metrics, batch)
 
     def on_test_epoch_end(self) -> None:
         """Log loss, perplexity and token accuracy over all supervised test tokens of all ranks."""
@@ -287,10 +287,10 @@ class CausalLMModule(LightningModule):
             score["perplexity"] = math.exp(min(score["loss_sum"] / max(1, score["supervised_tokens"]), 700))
         return [score for score in scores if score.get("row", 0) >= 0]
 
-    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor], loader: int) -> None:
+    def _evaluate(self, metrics: Any, batch: Mapping[str, torch.Tensor]) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct)
-        metrics.update(torch.stack([value.double() for value in sums]), loader)
+        metrics.update(torch.stack([value.double() for value in sums]))
 
     def _log_means(self, metrics: Metric, stage: str) -> None:
         means = {f"{stage}_{name}": value for name, value in metrics.compute().items()}

@@ -295,6 +295,7 @@ class ChunkedLoss(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         *trained: torch.Tensor,
     ) -> Any:
+        """Differentiate each chunk and keep the sums."""
         sums: list[torch.Tensor | None] = [None] * len(trained)
         chunks = zip(hidden_ND.split(rows), targets_N.split(rows), strict=True)
         found = zip(*(_differentiate(head, plan, *chunk, trained, sums) for chunk in chunks), strict=True)
@@ -306,6 +307,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *ignored: Any) -> Any:
+        """Give the sums away, times ``grad``."""
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients of a chunked loss are given away once"
         factor = grad.view(()) / _FP16_ROOM
