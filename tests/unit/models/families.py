@@ -11,7 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
-FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+FAMILIES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "hrm_text")
+"""All but one, whose weights share storage in a way that safetensors refuses."""
 FEW = (
     *("llama", "gemma2", "gpt_oss", "gemma4_text", "openai-gpt", "modernbert-decoder", "diffllama"),
     *("recurrent_gemma", "bamba", "nemotron_h", "qwen3_next", "deepseek_v3", "bloom"),
