@@ -232,7 +232,7 @@ class CausalLMModule(LightningModule):
 
     def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the metrics."""
-        self._evaluate(batch, dataloader_idx)
+        self._evaluate(batch)
 
     test_step = validation_step
 
@@ -259,10 +259,10 @@ class CausalLMModule(LightningModule):
             if row is None or row >= 0
         ]
 
-    def _evaluate(self, batch: Mapping[str, torch.Tensor], loader: int) -> None:
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct)
-        self._eval_metrics.update(torch.stack([value.double() for value in sums]), loader)
+        self._eval_metrics.update(torch.stack([value.double() for value in sums]))
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""

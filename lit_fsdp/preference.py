@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,18 @@ from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
 from lit_fsdp.models.loss import TokenLoss, sample_losses
 from lit_fsdp.models.packing import model_inputs
-from lit_fsdp.models.preference import (
-    PAIR_COUNTS,
-    adapters_are_all,
-    adapters_off,
-    evaluating,
-    pair_metrics,
-    preference_forward,
-)
+from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import SHARD, EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
-_FIX = "train adapters (model.lora), or set model.preference.loss: orpo | simpo, which need no reference"
 
 
 class PreferenceModule(CausalLMModule):
     """Trains on pairs of a chosen and a rejected completion; its arguments are the ``model`` section of a recipe.
 
-    Steps log ``train_loss``, and ``train_`` before ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
-    ``rewards/accuracies``, ``logps/chosen`` and ``logps/rejected``; validation the same with ``val_``.
+    Steps log what :func:`~lit_fsdp.models.preference.pair_metrics` gives, after ``train_``; validation after ``val_``.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.model.PreferenceModelConfig`.
@@ -84,8 +75,8 @@ class PreferenceModule(CausalLMModule):
         means = pair_metrics(totals[len(STEP_COUNTS) :], self.config.preference)
         return {f"train_{name}": value for name, value in means.items()}
 
-    def _evaluate(self, batch: Mapping[str, torch.Tensor], loader: int) -> None:
-        self._eval_metrics.update(*self._forward(batch)[1], loader)
+    def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> None:
+        self._eval_metrics.update(*self._forward(batch)[1])
 
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -103,14 +94,15 @@ class PreferenceModule(CausalLMModule):
         if self._has_base:
             with adapters_off(self.model), evaluating(self.model):
                 return self(batch)
-        table = self._references["train" if self.trainer.training else "test" if self.trainer.testing else "val"]
-        return table[:, batch["row"].to(table.device)]
+        split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
+        self._refer_to(split)
+        return self._references[split][:, batch["row"]]
 
     @functools.cached_property
     def _has_base(self) -> bool:
-        """Whether the model before training is still there, below the adapters."""
-        assert self.model is not None
-        return self.config.lora is not None and adapters_are_all(self.model)
+        """Whether all that is trained are adapters, so that the model before training is still there below them."""
+        names = [name for name, param in self.named_parameters() if param.requires_grad]
+        return self.config.lora is not None and all(".lora_" in n or ".modules_to_save." in n for n in names)
 
     def on_fit_start(self) -> None:
         """Compute what the loss compares with, unless it is in the cache; a checkpoint is loaded after this."""
@@ -119,14 +111,6 @@ class PreferenceModule(CausalLMModule):
             self._identity = None  # Lightning's own strategies have loaded the checkpoint by now
         for split in ("train", "val"):
             self._refer_to(split)
-
-    def on_validation_start(self) -> None:
-        """Read what the loss compares with."""
-        self._refer_to("val")
-
-    def on_test_start(self) -> None:
-        """Read what the loss compares with."""
-        self._refer_to("test")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which model the loss compares with, so that the checkpoint can be validated."""
@@ -138,13 +122,14 @@ class PreferenceModule(CausalLMModule):
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have the log-probabilities of every pair of a split at hand; collective."""
+        """Have the log-probabilities of every pair of a split at hand, fp32 (2, pairs); collective."""
         if not self.config.preference.has_reference or self._has_base or split in self._references:
             return
         field, loss = "model.preference.loss", self.config.preference.loss
+        fix = "train adapters (model.lora), or set model.preference.loss: orpo | simpo, which need no reference"
         data: Any = getattr(self.trainer, "datamodule", None)
         is_numbered = hasattr(data, "in_order") and not (split == "train" and data.config.streaming)
-        require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", _FIX)
+        require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", fix)
         rows = data.in_order(split)
         if rows is None:
             return
@@ -152,44 +137,37 @@ class PreferenceModule(CausalLMModule):
         strategy: Any = self.trainer.strategy
         self._identity = self._identity or weights_identity(self, strategy)
         row = getattr(getattr(strategy, "config", None), "precision_config", self.trainer.precision)
-        key = json.dumps([fingerprint, self._identity, str(row)])
-        digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         root = Path(data.config.cache_dir).expanduser() if data.config.cache_dir else cache_root()
-        folder = root / "reference" / digest
+        folder = root / "reference" / _hash([fingerprint, self._identity, str(row)])
         if not strategy.reduce_boolean_decision(folder.is_dir()):
             given = f"{loss} with data.{split}, of which the model before training has seen nothing"
             is_untrained = self._identity == weights_identity(self, strategy)
-            require(is_untrained, field, given, "the rows of data.train and data.val of the run", _FIX)
-            found = self._all_pairs(loader, num_pairs)
-            make_once(folder, lambda made: np.save(made / "logps.npy", found), f"reference of data.{split}")
+            require(is_untrained, field, given, "the rows of data.train and data.val of the run", fix)
+            if is_first_process():
+                _log.info("%s: %d pairs go through the model before training", field, num_pairs)
+            found = torch.zeros(2, num_pairs, device=strategy.root_device)
+            with evaluating(self), self.trainer.precision_plugin.forward_context():
+                for batch in loader:
+                    is_row, logps = batch["row"] != FILLER, self(strategy.batch_to_device(batch))
+                    found[:, batch["row"][is_row]] = logps[:, is_row].float()
+            if dist.is_available() and dist.is_initialized():
+                dist.all_reduce(found)
+            if isinstance(strategy, EngineStrategy):
+                strategy.reshard()  # what a checkpoint is loaded into
+            logps_2P = found.cpu().numpy()
+            make_once(folder, lambda made: np.save(made / "logps.npy", logps_2P), f"reference of data.{split}")
         self._references[split] = torch.from_numpy(np.load(folder / "logps.npy")).to(strategy.root_device)
-
-    def _all_pairs(self, loader: Iterable[Any], num_pairs: int) -> np.ndarray:
-        """Log-probabilities of every pair by its number, fp32 (2, pairs), on every rank; collective."""
-        strategy: Any = self.trainer.strategy
-        if is_first_process():
-            _log.info("model.preference.loss: %d pairs go through the model before training", num_pairs)
-        found = torch.zeros(2, num_pairs, device=strategy.root_device)
-        assert self.model is not None
-        with evaluating(self.model), self.trainer.precision_plugin.forward_context():
-            for batch in loader:
-                rows, logps = batch["row"], self(strategy.batch_to_device(batch))
-                found[:, rows[rows != FILLER]] = logps[:, rows != FILLER].float()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(found)
-        if isinstance(strategy, EngineStrategy):
-            strategy.reshard()  # what a checkpoint is loaded into
-        return found.cpu().numpy()
 
 
 def weights_identity(module: torch.nn.Module, strategy: Any) -> str:
-    """What the weights are, bit by bit and alike on any ranks and engine: of each the sum of its bits; collective."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """What the weights are, alike on any ranks and engine: of each the sum of its bytes; collective."""
     named = sorted((clean_name(name), param.detach()) for name, param in module.named_parameters())
-    parts = [getattr(param, "_local_tensor", param).contiguous() for _, param in named]
-    sums = torch.stack([part.view(kinds[part.element_size()]).sum(dtype=torch.int64) for part in parts])
-    sums = sums.to(strategy.root_device)
+    parts = [getattr(param, "_local_tensor", param).reshape(-1).view(torch.uint8) for _, param in named]
+    sums = torch.stack([part.sum(dtype=torch.int64) for part in parts]).to(strategy.root_device)
     if isinstance(strategy, EngineStrategy):
         dist.all_reduce(sums, group=strategy.mesh.get_group(SHARD))
-    text = json.dumps([[name for name, _ in named], sums.tolist()])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _hash([[name for name, _ in named], sums.tolist()])
+
+
+def _hash(values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()

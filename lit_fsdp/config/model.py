@@ -120,9 +120,10 @@ class LoraConfig:
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
         is_used = self.quantize or not self.double_quantization
-        require(is_used, "double_quantization", "true without quantize", "quantize: nf4 beside it")
+        require(is_used, "double_quantization", "true without quantize", "quantize: nf4", "add quantize: nf4")
         given = "true with quantize: DoRA needs whole weights in every forward"
-        require(not (self.quantize and self.use_dora), "use_dora", given, "false with quantize")
+        fits = not (self.quantize and self.use_dora)
+        require(fits, "use_dora", given, "false with quantize", "drop use_dora or quantize")
 
     def check_checkpoint(self, manifest: Any) -> None:
         """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base."""
@@ -167,7 +168,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         alpha, tokens = self.neftune_alpha, self.add_tokens or ["-"]
         is_bound = alpha is None or 0 < alpha < float("inf")
-        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null")
+        require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
         require(all(tokens) and len(set(tokens)) == len(tokens), "add_tokens", tokens, "different tokens, none empty")
 
 

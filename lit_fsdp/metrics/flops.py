@@ -104,8 +104,6 @@ def flop_formula(model: nn.Module) -> ModelFlops:
     Raises:
         ValueError: No formula is known for this model; the text says why.
     """
-    if not hasattr(model, "config"):
-        raise ValueError("it is no transformers model")
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds, count = getattr(config, "layer_types", None) or (), config.num_hidden_layers
     if unknown := sorted(set(kinds) - _KNOWN_LAYERS):

@@ -17,16 +17,14 @@ import yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One row of ``hardware.yaml``."""
+    """One row of ``hardware.yaml``, under the name that the command line gives it (``h100-80gb``)."""
 
     name: str
-    """What the command line calls it: ``h100-80gb``."""
     words: str
     """All of them are in the name that the device gives itself; the row with most words wins."""
     memory_gib: float
     tflops: dict[str, float]
-    """By ``fp8``, ``bf16``, ``fp16``, ``tf32``, ``fp32``: what multiplies, summed in fp32 where the maker tells the
-    sums apart; what the device lacks is not there."""
+    """By ``fp8``, ``bf16``, ``fp16``, ``tf32``, ``fp32``; what the device lacks is not there."""
     link_gb_per_second: float
     """To the other devices of its node, in each direction, in 10**9 bytes."""
     source: str
@@ -39,7 +37,7 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(**row) for row in yaml.safe_load(text))
 
 
-_SLOWER = ("LAPTOP", "MIG", "D", "Q")
+_SLOWER = {"LAPTOP", "MIG", "D", "Q"}
 """A name with one of these words (of Max-Q the last) is another or a part of the device, whose rate is not here."""
 
 
@@ -48,10 +46,8 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
 
     ``device_name`` is what ``torch.cuda.get_device_name`` says, e.g. ``NVIDIA H100 80GB HBM3``.
     """
-    words = re.split(r"[\s_-]+", device_name.upper())
-    if any(word in words for word in _SLOWER):
-        return None
-    rows = [row for row in gpus() if all(word in words for word in row.words.upper().split())]
+    words = set(re.split(r"[\s_-]+", device_name.upper()))
+    rows = [row for row in gpus() if words.isdisjoint(_SLOWER) and words.issuperset(row.words.upper().split())]
     rate = max(rows, key=lambda row: len(row.words.split())).tflops.get(multiplies) if rows else None
     return None if rate is None else rate * 1e12
 

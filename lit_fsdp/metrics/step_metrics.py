@@ -40,30 +40,22 @@ def step_metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class SumMetric(Metric):
-    """Sums over the batches of all ranks, each of which may have seen another number of tokens, and their means.
-
-    Of several loaders there are the means over all of them, and after ``/loader_0`` and so on those of each.
-    """
+    """Sums over the batches of all ranks, each of which may have seen another number of tokens, and their means."""
 
     sums: torch.Tensor
 
     def __init__(self, num_sums: int, means: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
         super().__init__()
         self._means = means
-        self.add_state("sums", torch.zeros(1, num_sums, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(num_sums, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, sums: torch.Tensor, loader: int = 0) -> None:
+    def update(self, sums: torch.Tensor) -> None:
         """Add the sums of one batch, fp64."""
-        missing = max(0, loader + 1 - len(self.sums))
-        self.sums = torch.nn.functional.pad(self.sums, (0, 0, 0, missing))
-        self.sums[loader] += sums
+        self.sums += sums
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Fp32 scalars over all ranks."""
-        found = self._means(self.sums.sum(dim=0))
-        for loader, sums in enumerate(self.sums if len(self.sums) > 1 else ()):
-            found |= {f"{name}/loader_{loader}": value for name, value in self._means(sums).items()}
-        return found
+        return self._means(self.sums)
 
 
 def eval_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,8 +25,7 @@ def build_on_meta(
     """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
 
     Floating-point parameters are declared fp32 whatever the config says: the dtype at rest is the precision mode's
-    business. Tied parameters are one object. The key-value cache is switched off. Attention is ``sdpa`` by default, or
-    ``eager`` for models without it.
+    business. Tied parameters are one object. The key-value cache is switched off.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -65,9 +64,8 @@ def build_trainable(
 ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
     """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
-    With ``add_tokens`` beside adapters the embedding and the head are trained whole, as the rows of new tokens must be
-    learned (as with peft's ``modules_to_save``, but in place: no second copy in memory, and tied weights stay tied).
-    ``freeze`` takes them out again. With the model comes the content of ``adapter_config.json``, which names ``base``.
+    With ``add_tokens`` beside adapters embedding and head are trained whole, as with peft's ``modules_to_save``, but in
+    place. With the model comes the content of ``adapter_config.json``, which names ``base``.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
@@ -96,17 +94,14 @@ def vocabulary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def vocabulary_tensors(model: PreTrainedModel) -> list[str]:
     """Names of the parameters that have one row per token: of the embedding and of the head, its bias too."""
-    return [
-        f"{name}.{own}"
-        for name, module in vocabulary_modules(model).items()
-        for own in dict(module.named_parameters(recurse=False))
-    ]
+    modules = vocabulary_modules(model).items()
+    return [f"{name}.{own}" for name, module in modules for own, _ in module.named_parameters(recurse=False)]
 
 
 def kept_with_adapters(model: PreTrainedModel, config: ModelConfig, has_new_rows: bool) -> list[str]:
-    """Names of the parameters of the base that an exported adapter needs beside it: embedding and head.
+    """Names of parameters of the base that an exported adapter needs: of the embedding and the head with added tokens.
 
-    Those that are trained, and with new rows all of them: nobody else's copy of the base model has these rows.
+    Those that are trained, and with new rows all of them: nobody else's copy of the base has these rows.
     """
     if config.lora is None or not config.add_tokens:
         return []

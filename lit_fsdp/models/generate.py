@@ -32,7 +32,8 @@ def chat(
     place = Path(folder).expanduser()
     is_adapter = (place / "adapter_config.json").is_file()
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
-    require(is_known, "--model", folder, "a model folder, or one of an adapter, with --base if need be")
+    allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
+    require(is_known, "--model", folder, allowed, "name a folder that export has written; --base is for adapters")
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
     weights: Any = place

@@ -7,7 +7,6 @@ names are found as ever. Only names grow: ``q_proj.weight`` becomes ``q_proj.bas
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,10 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.models.quantize import apply_nf4, is_quantized, pack
+from lit_fsdp.models.quantize import apply_nf4, pack
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
-_log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -48,7 +46,7 @@ class LoraWeights:
 
         Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
         """
-        if is_quantized(module, attribute):
+        if attribute == "weight" and hasattr(module, "quant_state"):
             packed = pack(self._base.read(_base_name(module_name), module, attribute), module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
@@ -120,17 +118,13 @@ def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
 
 
 def _inject(model: PreTrainedModel, settings: Any) -> Any:
-    """Put peft's adapters in on meta, in place, and give its tuner; what it warns of is logged."""
-    peft = _peft()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tuner = peft.LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
-    for text in {str(warning.message) for warning in caught}:
-        if "fan_in_fan_out" not in text:  # it is set as the layer needs it, and says so
-            _log.warning("peft: %s", text)
-    wrapped = [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
-    if wrapped:
-        raise ValueError(f"{wrapped[0]} keeps several weights in one tensor")
+    """Put peft's adapters in on meta, in place, and give its tuner."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # it is set as the layer needs it, and says so
+        tuner = _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "ParamWrapper":
+            raise ValueError(f"{name} keeps several weights in one tensor")
     return tuner
 
 

@@ -79,44 +79,44 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
         return LossPlan("plain")
     if config.backend == "liger":
         fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
-        is_there, given = importlib.util.find_spec("liger_kernel"), "liger, but liger_kernel is not installed"
+        given = "liger, but liger_kernel is not installed"
+        is_there = importlib.util.find_spec("liger_kernel")
         require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
         owner = owner_of_head(model)
         kind = None if owner is None else type(_head_of(owner))
         # no adapter, which it would pass by
         require(kind is nn.Linear, _BACKEND, f"liger with a head that is a {kind}", "a plain linear head", fix)
-    scale, cap, unknown = _after_the_head(model)
-    if unknown:
-        _log.warning(
-            "%s: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory",
-            *(_BACKEND, config.backend, type(model).__name__, unknown),
-        )
+    try:
+        scale, cap = _after_the_head(model)
+    except ValueError as unknown:
+        text = "%s: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory"
+        _log.warning(text, _BACKEND, config.backend, type(model).__name__, unknown)
         return LossPlan("plain")
     return LossPlan(config.backend, config.chunk_tokens, scale, cap)
 
 
-def _after_the_head(model: nn.Module) -> tuple[float, float | None, str]:
-    """The model's factor on its logits, their bound, and why neither is known, or nothing."""
+def _after_the_head(model: nn.Module) -> tuple[float, float | None]:
+    """The model's factor on its logits, and their bound; ValueError says why they are not known."""
     owner: Any = owner_of_head(model)
     if owner is None:
-        return 1.0, None, "it has no output head (get_output_embeddings)"
+        raise ValueError("it has no output head (get_output_embeddings)")
     if not type(owner).forward.__module__.startswith("transformers.models."):
-        return 1.0, None, "its forward is not one of transformers"
+        raise ValueError("its forward is not one of transformers")
     config = owner.config.get_text_config()
     scale, cap = 1.0, None
     for key, value in config.to_dict().items():
         if not value or not _OF_LOGITS.search(key) or _ELSEWHERE.search(key):
             continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and key in _CAPS:
-            cap = float(value)
-        elif is_number and key in _FACTORS:
-            scale = float(value)
-        elif is_number and key == "logits_scaling" and config.model_type.startswith("granite"):
-            scale = 1.0 / value
+        number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if number and key in _CAPS:
+            cap = number
+        elif number and key in _FACTORS:
+            scale = number
+        elif number and key == "logits_scaling" and config.model_type.startswith("granite"):
+            scale = 1.0 / number
         else:
-            return 1.0, None, f"what it does with {key}: {value} is not known here"
-    return scale, cap, ""
+            raise ValueError(f"what it does with {key}: {value} is not known here")
+    return scale, cap
 
 
 def owner_of_head(model: nn.Module) -> nn.Module | None:
@@ -236,12 +236,11 @@ def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
     aux, owner = getattr(out, "aux_loss", None), owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    found = [getattr(holder, name, None) for holder in (owner, owner.config) for name in names]
-    factor = next((factor for factor in found if isinstance(factor, (int, float))), None)
-    if factor is None:
-        raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
-    return aux * factor
+    for holder in (owner, owner.config):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if isinstance(factor := getattr(holder, name, None), (int, float)):
+                return aux * factor
+    raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
 
 
 def chunk_rows(vocab_size: int, width: int) -> int:
@@ -295,6 +294,7 @@ class ChunkedLoss(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         *trained: torch.Tensor,
     ) -> Any:
+        """Differentiate each chunk and keep the sums."""
         sums: list[torch.Tensor | None] = [None] * len(trained)
         chunks = zip(hidden_ND.split(rows), targets_N.split(rows), strict=True)
         found = zip(*(_differentiate(head, plan, *chunk, trained, sums) for chunk in chunks), strict=True)
@@ -306,6 +306,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *ignored: Any) -> Any:
+        """Give the sums away, times ``grad``."""
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients of a chunked loss are given away once"
         factor = grad.view(()) / _FP16_ROOM

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,17 @@ def shrink(
 
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
-    """The config that ships for a hub name, or, unless ``exact``, for the last part of a path to a copy; else None."""
-    known: dict[str, dict[str, Any]] = {}
+    """The config that ships for a hub name, or, unless ``exact``, for a path whose last part begins so; or None."""
     for file in sorted(shipped("model").glob("*.json")):
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         hub_names = values.pop(HUB_NAMES_KEY, [])
-        if name in hub_names:
+        if name in hub_names or not (exact or all(not _last(name).startswith(_last(one)) for one in hub_names)):
             return values
-        known |= {_plain(hub_name): values for hub_name in hub_names}
-    fitting = [] if exact else [one for one in known if _plain(name).startswith(one)]
-    return known[max(fitting, key=len)] if fitting else None
+    return None
+
+
+def _last(name: str) -> str:
+    return Path(name).name.lower()
 
 
 def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -115,7 +115,3 @@ def _heads(full: PretrainedConfig) -> tuple[int, int]:
         return 4, 1
     heads = math.lcm(ratio, 4) if ratio != 3 else 3
     return heads, heads // ratio
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", Path(name).name.lower())

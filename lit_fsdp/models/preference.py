@@ -95,12 +95,6 @@ def pair_losses(
     return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P), rewards_2P
 
 
-def adapters_are_all(model: nn.Module) -> bool:
-    """Whether everything that is trained can be switched off, which leaves the base."""
-    names = [name for name, param in model.named_parameters() if param.requires_grad]
-    return all(".lora_" in name or ".modules_to_save." in name for name in names)
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, the model is its base: peft's layers pass their adapters by."""

@@ -57,11 +57,6 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
-def is_quantized(module: nn.Module, attribute: str) -> bool:
-    """Whether this is the packed weight of a layer of :func:`apply_nf4`."""
-    return attribute == "weight" and hasattr(module, "quant_state")
-
-
 def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
     """The packed weight of a layer, of all of ``weight`` in the dtype of its file; the layer gets what unpacks it.
 
@@ -73,8 +68,7 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
 
 def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
     """What a quantized layer computes with in place of ``weight``, which is on the CPU, in its dtype."""
-    again: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
-    return again
+    return _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
 
 
 def _quantized(weight: torch.Tensor, double: bool) -> Any:

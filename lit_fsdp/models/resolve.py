@@ -20,13 +20,7 @@ from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
-from lit_fsdp.models.tokenizers import (
-    add_special_tokens,
-    find_tokenizer,
-    load_tokenizer,
-    miniature_tokenizer,
-    read_tokenizer,
-)
+from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
 from lit_fsdp.models.weights import ModelSource, Stored, files_key, match_names, open_weights, stored_tensors
 
 _log = logging.getLogger(__name__)
@@ -49,10 +43,9 @@ def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True)
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
     if config.miniature:
         return _miniature(hf_config, config)
-    is_random = isinstance(name, Mapping) or name.endswith(".json")
     if folder is None:
-        tokenizer = config.tokenizer or (None if is_random else name)
-        source = ModelSource(hf_config, None, tokenizer)
+        is_random = isinstance(name, Mapping) or name.endswith(".json")
+        source = ModelSource(hf_config, None, config.tokenizer or (None if is_random else name))
     else:
         weights = _readable(folder, hf_config, config.trust_remote_code)
         hub_name = None if Path(name).expanduser().exists() else name
@@ -76,11 +69,8 @@ def prepare_model(config: ModelConfig) -> dict[str, str | None]:
     source = resolve_model(config)
     open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
     load_tokenizer(source, config)
-    tokenizer = source.tokenizer_source
-    return {
-        "weights": str(source.weights_folder) if source.weights_folder else None,
-        "tokenizer": tokenizer and str(find_tokenizer(tokenizer, config.trust_remote_code)),
-    }
+    weights = str(source.weights_folder) if source.weights_folder else None
+    return {"weights": weights, "tokenizer": source.tokenizer_source}
 
 
 def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[PretrainedConfig, Path | None]:

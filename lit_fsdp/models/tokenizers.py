@@ -28,7 +28,6 @@ CHATML_TEMPLATE = (
 )
 """ChatML with the assistant's words and its end mark as the part that is supervised."""
 
-_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),
     *("ing", "ion", "ent", "er", "ed", "es", "ly", "assistant", "user", "system", "\n\n", "  "),
@@ -93,22 +92,21 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def miniature_tokenizer() -> PreTrainedTokenizerBase:
     """A byte-level BPE of under 512 tokens: every byte, some frequent pieces, ChatML marks and a chat template."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for text in _MERGED:
         # a piece as the pre-tokenizer writes it: one printable symbol per byte
         symbols = "".join(piece for piece, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
-        left = symbols[0]
-        for right in symbols[1:]:
-            if left + right not in vocab:
-                vocab[left + right] = len(vocab)
-                merges.append((left, right))
-            left += right
+        for end in range(1, len(symbols)):
+            pair = symbols[:end], symbols[end]
+            if "".join(pair) not in vocab:
+                vocab["".join(pair)] = len(vocab)
+                merges.append(pair)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = byte_level
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
+    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in marks])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",
@@ -121,17 +119,13 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
-def find_tokenizer(name: str, trust_remote_code: bool) -> Path:
-    """The folder or GGUF file of a tokenizer, fetched from the hub if there is none of that name."""
-    path = Path(name).expanduser()
-    return path if path.exists() else fetch(name, "tokenizer", trust_remote_code)
-
-
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, GGUF file or hub repository as it is there."""
-    path, field = find_tokenizer(name, trust_remote_code), "model.tokenizer"
-    if path.is_file():
-        with reading(path, field):
+    path, field = Path(name).expanduser(), "model.tokenizer"
+    if not path.exists():
+        path = fetch(name, "tokenizer", trust_remote_code)
+    with reading(path, field):
+        if path.is_file():
             return _gguf_tokenizer(path)
     found = [file for pattern in TOKENIZER_FILES for file in path.glob(pattern)]
     # else transformers may make an empty tokenizer up from config.json

@@ -30,9 +30,6 @@ _EXPERT_PARTS = {  # what a tensor of all experts is made of where each is store
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-_WHOLE_MODEL = {  # prefixes of a text model, and what they are in the multimodal one: on the hub, and in memory
-    "gemma3_text": (("", "language_model."), ("model.", "model.language_model.")),
-}
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ class ModelSource:
     hub_name: str | None = None
     """What model cards name as their base model."""
     base: str | None = None
-    """What ``from_pretrained`` loads it from: a hub name or folder, which adapters name so that peft finds their
-    base; None with random init."""
+    """Hub name or folder, which adapters name so that peft finds their base; None with random init."""
     overlay: Path | None = None
     """Folder of the tensors to be taken instead of those in ``weights_folder``: grown by ``model.add_tokens``."""
 
@@ -94,16 +90,15 @@ class StoredExperts(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A model held against a folder."""
+    """A model held against a folder: what is ``found`` by the model's names, tied ones all with the one stored.
+
+    ``missing`` are names of the model, ``unexpected`` names in the folder, ``misshapen`` lines of text.
+    """
 
     found: dict[str, Stored | StoredExperts]
-    """By the names of parameters and persistent buffers of the model, tied ones all with the one stored."""
     missing: list[str]
-    """Names of the model."""
     unexpected: list[str]
-    """Names in the folder, but for those that models are known to drop."""
     misshapen: list[str]
-    """Lines of text."""
 
 
 class Weights:
@@ -119,11 +114,10 @@ class Weights:
         self._seed, self._stored = seed, stored
         self._first_owner = {name: names[0] for names in tied_groups(model) for name in names}
         self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
-        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """As :meth:`read_named`, of the parameter or buffer ``attribute`` of the module of that name."""
-        return self.read_named(f"{module_name}.{attribute}" if module_name else attribute, rows)
+        return self.read_named(f"{module_name}.{attribute}".removeprefix("."), rows)
 
     def read_named(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A parameter or buffer, or only its ``rows`` in dim 0; no others are read from a file.
@@ -135,38 +129,32 @@ class Weights:
         """
         if name in self._stored:
             return self._stored[name].read(rows)
-        name = self._first_owner.get(name, name)
-        owner, _, attribute = name.rpartition(".")
-        if self._last[0] != owner or attribute not in self._last[1]:
-            self._last = ("", {})
-            self._last = (owner, self._initialize(owner))
-        values = self._last[1]  # of the module last asked about, which is likely asked about again
-        value = values.pop(attribute) if rows is None else values[attribute][rows].clone()
+        value = self._initialized(self._first_owner.get(name, name))
         if value.is_floating_point() and value.isnan().any():
             text = "the model's code (_init_weights) leaves it uninitialized, and no file holds it"
             raise CheckpointError(f"{name}: {text}")
-        return value
+        return value if rows is None else value[rows].clone()
 
     @torch.no_grad()
-    def _initialize(self, name: str) -> dict[str, torch.Tensor]:
-        module, above = self._modules[name], name
+    def _initialized(self, name: str) -> torch.Tensor:
+        owner, _, attribute = name.rpartition(".")
+        module, above = self._modules[owner], owner
         kept = module._parameters, module._buffers
         module._parameters = {k: p if p is None else nn.Parameter(_blank(p)) for k, p in kept[0].items()}
         module._buffers = {k: b if b is None else _blank(b) for k, b in kept[1].items()}
         try:
-            with seeded(self._seed, name):
-                while True:
-                    self._owner(above)._init_weights(self._modules[above])
-                    if not above:
-                        break
+            with seeded(self._seed, owner):
+                self._nearest_model(owner)._init_weights(module)
+                while above:
                     above = above.rpartition(".")[0]
-            made = {**module._parameters, **module._buffers}
-            return {key: tensor.detach() for key, tensor in made.items() if tensor is not None}
+                    self._nearest_model(above)._init_weights(self._modules[above])
+            made: torch.Tensor = getattr(module, attribute)
+            return made.detach()
         finally:
             module._parameters, module._buffers = kept
 
-    def _owner(self, name: str) -> PreTrainedModel:
-        """The nearest model at or above ``name``: its ``_init_weights`` is the one that counts."""
+    def _nearest_model(self, name: str) -> PreTrainedModel:
+        """At or above ``name``: its ``_init_weights`` is the one that counts."""
         while not isinstance(module := self._modules[name], PreTrainedModel):
             name = name.rpartition(".")[0]
         return module
@@ -231,10 +219,7 @@ def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
                 for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
                     tensors[name] = Stored(file, name, tuple(handle.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{file}: not a whole safetensors file ({error})\n"
-                "  fix:     fetch the model again: lit-fsdp model prepare --name NAME"
-            ) from error
+            raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch the model again") from error
     return tensors
 
 
@@ -259,22 +244,20 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
     # transformers drops these without a word: they are computed, not trained
     dropped = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
     surplus = (name for name in tensors if name not in used)
+    wrong = [(name, stored.shape, shapes[name]) for name, stored in found.items() if stored.shape != shapes[name]]
     return Match(
         found=found,
         missing=[names[0] for names in groups if names[0] not in found],
         unexpected=sorted(name for name in surplus if not any(re.search(pattern, name) for pattern in dropped)),
-        misshapen=[
-            f"{name}: {stored.shape} in the folder, {shapes[name]} in the model"
-            for name, stored in found.items()
-            if stored.shape != shapes[name]
-        ],
+        misshapen=[f"{name}: {there} in the folder, {here} in the model" for name, there, here in wrong],
     )
 
 
 def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
     prefix = f"{model.base_model_prefix}."
-    whole = [(old, new) for old, new in _WHOLE_MODEL.get(model.config.model_type, ()) if name.startswith(old)]
-    same = [name, name.removeprefix(prefix), prefix + name, *(new + name.removeprefix(old) for old, new in whole)]
+    same = [name, name.removeprefix(prefix), prefix + name]
+    if model.config.model_type == "gemma3_text":  # in a model that sees too: on the hub, and in memory
+        same += [f"language_model.{name}", name.replace("model.", "model.language_model.", 1)]
     return [*same, *(one.replace(".mlp.", ".block_sparse_moe.") for one in same if ".mlp." in one)]  # Mixtral's files
 
 

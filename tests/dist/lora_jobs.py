@@ -8,7 +8,7 @@ import peft
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.checkpoint import export as export_module
@@ -31,14 +31,12 @@ def train_lora(
     model: dict[str, Any],
     run: str | None = None,
     ckpt_path: str | None = None,
-    **options: Any,
 ) -> dict[str, Any]:
     """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every fifth saved."""
     activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
     callbacks = [] if run is None else [Checkpoint(every_steps=5)]
     module = module_for(folder, model)
-    options = {"default_root_dir": run, "ckpt_path": ckpt_path, **options}
-    trainer, found = fit(module, strategy, callbacks, seed=SEED, **options)
+    trainer, found = fit(module, strategy, callbacks, seed=SEED, default_root_dir=run, ckpt_path=ckpt_path)
     names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
     live: Any = trainer.strategy
     owner = live.model if strategy["engine"] == "fsdp1" else module
@@ -50,25 +48,21 @@ def train_lora(
         torch.save(full, f"{run}/live.pt")
     held = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
     return found | {
-        "changed": sorted(n for n, t in kept.items() if n in base and _differ(t, _at_rest(base[n], t))),
+        "changed": sorted(n for n, t in kept.items() if n in base and _differ(t, base[n])),
         "names": sorted(full),
         "trained": sorted(name for name, param in names.items() if param.requires_grad),
         "only_trained_are_optimized": held == {id(p) for p in module.parameters() if p.requires_grad},
     }
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return not torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # packed weights may look like nan
+def _differ(live: torch.Tensor, stored: torch.Tensor) -> bool:
+    """From a tensor of a file as it rests in a run: cast, or packed as bitsandbytes does it."""
+    rests = stored.to(live.dtype)
+    if live.shape != stored.shape:
+        from bitsandbytes.functional import quantize_4bit
 
-
-def _at_rest(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a file as it rests in a run: cast, or packed as bitsandbytes does it."""
-    if like.shape == base.shape:
-        return base.to(like.dtype)
-    from bitsandbytes.functional import quantize_4bit
-
-    packed: torch.Tensor = quantize_4bit(base, quant_type="nf4", quant_storage=like.dtype)[0]
-    return packed
+        rests = quantize_4bit(stored, quant_type="nf4", quant_storage=live.dtype)[0]
+    return not torch.equal(live.view(torch.uint8), rests.view(torch.uint8))  # packed weights may look like nan
 
 
 def peft_losses(
@@ -151,22 +145,16 @@ def train_grown(
     return found["losses"]
 
 
-def grown_model(folder: str) -> PreTrainedModel:
-    """Plain transformers: the model resized, its new rows set to the mean of the old ones."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
+    """Of each global batch, in one process: plain transformers, resized, new rows at the mean of the old; or peft."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     means = [module.weight.detach().double().mean(0).float() for module in ends]
     model.resize_token_embeddings(FIRST + len(TOKENS), mean_resizing=False)
-    for module, mean in zip((model.get_input_embeddings(), model.get_output_embeddings()), means, strict=True):
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for module, mean in zip(ends, means, strict=True):
         module.weight.data[FIRST:] = mean
-    return model.train()
-
-
-def grown_losses(folder: str, lora: dict[str, Any] | None) -> list[float]:
-    """Plain PyTorch, and peft from the same random adapters, in one process: the loss of each global batch."""
-    model: Any = grown_model(folder)
     if lora is not None:
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
         model = with_adapters(model, ModelConfig(name=folder, add_tokens=TOKENS), lora).model
         for module in ends:
             module.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Runs on pairs of completions, and what they are held against: a plain loop with all logits, and TRL."""
+"""Runs on pairs of completions, and what they are held against: a plain loop with all logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ BETA, GLOBAL_BATCH, LEARNING_RATE = 0.3, 4, 1e-3
 OPTIM = {"lr": LEARNING_RATE, "schedule": "constant", "beta2": 0.999}
 
 
-def pair_rows(count: int = 12, chat: bool = False) -> list[dict[str, Any]]:
-    """Sums as texts, or as messages, the right one chosen, of different lengths."""
-    rows: list[dict[str, Any]] = [
+def pair_rows(count: int = 12) -> list[dict[str, Any]]:
+    """Sums, the right one chosen, of different lengths."""
+    return [
         {"prompt": f"{i} + {i * i} =", "chosen": f" {i + i * i}.", "rejected": f" {i * 7 % 10}{'?' * (i % 4)}"}
         for i in range(count)
     ]
-    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
-    return [{k: [{"role": roles[k], "content": v}] for k, v in row.items()} for row in rows] if chat else rows
 
 
 class Logged(Callback):
@@ -46,18 +44,6 @@ class Logged(Callback):
             self.steps.append(found)
 
 
-class FailsInTheReference(PreferenceModule):
-    """Ends at the second batch of what is computed before training."""
-
-    calls = 0
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 2:
-            raise RuntimeError("killed here")
-        return super().forward(batch)
-
-
 def train_pairs(
     folder: str,
     run: str,
@@ -67,32 +53,19 @@ def train_pairs(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
-    fails: bool = False,
-    chat: bool = False,
 ) -> dict[str, Any]:
     """Train in file order; what each step logged, the state at the end, and the references in the cache."""
     torch.manual_seed(3)
     place = Path(run)
-    rows = place.parent / f"pairs-{chat}.jsonl"
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    rows.write_text("".join(json.dumps(row) + "\n" for row in pair_rows(chat=chat)))
+    rows = place.parent / "pairs.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
     logged = Logged()
-    trainer = trainer_for(
-        {"precision": "fp32", **strategy},
-        [logged, Checkpoint(every_steps=2, keep_last=-1)],
-        max_steps=steps,
-        default_root_dir=run,
-    )
-    cls = FailsInTheReference if fails else PreferenceModule
-    module = cls(**{"name": folder, "optim": OPTIM, "preference": {"beta": BETA}, **(model or {})})
+    callbacks = [logged, Checkpoint(every_steps=2, keep_last=-1)]
+    trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run)
+    module = PreferenceModule(**{"name": folder, "optim": OPTIM, "preference": {"beta": BETA}, **(model or {})})
     options = {"train": str(rows), "cache_dir": str(place.parent / "cache"), "shuffle": False, "max_seq_length": 60}
     options |= {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
-    try:
-        trainer.fit(module, datamodule=CausalLMDataModule(**{**options, **(data or {})}), ckpt_path=ckpt_path)
-    except RuntimeError as error:
-        if not fails:
-            raise
-        return {"error": str(error), "references": references(place)}
+    trainer.fit(module, datamodule=CausalLMDataModule(**{**options, **(data or {})}), ckpt_path=ckpt_path)
     optimizer: Any = trainer.optimizers[0]
     return {
         "steps": logged.steps,
@@ -139,40 +112,3 @@ def plain_dpo(folder: str, steps: int = 10) -> list[dict[str, float]]:
         means = {"rewards/chosen": sum(chosen) / GLOBAL_BATCH, "rewards/rejected": sum(rejected) / GLOBAL_BATCH}
         found.append({"loss": float(loss.detach()), **means})
     return found
-
-
-def trl_losses(folder: str, run: str, loss: str = "dpo", chat: bool = False, steps: int = 10) -> list[dict[str, float]]:
-    """TRL's trainer of a loss on the same rows in the same order, in fp32; what it logs of each step."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    kinds: dict[str, Any] = {"orpo": (ORPOTrainer, ORPOConfig), "simpo": (CPOTrainer, CPOConfig)}
-    trainer_class, config_class = kinds.get(loss, (DPOTrainer, DPOConfig))
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    # it would count the line break behind the last turn too, which nobody has to learn
-    between = "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}{% endfor %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '\n' }}{% endfor %}", between)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    options = {"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "beta": BETA}
-    options |= {"per_device_train_batch_size": GLOBAL_BATCH, "max_steps": steps, "logging_steps": 1, "bf16": False}
-    if loss in kinds:  # one pair at a time, as ORPO's plain loss is a mean over the tokens of a batch there
-        options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
-        tokenizer.bos_token = None  # which they add to every prompt, whatever the tokenizer does
-    if loss == "simpo":
-        options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
-    options |= {"gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    options |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "output_dir": run}
-    trainer = trainer_class(
-        model=model,
-        args=config_class(**options),
-        train_dataset=Dataset.from_list(pair_rows(chat=chat)),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    return [
-        {name: value for name, value in log.items() if name.endswith("loss") or "/" in name}
-        for log in trainer.state.log_history
-        if "loss" in log
-    ]

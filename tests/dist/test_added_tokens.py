@@ -10,14 +10,7 @@ import peft
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from lit_fsdp.models.generate import chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
@@ -93,19 +86,15 @@ def test_adapters_with_new_tokens(
     assert chat(str(adapter), TOKENS[0], None, 9) == chat(str(merged), TOKENS[0], None, 9)
 
 
-def _base_model(folder: Path) -> None:
-    """A model that was never taught to chat: no template, no pad token, none of ChatML's marks."""
+def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:
+    """One that was never taught to: no template, no pad token, none of ChatML's marks."""
     parts = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
     parts["added_tokens"] = [token for token in parts["added_tokens"] if token["content"] == "<|endoftext|>"]
-    backend = Tokenizer.from_str(json.dumps(parts))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "vocab_size": len(tokenizer)})).save_pretrained(folder)
-
-
-def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:
-    _base_model(tmp_path / "base")
+    tokenizer: Any = Tokenizer.from_str(json.dumps(parts))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    save_tiny(tmp_path / "base", LlamaConfig(**{**TINY.to_dict(), "vocab_size": len(tokenizer)}))
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "base")
     talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "you"}]}
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(talk)] * 8))
     words = [
@@ -128,10 +117,9 @@ def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
     assert "<|im_start|>" in tokenizer.chat_template
-    assert tokenizer.pad_token == "<|endoftext|>"
     generation = GenerationConfig.from_pretrained(tmp_path / "chat")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation.eos_token_id
-    assert generation.pad_token_id == tokenizer.pad_token_id
+    assert generation.pad_token_id == tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     words = ["generate", "--model", "chat", "--prompt", "Hi", "--max_new_tokens", "12"]
     (done,) = command(1, words, tmp_path)
     assert (done.code, done.out) == (0, "you\n"), done.err

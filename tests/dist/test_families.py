@@ -16,7 +16,6 @@ from tests.unit.models.families import FAMILIES
 
 _FEW = ("gemma4_text", "deepseek_v3")
 _LEFT_OUT = {
-    "hrm_text",  # its weights share storage in a way that safetensors refuses
     "prophetnet",  # has two streams of hidden states
     "roc_bert",  # keeps most of its parameters in embeddings of its own
     "xlm",  # makes its own masks, of another shape

@@ -90,15 +90,6 @@ def test_adafactor_is_that_of_one_process_or_refused(tiny_model: Path, tmp_path:
         on_ranks("optimized_run", 2, run=str(tmp_path / "3"), strategy={"engine": "fsdp1"}, **job)
 
 
-def test_muon_leaves_matrices_of_one_row_to_adamw(tiny_model: Path, tmp_path: Path) -> None:
-    """Such as the gate of Qwen2-MoE's shared expert, or adapters of rank 1."""
-    lora = {"r": 1, "alpha": 4, "target_modules": "all-linear", "modules_to_save": ["o_proj"]}
-    job: dict[str, Any] = {"folder": str(tiny_model), "steps": 3, "model": {"optim": MUON, "lora": lora}}
-    (alone,) = on_ranks("optimized_run", 1, run=str(tmp_path / "1"), strategy={"engine": "single"}, **job)
-    found = on_ranks("optimized_run", 2, run=str(tmp_path / "2"), strategy={"engine": "fsdp2"}, **job)
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=2e-4)
-
-
 def test_what_no_checkpoint_could_hold_is_refused(wide_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     job: dict[str, Any] = {"folder": str(wide_model), "run": str(tmp_path), "steps": 2}

@@ -18,7 +18,6 @@ from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
 from lit_fsdp.metrics.hardware import peak_flops
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
-from tests.unit.models.families import tiny
 
 ROWS, LENGTH = 2, 16
 _LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -100,9 +99,7 @@ def test_pairs_of_samples_and_windows() -> None:
     assert num_pairs({"tokens": 0.0, "squared_tokens": 0.0}, 4) == 0
 
 
-def test_no_made_up_numbers() -> None:
-    with pytest.raises(ValueError, match="no transformers model"):
-        flop_formula(torch.nn.Linear(2, 2))
+def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     model = build("llama", "meta")
     model.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="linear_attention"):
@@ -110,15 +107,11 @@ def test_no_made_up_numbers() -> None:
     model.config.layer_types, model.config.num_hidden_layers = None, 5
     with pytest.raises(ValueError, match="list of 5 blocks"):
         flop_formula(model)
-
-
-def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
-    """The width of a head of Gemma 4 differs by layer, and its config refuses to name one."""
-    module, meter = CausalLMModule(name=tiny("gemma4_text").to_dict()), FlopMeter()
+    # the width of a head of Gemma 4 differs by layer, and its config refuses to name one
+    module, meter = CausalLMModule(name={"model_type": "gemma4_text"}), FlopMeter()
     meter.read_shapes(module)
     line = meter.read_device(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), module)
     assert line.startswith("MFU –: FLOPs are not counted: 'head_dim' is a per-layer attribute")
-    assert "\n" not in line
     assert meter.rates({}, 1.0) == {}
 
 
@@ -128,14 +121,10 @@ def test_bf16() -> None:
         ("NVIDIA A10G", 70.0),
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H200 NVL", 835.5),
+        ("Tesla V100-SXM2-16GB", None),  # no bf16
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 with Max-Q Design", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("", None),
     ):
-        assert peak_flops(name, "bf16") == tflops * 1e12, name
-    for name in (
-        "Tesla V100-SXM2-16GB",  # no bf16
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 with Max-Q Design",
-        "NVIDIA H200 MIG 1g.18gb",
-        "CPU",
-        "",
-    ):
-        assert peak_flops(name, "bf16") is None, name
+        assert peak_flops(name, "bf16") == (tflops and tflops * 1e12), name

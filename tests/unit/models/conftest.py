@@ -33,10 +33,6 @@ def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
     return meta.eval()
 
 
-def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict([*model.named_parameters(), *model.named_buffers()])
-
-
 @pytest.fixture
 def tiny() -> Callable[..., PretrainedConfig]:
     return tiny_config
@@ -49,7 +45,7 @@ def fill() -> Callable[[Weights, PreTrainedModel], PreTrainedModel]:
 
 @pytest.fixture
 def tensors() -> Callable[[nn.Module], dict[str, torch.Tensor]]:
-    return own_tensors
+    return lambda model: dict([*model.named_parameters(), *model.named_buffers()])
 
 
 @pytest.fixture

@@ -42,15 +42,11 @@ def test_attention_that_trains_on_gpus_only_is_refused():
         check_attention(other, "cpu")
 
 
-def _recipe(config, attn, precision="mixed", **trainer):
-    strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": precision}}
-    model = {"name": config.to_dict(), "attn_implementation": attn}
-    return {"model": model, "trainer": {"devices": 2, "max_steps": 1, "strategy": strategy, **trainer}}
-
-
 def test_an_audit_needs_no_package(tiny):
-    asked = {attn: audit_recipe(check_recipe(_recipe(tiny("llama"), attn), "audit")) for attn in ("sdpa", *GPU_ONLY)}
-    for attn in GPU_ONLY:
-        assert asked[attn] == asked["sdpa"]
+    def audited(family, attention):
+        model = {"name": tiny(family).to_dict(), "attn_implementation": attention}
+        return audit_recipe(check_recipe({"model": model, "trainer": {"devices": 2, "max_steps": 1}}, "audit"))
+
+    assert all(audited("llama", attention) == audited("llama", "sdpa") for attention in GPU_ONLY)
     with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
-        audit_recipe(check_recipe(_recipe(tiny("bloom"), "flash_attention_2"), "audit"))
+        audited("bloom", "flash_attention_2")

@@ -15,7 +15,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer, read_tokenizer
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 
 
@@ -46,20 +46,16 @@ def test_bin_files_keep_their_values(saved, fill, cache):
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
 
 
-def test_one_entry_per_expert_is_joined_while_it_is_read(saved, fill, tensors):
-    for family in ("mixtral", "qwen3_moe"):
-        folder = saved(family)
-        assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
-        source = _resolve(folder)
-        assert source.weights_folder == folder
-        model = _filled(source, fill)
-        expected = AutoModelForCausalLM.from_pretrained(folder)
-        assert all(torch.equal(tensors(model)[name], t) for name, t in tensors(expected).items()), family
-        meta = build_on_meta(source.hf_config, "eager")
-        weights, experts = open_weights(source, meta, 1), meta.get_submodule("model.layers.1.mlp.experts")
-        for rows in (slice(1, 3), slice(4, 4)):
-            found = weights.read("model.layers.1.mlp.experts", experts, "gate_up_proj", rows)
-            assert torch.equal(found, tensors(expected)["model.layers.1.mlp.experts.gate_up_proj"][rows])
+def test_rows_of_experts_that_lie_apart_are_read_alone(saved):
+    folder = saved("qwen3_moe")
+    assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
+    source, name = _resolve(folder), "model.layers.1.mlp.experts"
+    assert source.weights_folder == folder
+    expected = AutoModelForCausalLM.from_pretrained(folder).get_parameter(f"{name}.gate_up_proj")
+    meta = build_on_meta(source.hf_config, "eager")
+    for rows in (slice(1, 3), slice(4, 4), None):
+        found = open_weights(source, meta, 1).read(name, meta.get_submodule(name), "gate_up_proj", rows)
+        assert torch.equal(found, expected[rows or slice(None)])
 
 
 def test_conversion_does_not_invent_tensors(saved, cache):
@@ -73,31 +69,23 @@ def test_conversion_does_not_invent_tensors(saved, cache):
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
 
 
-def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.ndarray]:
+def _write_gguf(file: Path) -> dict[str, np.ndarray]:
     """A llama of one block and 32 wide; returns its values."""
     gguf = pytest.importorskip("gguf")
     tokenizer = json.loads(miniature_tokenizer().backend_tokenizer.to_str())
     vocab = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.get)
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(77)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(16)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(vocab))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(sorted(vocab, key=vocab.get))
-    writer.add_token_types([3 if "<|" in token else 1 for token in sorted(vocab, key=vocab.get)])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_add_bos_token(add_bos)
-    writer.add_bos_token_id(vocab["<|endoftext|>"])
-    writer.add_eos_token_id(vocab["<|im_end|>"])
-    writer.add_chat_template("{{ messages[0]['content'] }}")
-    writer.add_head_count_kv(1)
+    for name, value in {
+        **{"context_length": 77, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64, "head_count": 2},
+        **{"head_count_kv": 1, "rope_freq_base": 10000.0, "rope_dimension_count": 16, "layer_norm_rms_eps": 1e-5},
+        **{"vocab_size": len(vocab), "tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens},
+        **{"token_types": [3 if "<|" in token else 1 for token in tokens], "add_bos_token": True},
+        **{"token_merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]]},
+        **{"bos_token_id": vocab["<|endoftext|>"], "eos_token_id": vocab["<|im_end|>"]},
+        "chat_template": "{{ messages[0]['content'] }}",
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (len(vocab), 32), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,), "output_norm": (32,)}
     shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
     shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
@@ -113,8 +101,9 @@ def _write_gguf(file: Path, pre: str, add_bos: bool = False) -> dict[str, np.nda
 
 
 def test_gguf_becomes_a_model_folder(tmp_path, fill):
-    file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is 12<|im_end|>\n"
-    values = _write_gguf(file, "gpt-2")
+    """With what its tokenizer would lack: digits one by one, as SmolLM's own, and the token that a text begins with."""
+    file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is a<|im_end|>\n"
+    values = _write_gguf(file)
     config = ModelConfig(name=str(file))
     source = resolve_model(config, 1)
     model = _filled(source, fill)
@@ -124,16 +113,7 @@ def test_gguf_becomes_a_model_folder(tmp_path, fill):
     tokenizer = load_tokenizer(source, config)
     assert (tokenizer.model_max_length, tokenizer.eos_token) == (77, "<|im_end|>")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == "the assistant is 12\n"
+    assert tokenizer(text)["input_ids"][1:] == expected(text)["input_ids"]
+    assert tokenizer("12").tokens() == ["<|endoftext|>", "1", "2"]
     trained = AutoModelForCausalLM.from_pretrained(source.weights_folder)
     assert torch.equal(trained.model.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
-def test_steps_that_a_gguf_tokenizer_would_lack(tmp_path):
-    """Digits one by one, which SmolLM's own tokenizer does, and the token that a text begins with."""
-    file = tmp_path / "small.gguf"
-    _write_gguf(file, "smollm", add_bos=True)
-    tokenizer = read_tokenizer(str(file), trust_remote_code=False)
-    assert tokenizer("12").tokens() == ["<|endoftext|>", "1", "2"]
-    assert "Digits" in tokenizer.backend_tokenizer.to_str()

@@ -18,15 +18,14 @@ def pair(tiny):
     return AutoModelForCausalLM.from_config(config), tokenizer
 
 
-def _user(text):
-    return [{"role": "user", "content": text}]
+def _asked(pair, *texts, length=12):
+    return answer_batch(*pair, [[{"role": "user", "content": text}] for text in texts], length)
 
 
 def test_batch_answers_like_single_prompts(pair):
-    model, tokenizer = pair
-    conversations = [_user("a"), _user("a much longer question than that"), _user("and this")]
-    together = answer_batch(model, tokenizer, conversations, 12)
-    assert together == [answer_batch(model, tokenizer, [c], 12)[0] for c in conversations]
+    texts = ("a", "a much longer question than that", "and this")
+    together = _asked(pair, *texts)
+    assert together == [_asked(pair, text)[0] for text in texts]
     assert len(set(together)) == 3
 
 
@@ -34,18 +33,15 @@ def test_length_is_limited_and_an_end_mark_stops(pair):
     model, tokenizer = pair
     with torch.no_grad():
         model.model.norm.weight.zero_()
-    (answer,) = answer_batch(model, tokenizer, [_user("a")], 5)  # all logits equal: always the first token
+    (answer,) = _asked(pair, "a", length=5)  # all logits equal: always the first token
     assert len(tokenizer(answer)["input_ids"]) == 5
     model.generation_config.eos_token_id = 0  # that first token: the model's own end mark counts too
-    assert answer_batch(model, tokenizer, [_user("a")], 5) == [tokenizer.decode([0]).strip()]
+    assert _asked(pair, "a", length=5) == [tokenizer.decode([0]).strip()]
 
 
 def test_settings_of_the_model_itself_are_not_used(pair):
-    model, tokenizer = pair
-    plain = answer_batch(model, tokenizer, [_user("a")], 12)
+    model, plain = pair[0].train(), _asked(pair, "a")
     own = model.generation_config = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=12)
-    assert answer_batch(model, tokenizer, [_user("a")], 12) == plain
+    assert _asked(pair, "a") == plain
     assert model.generation_config is own
-    model.train()
-    answer_batch(model, tokenizer, [_user("a")], 1)
     assert model.training

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.neftune import embedding_noise
-from lit_fsdp.models.optimizers import MuonWithAdamW, optimizer_class, state_bytes
+from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class, state_bytes
 from lit_fsdp.models.preference import evaluating
 
 
@@ -44,7 +45,10 @@ def test_bytes_are_those_of_the_live_state():
         assert (found(param, param.numel()) == kept) is known
 
 
-def test_what_muon_leaves_takes_adamws_steps():
+def test_what_muon_leaves_takes_adamws_steps(tiny):
+    names = hidden_matrices(build_on_meta(tiny("qwen2_moe")))
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert not [name for name in names if "shared_expert_gate" in name or "embed" in name or "lm_head" in name]
     ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
     mixed = MuonWithAdamW([{"params": [ours], "use_muon": False}], adamw_lr=0.1, betas=(0.5, 0.6))
     plain = torch.optim.AdamW([theirs], lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)

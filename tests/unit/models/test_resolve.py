@@ -86,16 +86,14 @@ def test_a_folder_is_used_as_it_is_and_a_miniature_takes_its_tokenizer(saved, no
     assert source.hf_config.vocab_size == len(tokenizer)
 
 
-def test_the_tokenizer_alone_needs_no_weights(tmp_path):
-    folder = tmp_path / "model"
+def test_the_tokenizer_alone_needs_no_weights(tmp_path, tiny):
     tokenizer = miniature_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 400}))
-    found = resolve_tokenizer(ModelConfig(name=str(folder), add_tokens=["<|new|>"]))
+    for made in (tokenizer, tiny("llama", vocab_size=400)):
+        made.save_pretrained(tmp_path)
+    found = resolve_tokenizer(ModelConfig(name=str(tmp_path), add_tokens=["<|new|>"]))
     assert found.encode("a<|new|>") == [*tokenizer.encode("a"), len(tokenizer)]
     with pytest.raises(ConfigError, match=r"model\.tokenizer"):
-        resolve_tokenizer(ModelConfig(name=str(folder / "config.json")))
+        resolve_tokenizer(ModelConfig(name=str(tmp_path / "config.json")))
 
 
 def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):

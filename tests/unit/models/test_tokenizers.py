@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,24 +17,18 @@ from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import end_of_turn_id, load_tokenizer, miniature_tokenizer
-from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
+from lit_fsdp.models.weights import ModelSource, open_weights
 
 
 def _source(tiny, folder, **changes):
     return ModelSource(tiny("llama", **{"vocab_size": 512, **changes}), None, str(folder) if folder else None)
 
 
-def test_every_text_comes_back():
+def test_every_text_comes_back_before_and_after_saving(tmp_path, tiny):
     tokenizer = miniature_tokenizer()
     text = "".join(map(chr, range(256))) + " the king's é 漢字 🙂\n\n  end"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= 512
-    assert tokenizer(" the")["input_ids"] == [tokenizer.convert_tokens_to_ids("Ġthe")]
-
-
-def test_saved_and_loaded_it_is_the_same(tmp_path, tiny):
-    tokenizer = miniature_tokenizer()
-    text = "the assistant says: 12  34\n"
     for family in ("llama", "mistral"):  # mistral-common may be there without its dependencies
         tokenizer.save_pretrained(tmp_path)
         tiny(family).save_pretrained(tmp_path)
@@ -58,21 +53,13 @@ def test_tokenizers_that_cannot_be_used(tmp_path, tiny):
             load_tokenizer(_source(tiny, folder and tmp_path / folder, vocab_size=rows), ModelConfig(name="x"))
 
 
-class _Module:
-    def __init__(self, **values):
-        self.generation_config = GenerationConfig(**values)
-
-
-def _generation(tiny, tokenizer, **values):
-    source = ModelSource(tiny("llama", vocab_size=400), None, None)
-    files = model_files(source, tokenizer, _Module(**values))
-    assert json.loads(files["hf/config.json"])["pad_token_id"] == 5  # the model's own: another would freeze a row
-    return json.loads(files["hf/generation_config.json"])
-
-
 def test_generation_stops_where_the_template_ends_a_turn(tiny):
+    source, model = ModelSource(tiny("llama", vocab_size=400), None, None), SimpleNamespace()
     for given, kept in ((314, [314, 316]), ([314, 316], [314, 316]), (None, 316), (316, 316)):
-        assert _generation(tiny, miniature_tokenizer(), eos_token_id=given)["eos_token_id"] == kept
+        model.generation_config = GenerationConfig(eos_token_id=given)
+        files = model_files(source, miniature_tokenizer(), model)
+        assert json.loads(files["hf/config.json"])["pad_token_id"] == 5  # the model's own: another would freeze a row
+        assert json.loads(files["hf/generation_config.json"])["eos_token_id"] == kept
 
 
 def test_end_of_turn():
@@ -91,17 +78,16 @@ TIGHT = len(miniature_tokenizer())
 def base(saved):
     """Writes a tiny model with a tokenizer of 318 tokens."""
 
-    def save(model_type: str = "llama", rows: int = TIGHT, **config: object) -> Path:
-        folder = saved(model_type, config={"vocab_size": rows, **config})
+    def save(model_type: str = "llama", rows: int = TIGHT) -> Path:
+        folder = saved(model_type, config={"vocab_size": rows})
         miniature_tokenizer().save_pretrained(folder)
         return folder
 
     return save
 
 
-def _grown(folder: Path, fill, **options):
-    config = ModelConfig(name=str(folder), add_tokens=TOKENS, **options)
-    source = resolve_model(config, 0)
+def _grown(folder: Path, fill):
+    source = resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS), 0)
     model = build_on_meta(source.hf_config)
     return source, fill(open_weights(source, model, 0), model)
 
@@ -133,8 +119,6 @@ def test_free_rows_are_used_first(base, fill):
     assert torch.allclose(ours.get_input_embeddings().weight[TIGHT:], stored[:TIGHT].mean(0), atol=1e-7)
     roomy = resolve_model(ModelConfig(name=str(base("qwen2", rows=400)), add_tokens=TOKENS), 0)
     assert roomy.hf_config.vocab_size == 400
-    (embedding, _) = headers_of(roomy.overlay.glob("*.safetensors")).values()
-    assert (embedding.shape, embedding.read().dtype) == ((400, 64), torch.float32)
 
 
 def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, caplog):
