@@ -118,10 +118,8 @@ class Checkpoints:
         """
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
-        save: Callable[..., None] = store.save_checkpoint
         if self.background is not None:
             self.background.wait()
-            save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
         self._sync_buffers()
         checkpoint = dict(checkpoint)
@@ -147,8 +145,9 @@ class Checkpoints:
         extra: Mapping[str, Any] = {**(files() if files else {}), **self.checkpoint_files}
         state = {**checkpoint, "optimizer_states": groups}
         rng = self._rng_before_window or self._rng_state()
-        layout = self.config.state_dict
-        save(path, tensors=tensors, state=state, manifest=manifest, layout=layout, files=extra, rank_state=rng)
+        parts: dict[str, Any] = {"tensors": tensors, "state": state, "manifest": manifest, "files": extra}
+        background = self.background if self._in_background else None
+        store.save_checkpoint(path, layout=self.config.state_dict, rank_state=rng, background=background, **parts)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
