@@ -125,11 +125,8 @@ def export(
     texts = _texts(manifest, plan)
     verify_files(ckpt)
     draft = out.with_name(f".{out.name}.draft")
-    try:
+    with disk.naming(draft):  # of another client of a network file system no lock would tell whether it lives
         draft.mkdir(parents=True)
-    except OSError as error:  # of another client of a network file system no lock would tell whether it lives
-        text = f"{error.strerror}; if it is there another export is writing {out}, or a killed one left it: remove it"
-        raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
         differences = check(draft, manifest, plan) if check else []

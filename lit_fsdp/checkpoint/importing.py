@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.files import MANIFEST
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError
 
@@ -176,8 +175,6 @@ def open_source(path: Path) -> Source:
         return Source(path, _plain_state(content["state_dict"], path), moments, content.get("global_step"))
     if path.is_file():
         return Source(path, read_safetensors(path))
-    if (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path}: a lit_fsdp checkpoint already; give it as --ckpt_path")
     if (path / _META).is_file():
         step = read_torch(disk.inside(path, _META)).get("global_step")
         tensors = read_dcp(path, lambda key: key[0] in _LIGHTNING_HEADS or key[:2] == ("optimizer_0", "state"))

@@ -100,10 +100,7 @@ def choose(
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
-        raise CheckpointError(
-            f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
-            f"{monitor}; metrics there: {', '.join(names) or 'none'}; give last or a path"
-        )
+        raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, but of {names}; give last")
     text = "\n".join([f"ckpt_path {word}: a damaged checkpoint may come first", *lines])
     if broken and not fallback:
         raise CheckpointError(f"{text}\n  fix:     give {order[0]} as --ckpt_path, or add --resume.fallback true")
