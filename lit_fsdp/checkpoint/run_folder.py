@@ -96,7 +96,9 @@ def choose(
         broken = [entry for entry in broken if entry.step > found[-1].step]
     lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in reversed(broken)]
     if not found:
-        raise CheckpointError("\n".join([f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}", *lines]))
+        held = ", ".join(sorted(path.name for path in Path(run_folder).glob("*"))[:12]) or "nothing"
+        text = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: {held}"
+        raise CheckpointError("\n".join([text, *lines]))
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
