@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lit_fsdp.checkpoint.run_folder import checkpoints, damaged
+from lit_fsdp.checkpoint.run_folder import survey
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
@@ -44,8 +44,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def whole_steps(run: Path, may_hide: bool = False) -> list[int]:
     """Steps of the checkpoints, each of which is whole; beside them is nothing, or what a kill has left hidden."""
-    assert damaged(run) == []
-    found = checkpoints(run)
+    found = survey(run / "checkpoints")
     for entry in found:
         verify_files(entry.path)
     beside = {path.name for path in (run / "checkpoints").iterdir()} - {entry.path.name for entry in found}

@@ -44,10 +44,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> int | None:
-    """How many checkpoints there are at most at a time, the one being written included; None: not known.
-
-    The run ends after so many optimizer ``steps``, if that is known.
-    """
+    """How many checkpoints a run of ``steps`` has at most at a time, with the one being written; None: not known."""
     best = config.keep_best if validates else 0
     is_limited = config.keep_last != -1 and not config.keep_every
     kept = config.keep_last + best + 1 if is_limited else None

@@ -1,34 +1,85 @@
 """A checkpoint as a Hugging Face folder, on one CPU process and with one tensor in memory at a time.
 
 The checkpoint brings everything along: tensors under the module's names, and the config, tokenizer and chat
-template in its ``hf/`` folder. Nothing is downloaded and, unless the result is to be verified, no model is built.
+template in its ``hf/`` folder. What goes where is planned from the manifest; no model is built.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.export_plan import BASE, Delta, ExportPlan, OpenBase, plan_export
-from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
-from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, read_tensor
+from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
+from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes, read_tensor
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
-from lit_fsdp.host import return_freed_memory
+from lit_fsdp.host import GIB, return_freed_memory
+from lit_fsdp.models.base import BaseWeights, open_base
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
 _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapter merged"}
-Check = Callable[[Path, Manifest, ExportPlan], list[str]]
-"""Compares a written folder with its checkpoint and says in what they differ; see ``export_verify``."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_BASE = "base/"  # begins the name of a tensor that is not in the checkpoint, but in the base of its adapters
+_MODEL = "model/"
+_ADAPTER = "default"
+_WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
+_LORA = ".lora_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """The adapter that is added to a weight; tensors by their names in the checkpoint."""
+
+    a: str
+    b: str
+    magnitude: str | None
+    """Of DoRA."""
+    scaling: float
+    is_transposed: bool
+    """Whether the weight is stored with its inputs first, as embeddings and GPT-2's layers are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """Which tensors go into which file."""
+
+    form: Literal["model", "adapter", "merge"]
+    """A whole model, an adapter alone, or a model with its adapter merged."""
+    entry: Mapping[str, Any]
+    """What the manifest says about the model."""
+    sources: Mapping[str, str]
+    """Name in the checkpoint, or in its base after ``_BASE``, by name in the export."""
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
+    """Adapters to merge, by name in the export."""
+    specs: Mapping[str, TensorSpec]
+    """Dtype and shape by name in the export; a tied tensor once."""
+    files: Mapping[str, list[str]]
+    """Names by weight file, as transformers numbers them."""
+    base: BaseWeights | None = None
+    """What is merged or compared with; opened for nothing else."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most bytes of floating-point numbers have."""
+        return _most_common_dtype(self.specs.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(num_bytes(spec) for spec in self.specs.values())
 
 
 def export(
@@ -37,8 +88,9 @@ def export(
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     max_shard_gib: float = 5.0,
     lora: Literal["adapter", "merge"] | None = None,
-    check: Check | None = None,
-    open_base: OpenBase | None = None,
+    check: Callable[[Path, Manifest, ExportPlan], list[str]] | None = None,
+    base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ExportPlan:
     """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
 
@@ -50,26 +102,31 @@ def export(
         dtype: Of the floating-point tensors; None keeps what was trained, and of a merged model that of its base.
         max_shard_gib: Largest weight file in GiB (one tensor larger than that gets its own).
         lora: Of a checkpoint with adapters: the adapter alone (also if None), or a whole model.
-        check: Called before the folder is published; what it finds is refused.
-        open_base: Needed to merge.
+        check: Says in what the written folder differs, before it is published; see ``export_verify``.
+        base: Where the base of adapters is now; None: where it was trained from.
+        trust_remote_code: Run Python code that comes with that base.
 
     Raises:
-        CheckpointError: ``ckpt`` is no sound checkpoint of a transformers model, or the check found something.
+        CheckpointError: ``ckpt`` is no sound checkpoint of a transformers model, or ``check`` found something.
         ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base is not to be had.
     """
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
     require(is_free, "out", out, "a new or empty folder", f"name another one, or remove {out}")
     manifest = read_manifest(ckpt)
-    plan = plan_export(manifest, dtype, max_shard_gib, lora, open_base)
+    entry = manifest.extra.get("model")
+    if entry is None:
+        raise CheckpointError(f"{ckpt}: only checkpoints of a CausalLMModule can be exported")
+    has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
+    require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
+    is_read = has_adapter and (check or lora == "merge")
+    weights = open_base(entry["base"], ckpt, base, trust_remote_code) if is_read else None
+    plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
     texts = _texts(manifest, plan)
     verify_files(ckpt)
     draft = out.with_name(f".{out.name}.draft")
-    try:
+    with disk.naming(draft):  # of another client of a network file system no lock would tell whether it lives
         draft.mkdir(parents=True)
-    except OSError as error:  # of another client of a network file system no lock would tell whether it lives
-        text = f"{error.strerror}; if it is there another export is writing {out}, or a killed one left it: remove it"
-        raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
         differences = check(draft, manifest, plan) if check else []
@@ -81,6 +138,117 @@ def export(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return plan
+
+
+def _planned(
+    manifest: Manifest, form: Any, base: BaseWeights | None, dtype: str | None, max_shard_gib: float
+) -> ExportPlan:
+    entry = manifest.extra["model"]
+    prefix = _MODEL + entry["prefix"]
+    found = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
+    available, kept = dict(manifest.tensors), _DTYPES.get(dtype or "")
+    of_base = base.specs if base and form == "merge" else {}
+    if of_base:
+        specs_of_base = {_BASE + name: TensorSpec(*spec) for name, spec in of_base.items()}
+        available |= specs_of_base
+        kept = kept or _most_common_dtype(specs_of_base.values())
+    if form == "adapter":
+        sources = _adapter_sources(found, entry["kept_with_adapter"])
+    else:
+        tied = {base_name(again): base_name(first) for again, first in entry["tied"].items()}
+        sources = _model_sources(found, tied, of_base)
+    specs = {}
+    for name, source in sorted(sources.items()):
+        spec = available[source]
+        is_float = getattr(torch, spec.dtype).is_floating_point
+        specs[name] = TensorSpec(kept if kept and is_float else spec.dtype, spec.shape)
+    return ExportPlan(
+        form=form,
+        entry=entry,
+        sources=sources,
+        deltas=_deltas(found, entry["adapter"], sources, available) if form == "merge" else {},
+        specs=specs,
+        files=_files(specs, form, int(max_shard_gib * GIB)),
+        base=base,
+    )
+
+
+def base_name(name: str) -> str:
+    """The name that a tensor has in the model without adapters: wrappers around layers and whole copies are gone."""
+    for part in (".base_layer.", ".original_module.", _WHOLE_COPY):
+        name = name.replace(part, ".")
+    return name
+
+
+def _files(specs: dict[str, TensorSpec], form: str, max_bytes: int) -> dict[str, list[str]]:
+    if form == "adapter":
+        return {"adapter_model.safetensors": list(specs)}
+    size_of: Any = num_bytes  # of a description instead of a tensor
+    pattern = "model{suffix}.safetensors"
+    found = split_state_dict_into_shards_factory(
+        specs, get_storage_size=size_of, filename_pattern=pattern, max_shard_size=max_bytes
+    )
+    return found.filename_to_tensors
+
+
+def _most_common_dtype(specs: Iterable[TensorSpec]) -> str:
+    votes: Counter[str] = Counter()
+    for spec in specs:
+        votes[spec.dtype] += num_bytes(spec) * getattr(torch, spec.dtype).is_floating_point
+    return votes.most_common(1)[0][0]
+
+
+def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: Iterable[str]) -> dict[str, str]:
+    """Every name of the plain model; of a module that was trained whole its trained copy, else that of the base."""
+    copies = {base_name(name) for name in found if _WHOLE_COPY in name}
+    plain = {name: _BASE + name for name in of_base} | {
+        base_name(name): source
+        for name, source in found.items()
+        if _LORA not in name and (_WHOLE_COPY in name or base_name(name) not in copies)
+    }
+    sources = {name: source for name, source in plain.items() if name not in tied}
+    for alias, name in tied.items():  # the one copy that was saved may stand under either name
+        if name not in sources and alias in plain:
+            sources[name] = plain[alias]
+    return sources
+
+
+def _adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[str, str]:
+    """The names in peft's ``adapter_model.safetensors``; embeddings as with its ``save_embedding_layers``."""
+    sources = {}
+    for name, source in found.items():
+        kept = name
+        if _LORA in name:
+            kept = name.removesuffix(f".{_ADAPTER}").replace(f".{_ADAPTER}.", ".")
+            kept = kept.removesuffix(".weight") if ".lora_magnitude_vector." in name else kept
+        elif _WHOLE_COPY in name:
+            kept = name.replace(_WHOLE_COPY, ".")
+        elif name not in beside:
+            continue
+        sources[f"base_model.model.{kept}"] = source
+    return sources
+
+
+def _deltas(
+    found: Mapping[str, str], adapter: Mapping[str, Any], sources: Mapping[str, str], saved: Mapping[str, TensorSpec]
+) -> dict[str, Delta]:
+    deltas, rank = {}, int(adapter["r"])
+    for name, source in found.items():
+        head, is_a, tail = name.rpartition("_A.")
+        if not is_a or not head.endswith((".lora", ".lora_embedding")):
+            continue
+        layer, b = head.rpartition(".")[0], found[f"{head}_B.{tail}"]
+        num_in, num_out = saved[source].shape[1], saved[b].shape[0]
+        weight = base_name(f"{layer}.weight")
+        by_inputs = saved[sources[weight]].shape == (num_in, num_out)
+        deltas[weight] = Delta(
+            a=source,
+            b=b,
+            magnitude=found.get(f"{layer}.lora_magnitude_vector.{_ADAPTER}.weight"),
+            scaling=adapter["lora_alpha"] / (math.sqrt(rank) if adapter.get("use_rslora") else rank),
+            is_transposed=by_inputs and (num_in != num_out or bool(adapter["fan_in_fan_out"])),
+        )
+    return deltas
 
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
@@ -151,10 +319,10 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
 
 def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[str]) -> None:
     def read(name: str) -> torch.Tensor:
-        if not name.startswith(BASE):
+        if not name.startswith(_BASE):
             return read_tensor(manifest, name)
         assert plan.base is not None
-        return plan.base.read(name.removeprefix(BASE))
+        return plan.base.read(name.removeprefix(_BASE))
 
     specs = {name: plan.specs[name] for name in names}
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}

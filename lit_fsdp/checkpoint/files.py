@@ -44,8 +44,7 @@ class FileEntry:
 class HashedFile:
     """A new binary file, hashed while it is written, and synced where its ``with`` block ends well; parents are made.
 
-    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down. What
-    cannot be written or synced is a CheckpointError that names the file.
+    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down.
     """
 
     def __init__(self, path: Path, at_once: bool = True) -> None:
@@ -161,7 +160,7 @@ def hidden_folders(parent: Path) -> list[tuple[Path, str, str]]:
 
 
 def stage(folder: Path) -> Path:
-    """A new empty hidden sibling of ``folder``; what a dead process has left of ``folder`` is cleared away."""
+    """A new empty hidden sibling of ``folder``; what a dead process has left of ``folder`` goes."""
     _refuse_other(folder)
     with naming(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -176,10 +175,7 @@ def stage(folder: Path) -> Path:
 
 
 def publish(draft: Path, folder: Path) -> None:
-    """Make ``draft`` durable and visible as ``folder``; an older one of that name steps aside first, and is deleted.
-
-    After a kill in between, the older one gets its name back when it is asked for, or at the next save there.
-    """
+    """Make ``draft`` durable and visible as ``folder``; an older one of that name steps aside first, and is deleted."""
     for path, _, _ in os.walk(draft):
         sync_folder(Path(path))
     _refuse_other(folder)

@@ -1,7 +1,4 @@
-"""Checkpoints of other tools as checkpoints of ours: read without trusting a pickle, matched name by name.
-
-What Lightning, Accelerate and the Transformers Trainer save is recognized by its files: weights, AdamW state, step.
-"""
+"""Checkpoints of Lightning, Accelerate and the Trainer as ours: no pickle is trusted, all is matched by names."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pathlib
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lit_fsdp.checkpoint import files as disk
-from lit_fsdp.checkpoint.files import MANIFEST
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError
 
@@ -37,7 +33,6 @@ _ADAMW = {"exp_avg", "exp_avg_sq", "step"}
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_dp_wrapped_module)\."
 )
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$")
 _META = "meta.pt"
 _LIGHTNING_HEADS = ("model", "state_dict")  # of FSDPStrategy and of ModelParallelStrategy
 _TRAINER_STATE = "trainer_state.json"
@@ -58,40 +53,33 @@ _CLASSES = {
 """All that a description of DCP names, beside the path that it was written to."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The transformers model that a source is held against."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every parameter and persistent buffer by name; a tied one once."""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    """Every further name of a tied parameter, and the name it is stored under."""
-    files: Mapping[str, bytes | Path] = field(default_factory=dict)
-    """Config and tokenizer under ``hf/``, so that the result can be exported."""
-    entry: Mapping[str, Any] = field(default_factory=dict)
-    """What else the manifest says of the model."""
-
-
 @dataclass(frozen=True)
 class Source:
     """Another tool's checkpoint."""
 
     path: Path
     weights: Mapping[str, torch.Tensor]
-    """Parameters and persistent buffers by the source's own names."""
     moments: Mapping[Any, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """State of its first optimizer by the name of a parameter (or its number, where it has no names) and key."""
     step: int | None = None
-    """Optimizer steps it had done; None if it does not say."""
+    """Optimizer steps it had done, if it says so."""
 
 
 def import_checkpoint(
-    source: Source, out: Path, target: Target, prefix: str | None = None, allow_surplus: bool = False
+    source: Source,
+    out: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Mapping[str, str],
+    files: Mapping[str, bytes | Path],
+    entry: Mapping[str, Any],
+    prefix: str | None = None,
+    allow_surplus: bool = False,
 ) -> str:
     """Write the weights, and where its parameters have names the AdamW state, of ``source`` as a checkpoint folder.
 
-    The order of data, random state, learning rate and counters of batches are the run's own, from its recipe and the
-    step. The options are those of ``lit-fsdp ckpt import``. Returns what was written and what was not, for people.
+    All else (data order, random state, learning rate, counters) is the run's own. ``shapes`` of the model's parameters
+    and buffers hold a tied one once, ``ties`` every further name of it, ``entry`` what else the manifest says of the
+    model. Returns what was written, for people.
 
     Raises:
         CheckpointError: The source does not fit the model, or ``out`` exists.
@@ -99,26 +87,39 @@ def import_checkpoint(
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists already and is never overwritten; remove it or choose another folder")
     clean = {name: _WRAPPERS.sub("", name) for name in source.weights}
-    prefix = _prefix(source, target, clean.values()) if prefix is None else prefix
-    wanted = {f"{prefix}{name}": target.ties.get(name, name) for name in (*target.shapes, *target.ties)}
+    if prefix is None:
+        longest = max(shapes, key=len)
+        found = sorted(name.removesuffix(longest) for name in clean.values() if f".{name}".endswith(f".{longest}"))
+        if len(found) > 1:
+            text = f"holds the model {len(found)} times, under {', '.join(map(repr, found))}; say which with --prefix"
+            raise CheckpointError(f"{source.path}: {text} {found[-1]}")
+        prefix = found[0] if found else ""
+    wanted = {f"{prefix}{name}": ties.get(name, name) for name in (*shapes, *ties)}
     weights: dict[str, torch.Tensor] = {}
     surplus = []
     for original, name in clean.items():
         stored, tensor = wanted.get(name), source.weights[original]
         if stored is None:
-            surplus += [original] * (not _COMPUTED.search(original))
+            surplus.append(original)
         elif stored in weights and not torch.equal(weights[stored], tensor):
             text = f"{original} is not the other copy of {stored}, but this model ties them"
             raise CheckpointError(f"{source.path}: {text}; is tie_word_embeddings wrong in the config of --model?")
         else:
             weights[stored] = tensor
-    _check_fit(source, target, weights, [] if allow_surplus else surplus, prefix)
+    lines = [f"missing in the source: {prefix}{name}" for name in shapes if name not in weights]
+    if not allow_surplus:
+        lines += [f"no place in the model, which --allow-surplus leaves out: {name}" for name in surplus]
+    for name, tensor in weights.items():
+        if tensor.shape != tuple(shapes[name]):
+            lines.append(f"{name}: {list(tensor.shape)} in the source, {list(shapes[name])} in the model")
+    if lines:
+        raise CheckpointError("\n  ".join([f"{source.path}: does not fit the model given as --model:", *lines]))
     moments = _moments(source, wanted, weights)
-    steps = (int(entry["step"]) for entry in moments.values())
+    steps = (int(state["step"]) for state in moments.values())
     step = max(steps, default=0) if source.step is None else source.step
-    tensors = {f"model/{_PREFIX}{name}": weights[name].detach() for name in target.shapes}
-    for name, entry in moments.items():  # in the dtype of their weight, as a run keeps them
-        for key, value in entry.items():
+    tensors = {f"model/{_PREFIX}{name}": weights[name].detach() for name in shapes}
+    for name, moment in moments.items():  # in the dtype of their weight, as a run keeps them
+        for key, value in moment.items():
             kept = value.float().reshape(()) if key == "step" else value.to(weights[name].dtype)
             tensors[f"optim/{_PREFIX}{name}/{key}"] = kept
     save_checkpoint(
@@ -136,36 +137,14 @@ def import_checkpoint(
         manifest={
             "global_step": step,
             "epoch": 0,
-            "tied": {_PREFIX + again: _PREFIX + first for again, first in target.ties.items()},
-            "model": {**target.entry, "prefix": _PREFIX, "tied": dict(target.ties)},
+            "tied": {_PREFIX + again: _PREFIX + first for again, first in ties.items()},
+            "model": {**entry, "prefix": _PREFIX, "tied": dict(ties)},
         },
         layout="full",
-        files=target.files,
+        files=files,
     )
     what = f"{len(weights)} weights, AdamW state of {len(moments)} of them; what has none begins afresh"
     return "\n".join([f"{out}: step {step}, {what}", *(f"  left out: {name}" for name in surplus)])
-
-
-def _prefix(source: Source, target: Target, names: Iterable[str]) -> str:
-    """What stands before the model's names in the source: found by the longest of them."""
-    longest = max(target.shapes, key=len)
-    found = sorted(name.removesuffix(longest) for name in names if f".{name}".endswith(f".{longest}"))
-    if len(found) > 1:
-        text = f"holds the model {len(found)} times, under {', '.join(map(repr, found))}; say which one with --prefix"
-        raise CheckpointError(f"{source.path}: {text} {found[-1]}")
-    return found[0] if found else ""
-
-
-def _check_fit(
-    source: Source, target: Target, weights: Mapping[str, torch.Tensor], surplus: list[str], prefix: str
-) -> None:
-    lines = [f"missing in the source: {prefix}{name}" for name in target.shapes if name not in weights]
-    lines += [f"no place in the model, which --allow-surplus leaves out: {name}" for name in surplus]
-    for name, tensor in weights.items():
-        if tensor.shape != tuple(target.shapes[name]):
-            lines.append(f"{name}: {list(tensor.shape)} in the source, {list(target.shapes[name])} in the model")
-    if lines:
-        raise CheckpointError("\n  ".join([f"{source.path}: does not fit the model given as --model:", *lines]))
 
 
 def _moments(
@@ -196,8 +175,6 @@ def open_source(path: Path) -> Source:
         return Source(path, _plain_state(content["state_dict"], path), moments, content.get("global_step"))
     if path.is_file():
         return Source(path, read_safetensors(path))
-    if (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path}: a lit_fsdp checkpoint already; give it as --ckpt_path")
     if (path / _META).is_file():
         step = read_torch(disk.inside(path, _META)).get("global_step")
         tensors = read_dcp(path, lambda key: key[0] in _LIGHTNING_HEADS or key[:2] == ("optimizer_0", "state"))
@@ -304,12 +281,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_dcp(folder: Path, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], torch.Tensor]:
-    """The wanted tensors of a ``torch.distributed.checkpoint`` folder by their path in the state that was saved.
-
-    Raises:
-        CheckpointError: The description names anything but DCP's own classes, a path leads out of the folder, a file
-            is missing or damaged, or the shards do not make up a tensor.
-    """
+    """The wanted tensors of a ``torch.distributed.checkpoint`` folder by their path in the state that was saved."""
     path = disk.inside(folder, _METADATA)
     try:
         with path.open("rb") as file:

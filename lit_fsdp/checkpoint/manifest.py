@@ -61,11 +61,9 @@ class Manifest:
     """One safetensors file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
     global_step: int
     world_size: int
-    """Ranks that wrote it."""
     created: str
     """Time of writing, ISO 8601 in UTC."""
     versions: Mapping[str, str]
-    """Of python and the packages that wrote it."""
     tensors: Mapping[str, TensorSpec]
     files: Mapping[str, FileEntry]
     """Every file but the manifest, by path inside the folder."""

@@ -33,12 +33,18 @@ class Ranks:
             CheckpointError: On every rank when ``step`` failed on any; names ``what``, the ranks and what failed.
         """
         own: BaseException | None = None
-        result: T | None = None
+        mine: Any = None
         try:
-            result = step()
+            mine = step()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this rank
             own = error
-        everyone = self._exchange((None if own is None else reason(own), result), what)
+        everyone: list[Any] = [(None if own is None else reason(own), mine)]
+        if self._together:
+            everyone *= self.size
+            try:
+                dist.all_gather_object(everyone, everyone[0], group=self.group)
+            except RuntimeError as error:
+                raise self.lost(what, error) from error
         failed = {rank: text for rank, (text, _) in enumerate(everyone) if text is not None}
         if failed:
             raise self.error(what, failed, own) from own
@@ -74,16 +80,6 @@ class Ranks:
         """The error of a collective that another rank did not finish."""
         text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
         return CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}")
-
-    def _exchange(self, mine: Any, what: str) -> list[Any]:
-        if not self._together:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(everyone, mine, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(what, error) from error
-        return everyone
 
 
 def reason(failure: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The checkpoints of a run: which there are, which one a word such as ``last`` means, which stay and which go.
 
-Torch is not imported: the command line asks before. Whoever changes something holds the run lock, so what is hidden
-there belongs to the dead.
+Without torch. Whoever changes something holds the run lock, so what is hidden there belongs to the dead.
 """
 
 from __future__ import annotations
@@ -68,11 +67,6 @@ def checkpoints(run_folder: Path | str) -> list[Found]:
     return [entry for entry in survey(Path(run_folder) / FOLDER) if entry.damage is None]
 
 
-def damaged(run_folder: Path | str) -> list[Found]:
-    """Folders in the place of a checkpoint that are not a complete one, oldest step first."""
-    return [entry for entry in survey(Path(run_folder) / FOLDER) if entry.damage is not None]
-
-
 def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
     """The checkpoints with a finite value of ``monitor``, the best first; the newer one first of equals."""
     scored = [entry for entry in found if math.isfinite(entry.metrics.get(monitor, math.nan))]
@@ -83,13 +77,11 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
 def choose(
     word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
 ) -> list[Path]:
-    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means.
-
-    Behind it stand those that a word means next, should it turn out to be damaged; a path is never replaced. What is
-    visibly damaged already is passed over, with ``fallback``, and rank 0 says so.
+    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means, then the next.
 
     Raises:
-        CheckpointError: There is none, the path is no checkpoint, or without ``fallback`` a damaged one may come first.
+        CheckpointError: There is none, the path is no checkpoint, or one that may come first is visibly damaged and
+            ``fallback`` does not allow to pass it over.
     """
     word = str(word_or_path)
     if word not in ("last", "best"):
@@ -97,19 +89,20 @@ def choose(
         disk.restore(path)
         read_manifest(path)
         return [path]
-    found, broken = checkpoints(run_folder), damaged(run_folder)
+    there = survey(Path(run_folder) / FOLDER)
+    found = [entry for entry in there if entry.damage is None]
+    broken = [entry for entry in there if entry.damage is not None]
     if word == "last" and found:
         broken = [entry for entry in broken if entry.step > found[-1].step]
     lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in reversed(broken)]
     if not found:
-        raise CheckpointError("\n".join([f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}", *lines]))
+        held = ", ".join(sorted(path.name for path in Path(run_folder).glob("*"))[:12]) or "nothing"
+        text = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: {held}"
+        raise CheckpointError("\n".join([text, *lines]))
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
-        raise CheckpointError(
-            f"ckpt_path best: none of the {len(found)} checkpoints in {found[0].path.parent} has a value of "
-            f"{monitor}; metrics there: {', '.join(names) or 'none'}; give last or a path"
-        )
+        raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, but of {names}; give last")
     text = "\n".join([f"ckpt_path {word}: a damaged checkpoint may come first", *lines])
     if broken and not fallback:
         raise CheckpointError(f"{text}\n  fix:     give {order[0]} as --ckpt_path, or add --resume.fallback true")
@@ -120,10 +113,9 @@ def choose(
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run goes on from, if any."""
+    """The checkpoint that a run goes on from (or a word or file that Lightning knows), if any."""
 
     path: str | None
-    """The checkpoint, or a word or file that Lightning knows."""
     others: Sequence[Path] = ()
     """With ``resume.fallback``: what may take its place, should its hashes show that it is damaged."""
     manifest: Manifest | None = None
@@ -163,17 +155,13 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
 
 
 def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
-    """Rename the run's checkpoints of later steps than ``step``, from where it goes on; call on one rank.
+    """Rename the run's checkpoints of later steps than ``step``, from where it goes on; gives new names by old ones.
 
-    Left in its place, a newer one would be what ``last`` means. ``step-00000010`` becomes
-    ``damaged-step-00000010-20260101T120000123456``, or ``superseded-…`` if nothing is known to be wrong with it
-    (``damaged``: folders whose damage their sizes do not show). Nothing removes them.
-
-    Returns:
-        The new location of each folder by its old one, the oldest step first.
+    Left in its place, a newer one would be what ``last`` means. It becomes ``damaged-step-00000010-20260101T120000…``,
+    or ``superseded-…`` if nothing is known to be wrong with it (``damaged``: what its size does not show).
     """
-    parent = Path(run_folder) / FOLDER
-    known = {Path(folder).resolve() for folder in damaged}
+    parent = run_folder / FOLDER
+    known = {folder.resolve() for folder in damaged}
     moved = {}
     for entry in survey(parent):
         if entry.step > step:
@@ -192,8 +180,8 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
     """Those of a run's complete checkpoints that nothing keeps, oldest first.
 
     Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, every step that
-    ``keep_every`` divides, and the ``current`` one, also beside newer ones. Of those saved on a signal, between the
-    others, only the newest counts: a run that is preempted a hundred times has one more checkpoint than another.
+    ``keep_every`` divides, and the ``current`` one. Of those saved on a signal, between the others, only the newest
+    counts: a run that is preempted a hundred times has one more checkpoint than another.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
     passed = [entry for entry in ordered if entry.on_signal][:-1]
@@ -207,11 +195,7 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
 
 
 def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> Path | None:
-    """Remove what :func:`to_remove` says, on one rank, once the new one stands; one that cannot go is a warning.
-
-    Returns:
-        The best checkpoint that is there, if any has a value of the metric.
-    """
+    """Remove what :func:`to_remove` says and give the best that is there; one that cannot go is a warning."""
     found = [entry for entry in checkpoints(run_folder) if STEP_NAME.fullmatch(entry.path.name)]  # others' are not ours
     gone = to_remove(found, config, current)
     for old in gone:
@@ -224,10 +208,7 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
 
 
 def remove(folder: Path) -> None:
-    """Delete one checkpoint; it is hidden by a rename first, so a kill in between leaves nothing half visible.
-
-    Of a symbolic link only the link goes; a file of Lightning's own strategies goes as it is.
-    """
+    """Delete one checkpoint, hidden by a rename first; of a link only the link goes, a file goes as it is."""
     with naming(folder):
         if folder.is_symlink() or folder.is_file():
             folder.unlink()

@@ -20,6 +20,10 @@ NAME = "run.lock"
 _log = logging.getLogger(__name__)
 
 
+_held: dict[Path, tuple[int, int]] = {}
+"""Open lock files and how often each is held."""
+
+
 class RunLock:
     """Keeps other jobs out of a run folder (made if need be) until :meth:`release`, or until this process ends.
 
@@ -31,30 +35,24 @@ class RunLock:
     """
 
     def __init__(self, run_folder: Path | str) -> None:
-        self.path = Path(run_folder) / NAME
+        self.path = Path(run_folder).resolve() / NAME
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._place = self.path.parent.resolve()
-        handle, count = _held[self._place] if self._place in _held else (_locked(self.path), 0)
-        _held[self._place] = (handle, count + 1)
+            handle, count = _held[self.path] if self.path in _held else (_locked(self.path), 0)
+        _held[self.path] = (handle, count + 1)
 
     def release(self) -> None:
         """Let others in."""
-        handle, count = _held.pop(self._place, (-1, 0))  # not held: this process was forked from the one that holds it
+        handle, count = _held.pop(self.path, (-1, 0))  # not held: this process was forked from the one that holds it
         if count > 1:
-            _held[self._place] = (handle, count - 1)
+            _held[self.path] = (handle, count - 1)
         elif count:
             os.ftruncate(handle, 0)  # an empty file names nobody
             os.close(handle)
 
 
-_held: dict[Path, tuple[int, int]] = {}
-"""Open files by run folder and how often each is held."""
-
-
 def _locked(path: Path) -> int:
-    with naming(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -66,10 +64,9 @@ def _locked(path: Path) -> int:
         ) from None
     except OSError as error:
         _log.warning("%s: no lock (%s), so nothing keeps a second job out of this run folder", path, error.strerror)
-    with naming(path):
-        os.ftruncate(handle, 0)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        os.pwrite(handle, f"process {os.getpid()} on host {socket.gethostname()}, started {now}".encode(), 0)
+    os.ftruncate(handle, 0)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    os.pwrite(handle, f"process {os.getpid()} on host {socket.gethostname()}, started {now}".encode(), 0)
     return handle
 
 

@@ -1,7 +1,4 @@
-"""One safetensors file, written tensor by tensor and read slice by slice.
-
-The header needs only names, dtypes and shapes, so the data can be streamed: no more than one tensor is in memory.
-"""
+"""One safetensors file, streamed tensor by tensor: its header needs only names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lit_fsdp.checkpoint.files import FileEntry, HashedFile
+from lit_fsdp.checkpoint.files import HashedFile
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.errors import CheckpointError
 
@@ -43,22 +40,14 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     return sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
 
 
-class TensorFile:
-    """A safetensors file of ``specs`` in the making, complete and synced after its ``with`` block.
-
-    ``metadata`` are text entries of the header. A dtype that safetensors does not know is a CheckpointError; for the
-    rest see :class:`lit_fsdp.checkpoint.files.HashedFile`.
-    """
+class TensorFile(HashedFile):
+    """A safetensors file of ``specs`` in the making; ``metadata`` are text entries of its header."""
 
     def __init__(
-        self,
-        path: Path,
-        specs: Mapping[str, TensorSpec],
-        metadata: Mapping[str, str] | None = None,
-        at_once: bool = True,
+        self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], at_once: bool = True
     ) -> None:
         self._specs, self._left = specs, file_order(specs)
-        header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
         for name in self._left:
             spec = specs[name]
@@ -69,37 +58,21 @@ class TensorFile:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._file = HashedFile(path, at_once)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        super().__init__(path, at_once)
+        self.write(len(text).to_bytes(8, "little") + text)
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor in :func:`file_order`, converted to its dtype."""
         assert name == self._left.pop(0), name
-        assert tensor.numel() == math.prod(self._specs[name].shape), name
+        assert tensor.shape == self._specs[name].shape, name
         dtype = getattr(torch, self._specs[name].dtype)
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         for part in flat.split(_WRITTEN_AT_ONCE):
-            self._file.write(part.to(dtype).view(torch.uint8).numpy())
-
-    @property
-    def entry(self) -> FileEntry:
-        """What was written."""
-        return self._file.entry
-
-    def __enter__(self) -> Self:
-        return self
+            self.write(part.to(dtype).view(torch.uint8).numpy())
 
     def __exit__(self, failure: Any, *more: Any) -> None:
-        self._file.__exit__(failure)
+        super().__exit__(failure, *more)
         assert failure or not self._left, f"not written: {self._left}"
-
-
-def opened(path: Path) -> Any:
-    """``safetensors.safe_open`` for torch on the CPU, with a CheckpointError for what is not safetensors."""
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
@@ -108,6 +81,10 @@ def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
     whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
     for chunk in manifest.chunks[name]:
         where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        with opened(manifest.file(chunk.file)) as file:
-            whole[where].copy_(file.get_tensor(name))
+        path = manifest.file(chunk.file)
+        try:
+            with safe_open(path, framework="pt") as file:
+                whole[where].copy_(file.get_tensor(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
     return whole

@@ -28,8 +28,7 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError, R
 def encode(state: Any) -> Any:
     """``state``, any nest of Python's containers with what ``_TYPES`` lists, as plain JSON values.
 
-    Tensors come back on the CPU, detached, and each on its own. Subclasses are not taken for their bases, because they
-    would not come back as what they were.
+    Tensors come back on the CPU, detached, each on its own. Subclasses would not come back as what they were.
 
     Raises:
         CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
@@ -65,8 +64,6 @@ def _encode(value: Any, path: tuple[Any, ...]) -> Any:
         return [_encode(item, (*path, index)) for index, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, (*path, key)) for key, item in value.items()}
-    if kind in _PAIRS:
-        return {f"${kind.__name__}": [[_encode(k, (*path, k)), _encode(v, (*path, k))] for k, v in value.items()]}
     kind = torch.Tensor if kind is torch.nn.Parameter else np.generic if isinstance(value, np.generic) else kind
     why = "it is neither plain Python data nor NumPy data nor a tensor, and nothing is pickled"
     if kind in _TYPES:
@@ -108,15 +105,17 @@ def _tensor_bytes(value: torch.Tensor) -> bytes:
     return safe.save({"": value.detach().resolve_conj().resolve_neg().cpu().contiguous()})
 
 
-_PAIRS: dict[type, Callable[[Any], Any]] = {
-    dict: dict,
-    OrderedDict: OrderedDict,
-    Counter: lambda pairs: Counter(dict(pairs)),
-}
+def _pairs(value: Any) -> list[Any]:
+    return [list(pair) for pair in value.items()]
+
+
 _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: ("float", repr, float),  # inf and nan, which JSON has not
     bytes: ("bytes", lambda v: base64.b64encode(v).decode(), lambda text: base64.b64decode(text, validate=True)),
     tuple: ("tuple", list, tuple),
+    dict: ("dict", _pairs, dict),  # whose keys are not text, or begin with $
+    OrderedDict: ("OrderedDict", _pairs, OrderedDict),
+    Counter: ("Counter", _pairs, lambda pairs: Counter(dict(pairs))),
     set: ("set", lambda v: sorted(v, key=repr), set),
     datetime.timedelta: ("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)),
     type(pathlib.Path()): ("path", str, pathlib.Path),
@@ -128,7 +127,4 @@ _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     np.generic: ("numpy_scalar", _array_bytes, lambda data: _array(data)[()]),
 }
 """By type: its name, what it is made of, and how it is made of that again."""
-_READERS: dict[str, Callable[[Any], Any]] = {
-    **{f"${name}": read for name, _, read in _TYPES.values()},
-    **{f"${kind.__name__}": read for kind, read in _PAIRS.items()},
-}
+_READERS = {f"${name}": read for name, _, read in _TYPES.values()}

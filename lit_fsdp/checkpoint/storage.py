@@ -61,22 +61,20 @@ class Snapshot:
 
     folder: Path
     layout: Layout
+    specs: Mapping[str, TensorSpec]
+    """Whole shape and dtype of every tensor."""
     tensors: Mapping[str, torch.Tensor]
     """Of the sharded layout what this rank holds, of the full one whole tensors or DTensors."""
     chunks: Mapping[str, ChunkStorageMetadata]
-    """Which part of the whole this rank writes of each tensor."""
-    specs: Mapping[str, TensorSpec]
-    """Whole shape and dtype of every tensor."""
+    """Which part of the whole this rank may write of each tensor."""
     rank_state: Any
-    """State of this rank as plain JSON."""
     in_background: bool = False
     """Whether training goes on beside."""
     state: Any = None
-    """Common state as plain JSON; this and what follows is rank 0's."""
+    """As plain JSON, like that of the rank; this and what follows is rank 0's."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's part of the manifest."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Extra files by path."""
 
 
 class Planner(DefaultSavePlanner):
@@ -87,9 +85,13 @@ class Planner(DefaultSavePlanner):
         self._snapshot = snapshot
 
     def create_local_plan(self) -> SavePlan:
-        """One item per part that this rank writes, if no other one does."""
-        specs = self._snapshot.specs
-        self.plan = SavePlan([_item(name, specs[name], chunk) for name, chunk in self._snapshot.chunks.items()])
+        """One item per part."""
+        items = []
+        for name, chunk in self._snapshot.chunks.items():
+            spec = self._snapshot.specs[name]
+            data = TensorWriteData(chunk, _properties(spec), torch.Size(spec.shape))
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
         return self.plan
 
 
@@ -100,15 +102,13 @@ class Writer(StorageWriter):
         self._snapshot = snapshot
         self._draft: Path | None = None
         self._began = time.monotonic()
-        self._is_first = True
         self._rank_states: list[Any] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn whether this is rank 0."""
-        self._is_first = is_coordinator
+        """Nothing: the plan tells the rank."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Send this rank's state along: rank 0 writes that of all into one file."""
@@ -124,34 +124,34 @@ class Writer(StorageWriter):
         """Write and sync this rank's files."""
         rank, name = plan.storage_data
         draft = self._snapshot.folder.with_name(name)
-        if not draft.is_dir() and (self._is_first or self._snapshot.layout == "sharded"):
+        if not draft.is_dir() and (rank == 0 or self._snapshot.layout == "sharded"):
             raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
         found = self._write_tensors(draft, rank, plan)
-        if self._is_first:
+        if rank == 0:
             state = json.dumps({"state": self._snapshot.state, "ranks": self._rank_states}, allow_nan=False)
             for name, content in {STATE: state.encode(), **self._snapshot.files}.items():
-                found.append(_result(name, files.write_bytes(draft / name, content), []))
+                found.append(_result(name, files.write_bytes(draft / name, content), {}))
         future: Future[list[WriteResult]] = Future()
         future.set_result(found)
         return future
 
     def _write_tensors(self, draft: Path, rank: int, plan: SavePlan) -> list[WriteResult]:
-        snapshot, found, offsets = self._snapshot, list[WriteResult](), {}
-        specs: dict[str, TensorSpec] = {}
+        snapshot, found = self._snapshot, list[WriteResult]()
+        name = FULL_FILE if snapshot.layout == "full" else f"{FOLDER}/rank-{rank:05d}.safetensors"
+        chunks = {}
         for item in plan.items:
-            chunk, key = cast(TensorWriteData, item.tensor_data).chunk, item.index.fqn
-            specs[key] = TensorSpec(snapshot.specs[key].dtype, tuple(chunk.sizes))
-            offsets[key] = tuple(chunk.offsets)
+            part = cast(TensorWriteData, item.tensor_data).chunk
+            chunks[item.index.fqn] = Chunk(name, tuple(part.offsets), tuple(part.sizes))
+        specs = {key: TensorSpec(snapshot.specs[key].dtype, chunk.sizes) for key, chunk in chunks.items()}
 
         def write(tensors: Named) -> None:
-            name = FULL_FILE if snapshot.layout == "full" else f"{FOLDER}/rank-{rank:05d}.safetensors"
             # what torch's own HuggingFaceStorageReader looks for
-            sharding = json.dumps({key: {"saved_offsets": offset} for key, offset in offsets.items()})
+            sharding = json.dumps({key: {"saved_offsets": chunk.offsets} for key, chunk in chunks.items()})
             metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
             with TensorFile(draft / name, specs, metadata, at_once=not snapshot.in_background) as file:
                 for key, tensor in tensors:
                     file.append(key, tensor)
-            found.append(_result(name, file.entry, [(key, offsets[key], specs[key].shape) for key in specs]))
+            found.append(_result(name, file.entry, chunks))
 
         if snapshot.layout == "full":
             gather_whole(snapshot.tensors, snapshot.specs, write if specs else None)
@@ -166,11 +166,9 @@ class Writer(StorageWriter):
         written: dict[str, FileEntry] = {}
         chunks: dict[str, list[Chunk]] = {name: [] for name in snapshot.specs}
         for result in (result for of_rank in results for result in of_rank):
-            name = result.index.fqn
-            entry, parts = result.storage_data
-            written[name] = entry
-            for tensor, offsets, sizes in parts:
-                chunks[tensor].append(Chunk(name, offsets, sizes))
+            written[result.index.fqn], parts = result.storage_data
+            for tensor, chunk in parts.items():
+                chunks[tensor].append(chunk)
         manifest = Manifest(
             folder=snapshot.folder,
             layout=snapshot.layout,
@@ -180,7 +178,7 @@ class Writer(StorageWriter):
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=versions(),
             tensors=snapshot.specs,
-            chunks={name: tuple(parts) for name, parts in chunks.items()},
+            chunks={name: tuple(found) for name, found in chunks.items()},
             files=dict(sorted(written.items())),
             extra={**extra, "save_seconds": round(time.monotonic() - self._began, 3)},  # all ranks' files are synced
         )
@@ -226,8 +224,7 @@ def _described(manifest: Manifest) -> Metadata:
     storage: dict[MetadataIndex, Any] = {}
     for name, spec in manifest.tensors.items():
         parts = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in manifest.chunks[name]]
-        properties = TensorProperties(dtype=getattr(torch, spec.dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(spec.shape), parts)
+        tensors[name] = TensorStorageMetadata(_properties(spec), torch.Size(spec.shape), parts)
         storage.update({MetadataIndex(name, c.offsets): places[c.file] for c in manifest.chunks[name]})
     return Metadata(tensors, storage_data=storage)
 
@@ -241,7 +238,7 @@ def gather_whole(
     """Give ``take`` whole tensors, made one after the other in :func:`file_order`; collective with DTensors.
 
     ``take`` is None on ranks that only help to gather. Its failure must not leave these waiting in a collective, so the
-    rest is gathered and dropped. A rank that cannot even begin one for want of memory would: see :func:`make_room`.
+    rest is gathered and dropped.
     """
     named = ((name, tensors[name]) for name in file_order(specs) if name in tensors)
     wholes = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in named)
@@ -282,13 +279,11 @@ def _whole(tensor: torch.Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
 
 
-def _item(name: str, spec: TensorSpec, chunk: ChunkStorageMetadata) -> WriteItem:
-    properties = TensorProperties(dtype=getattr(torch, spec.dtype))
-    data = TensorWriteData(chunk, properties, torch.Size(spec.shape))
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+def _properties(spec: TensorSpec) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, spec.dtype))
 
 
-def _result(name: str, entry: FileEntry, parts: list[Any]) -> WriteResult:
+def _result(name: str, entry: FileEntry, parts: Mapping[str, Chunk]) -> WriteResult:
     return WriteResult(MetadataIndex(name), entry.num_bytes, (entry, parts))
 
 

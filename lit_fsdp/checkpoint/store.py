@@ -1,16 +1,13 @@
-"""Saving and loading of whole checkpoints, together on all ranks, at once or while training goes on.
-
-A load reads the manifest first and trusts nothing that disagrees with it. How a save is made safe stands in
-:mod:`lit_fsdp.checkpoint.storage`.
-"""
+"""Saving and loading of whole checkpoints, together on all ranks, at once or while training goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from dataclasses import replace
 from datetime import timedelta
@@ -29,13 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import state as state_json
-from lit_fsdp.checkpoint.files import MANIFEST
-from lit_fsdp.checkpoint.manifest import Layout, Manifest, TensorSpec, checked_extra, read_manifest
+from lit_fsdp.checkpoint.manifest import Layout, Manifest, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks, reason
 from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
 from lit_fsdp.checkpoint.storage import (
-    FOLDER,
-    FULL_FILE,
     STATE,
     Named,
     Planner,
@@ -50,7 +44,6 @@ from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
-_RESERVED = (MANIFEST, FULL_FILE, f"{FOLDER}/", STATE)
 # One process without a process group is no surprise here. Set once: the filters are shared by all threads.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
@@ -65,6 +58,7 @@ def save_checkpoint(
     layout: Layout,
     files: Mapping[str, bytes | Path] | None = None,
     rank_state: Any = None,
+    background: BackgroundSaver | None = None,
 ) -> None:
     """Write one complete checkpoint at ``folder``, or raise on every rank and leave it as it was; collective.
 
@@ -76,12 +70,35 @@ def save_checkpoint(
         layout: One file per rank (``sharded``) or one in all (``full``).
         files: Small files by path inside the checkpoint, content or a file to copy; rank 0's.
         rank_state: State of this rank alone, e.g. its random generators.
+        background: Writes it, once the save before has ended and everything is copied to the host.
 
     Raises:
         CheckpointError: Anything that went wrong on any rank; names rank and file.
     """
-    ranks = Ranks()
-    _write(_agreed(ranks, Path(folder), tensors, state, manifest, layout, files, rank_state), ranks)
+    if background is not None:
+        background.wait()
+    ranks, folder = Ranks(), Path(folder)
+
+    def take() -> Snapshot:
+        specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+        if layout == "full":
+            make_room(tensors)
+        own: dict[str, Any] = {"rank_state": state_json.encode(rank_state)}
+        if ranks.is_first:
+            own |= {"state": state_json.encode(state), "extra": checked_extra(manifest)}
+            own["files"] = {name: _content(name, value) for name, value in (files or {}).items()}
+        parts, chunks = parts_of(tensors, layout, ranks.is_first)
+        return Snapshot(folder=folder, layout=layout, specs=specs, tensors=parts, chunks=chunks, **own)
+
+    what = f"checking what to save at {folder}"
+    snapshot = ranks.own(what, take)
+    held = repr((str(folder), layout, sorted(snapshot.specs.items())))
+    if len(set(ranks.run(what, hashlib.sha256(held.encode()).digest))) > 1:
+        raise CheckpointError(f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save")
+    if background is None:
+        _write(snapshot, ranks)
+    else:
+        background.begin(snapshot, ranks)
 
 
 class BackgroundSaver:
@@ -108,30 +125,21 @@ class BackgroundSaver:
         """Whether the last save goes on."""
         return not all(future.done() for future in self._pending)
 
-    def save(self, folder: Path, tensors: Mapping[str, torch.Tensor], layout: Layout, **parts: Any) -> None:
-        """:func:`save_checkpoint`, which returns once everything is copied to the host; collective.
-
-        The layout ``full`` is gathered here, to the host of rank 0: a thread may not use the groups of training.
-
-        Raises:
-            CheckpointError: On every rank: this save is refused, or the one before it has failed.
-        """
-        self.wait()
-        folder, ranks = Path(folder), Ranks()
-        snapshot = _agreed(ranks, folder, tensors, layout=layout, **parts)
+    def begin(self, snapshot: Snapshot, ranks: Ranks) -> None:
+        """Copy, ``full`` gathered to rank 0 (a thread may not use training's groups), and let the thread write."""
 
         def copy() -> Any:
-            if layout == "sharded":
+            if snapshot.layout == "sharded":
                 return self._stager.stage(dict(snapshot.tensors))
             whole: dict[str, torch.Tensor] = {}
 
             def keep(wholes: Named) -> None:
                 whole.update((name, tensor.detach().to("cpu", copy=True)) for name, tensor in wholes)
 
-            gather_whole(tensors, snapshot.specs, keep if ranks.is_first else None)
+            gather_whole(snapshot.tensors, snapshot.specs, keep if ranks.is_first else None)
             return whole
 
-        copied = replace(snapshot, tensors=ranks.own(f"copying {folder}", copy), in_background=True)
+        copied = replace(snapshot, tensors=ranks.own(f"copying {snapshot.folder}", copy), in_background=True)
         self._pending = [self._pool.submit(_write, copied, self._writers)]
 
     def then(self, act: Callable[[], object]) -> None:
@@ -148,11 +156,7 @@ class BackgroundSaver:
         self._pending.append(self._pool.submit(after))
 
     def wait(self) -> None:
-        """Wait until the thread of this rank has ended; not collective, but its end is the same on every rank.
-
-        Raises:
-            CheckpointError: The save failed on any rank; told once.
-        """
+        """Wait until the thread has ended; a save that has failed on any rank is a CheckpointError on all, once."""
         futures.wait(self._pending)  # Ctrl-C leaves it pending
         ended, self._pending = self._pending, []
         for future in ended:
@@ -189,12 +193,8 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
     here = {name: tensor for name, tensor in into.items() if local[name].numel()}
-    try:
+    with _together(what, ranks):
         dcp.load(here, storage_reader=reader, planner=planner)
-    except CheckpointException as error:
-        raise _of_all(what, error, ranks) from error
-    except RuntimeError as error:
-        raise ranks.lost(what, error) from error
 
 
 def load_weights(module: Module, path: Path | str) -> Module:
@@ -202,10 +202,6 @@ def load_weights(module: Module, path: Path | str) -> Module:
 
     A module that builds its layers in ``configure_model`` does so here, and reads the base of adapters there; with
     ``strict_loading = False`` what the checkpoint lacks stays as it is.
-
-    Args:
-        module: Made with the arguments of the training, e.g. ``MyModule(width=64)``.
-        path: A checkpoint, e.g. ``RUN/checkpoints/step-00000050``.
 
     Raises:
         CheckpointError: No checkpoint, or a damaged one.
@@ -265,73 +261,35 @@ def _refuse(folder: Path, differences: Mapping[str, str]) -> None:
         raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
 
 
-def _agreed(
-    ranks: Ranks,
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    state: Any,
-    manifest: Mapping[str, Any],
-    layout: Layout,
-    files: Mapping[str, bytes | Path] | None = None,
-    rank_state: Any = None,
-) -> Snapshot:
-    """What this rank brings, once every rank could take its own and all hold the same tensors; collective."""
-    taken: list[Snapshot] = []
-
-    def take() -> str:
-        found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-        if layout == "full":
-            make_room(tensors)
-        own: dict[str, Any] = {}
-        if ranks.is_first:
-            own = {"state": state_json.encode(state), "extra": checked_extra(manifest)}
-            own["files"] = {name: _content(name, value) for name, value in (files or {}).items()}
-        own["rank_state"] = state_json.encode(rank_state)
-        parts, chunks = parts_of(tensors, layout, ranks.is_first)
-        taken.append(Snapshot(folder=folder, layout=layout, tensors=parts, chunks=chunks, specs=found, **own))
-        return hashlib.sha256(repr((str(folder), layout, sorted(found.items()))).encode()).hexdigest()
-
-    if len(set(ranks.run(f"checking what to save at {folder}", take))) > 1:
-        raise CheckpointError(f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save")
-    return taken[0]
-
-
 def _write(snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write what all ranks have agreed on, or raise on every rank and leave the folder as it was; collective."""
-    writer, what = Writer(snapshot), f"writing {snapshot.folder}"
+    writer, planner = Writer(snapshot), Planner(snapshot)
     try:
-        dcp.save(
-            dict.fromkeys(snapshot.chunks), storage_writer=writer, planner=Planner(snapshot), process_group=ranks.group
-        )
-    except BaseException as error:
+        with _together(f"writing {snapshot.folder}", ranks):
+            dcp.save(dict.fromkeys(snapshot.chunks), storage_writer=writer, planner=planner, process_group=ranks.group)
+    except BaseException:
         writer.discard()
-        if isinstance(error, CheckpointException):
-            raise _of_all(what, error, ranks) from error
-        if isinstance(error, RuntimeError):
-            raise ranks.lost(what, error) from error
         raise
 
 
-def _of_all(what: str, error: CheckpointException, ranks: Ranks) -> BaseException:
-    """What DCP has gathered from all ranks, in our words."""
-    failed = {rank: reason(failure) for rank, (failure, _) in error.failures.items()}
-    return ranks.error(what, failed, error.failures[ranks.rank][0] if ranks.rank in failed else None)
-
-
-def _spec(name: str, tensor: Any) -> TensorSpec:
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-        kind = "on the meta device" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise CheckpointError(f"{name}: {kind}, but only tensors with data can be saved as tensors")
-    return spec_of(tensor)
+@contextlib.contextmanager
+def _together(what: str, ranks: Ranks) -> Iterator[None]:
+    """Say in our words what DCP has gathered from all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failed = {rank: reason(failure) for rank, (failure, _) in error.failures.items()}
+        own = error.failures[ranks.rank][0] if ranks.rank in failed else None
+        raise ranks.error(what, failed, own) from error
+    except RuntimeError as error:
+        raise ranks.lost(what, error) from error
 
 
 def _content(name: str, value: bytes | Path) -> bytes:
-    if disk.checked_name(name).startswith(_RESERVED):
-        raise CheckpointError(f"files: {name} is a name of the checkpoint's own; use another one")
+    disk.checked_name(name)
     if isinstance(value, bytes):
         return value
-    with disk.naming(Path(value)):
-        return Path(value).read_bytes()
+    with disk.naming(value):
+        return value.read_bytes()
 
 
 def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: set[str]) -> None:

@@ -1,7 +1,4 @@
-"""What differs between a checkpoint and its manifest, file by file, and which checkpoint is sound.
-
-Torch is not imported: ``lit-fsdp ckpt verify`` needs none.
-"""
+"""What differs between a checkpoint and its manifest, file by file, and which checkpoint is sound; without torch."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) 
 def sound_checkpoint(
     folder: Path, others: Sequence[Path], ranks: Ranks, hashes: bool = True
 ) -> tuple[Path, Mapping[Path, str]]:
-    """The first of ``folder`` and ``others`` that is sound (see :func:`verify`), the same on every rank; collective.
-
-    Returns:
-        Its folder, and what is wrong with each one that would have come first, by folder.
+    """The first of ``folder`` and ``others`` that is sound, and what is wrong with each one before it; collective.
 
     Raises:
         CheckpointError: On every rank; all are damaged, and each file that differs is named.

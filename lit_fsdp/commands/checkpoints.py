@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -15,9 +15,6 @@ from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import require
-
-if TYPE_CHECKING:
-    from lit_fsdp.checkpoint.importing import Target
 
 _USAGE = """usage: lit-fsdp ckpt ls PATH [--json]
        lit-fsdp ckpt verify PATH [--json] [--sha256]
@@ -130,23 +127,16 @@ def _import(argv: Sequence[str]) -> int:
     parser.add_argument("--allow-surplus", action="store_true", help="leave out what the model does not have")
     options = parse(parser, argv)
     from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
-
-    source = open_source(options.source)  # before a model is looked for
-    print(import_checkpoint(source, options.out, _target(options.model), options.prefix, options.allow_surplus))
-    return 0
-
-
-def _target(model: str) -> Target:
-    """Names, shapes and ties of the model, with its config and tokenizer; nothing of it is in memory."""
-    from lit_fsdp.checkpoint.importing import Target
     from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.module import CausalLMModule
     from lit_fsdp.parallel.units import tied_names
 
-    module = CausalLMModule(name=model).build()
+    source = open_source(options.source)  # before a model is looked for
+    module = CausalLMModule(name=options.model).build()
     built = module.model
     assert built is not None
     ties = tied_names(built)
     shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if name not in ties}
-    entry = model_entry(module.source, {}, None)
-    return Target(shapes=shapes, ties=ties, files=module.checkpoint_files(), entry=entry)
+    of_model = (shapes, ties, module.checkpoint_files(), model_entry(module.source, {}, None))
+    print(import_checkpoint(source, options.out, *of_model, options.prefix, options.allow_surplus))
+    return 0

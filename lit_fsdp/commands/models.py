@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.commands.parsing import parse, size_words, verb_parser
 from lit_fsdp.errors import require
 
@@ -34,30 +32,22 @@ def run_export(argv: Sequence[str]) -> int:
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
+    from transformers.utils.logging import disable_progress_bar
+
     from lit_fsdp.checkpoint.export import export
-    from lit_fsdp.models.base import open_base
+    from lit_fsdp.checkpoint.export_verify import find_export_differences
     from lit_fsdp.models.hub import push
 
-    def base_of(manifest: Manifest) -> Any:
-        saved = manifest.extra["model"]["base"]
-        return open_base(saved, manifest.folder, options.base, options.trust_remote_code)
-
-    def check(place: Path, manifest: Manifest, plan: Any) -> list[str]:
-        from transformers.utils.logging import disable_progress_bar
-
-        from lit_fsdp.checkpoint.export_verify import find_export_differences
-
-        disable_progress_bar()
-        return find_export_differences(place, manifest, plan, base_of)
-
+    disable_progress_bar()
     plan = export(
         options.ckpt,
         options.out,
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
         lora="adapter" if options.adapter else "merge" if options.merge else None,
-        check=check if options.verify else None,
-        open_base=base_of,
+        check=find_export_differences if options.verify else None,
+        base=options.base,
+        trust_remote_code=options.trust_remote_code,
     )
     checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
     print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")

@@ -100,10 +100,8 @@ class Checkpoints:
         """Write one complete checkpoint folder, in place of an older one of that name, or raise on every rank."""
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
-        save: Callable[..., None] = store.save_checkpoint
         if self.background is not None:
             self.background.wait()
-            save = self.background.save if self._in_background else save
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
         self._sync_buffers()
         checkpoint = dict(checkpoint)
@@ -129,7 +127,7 @@ class Checkpoints:
             **describe(),
             **position,
         }
-        save(
+        store.save_checkpoint(
             path,
             tensors=tensors,
             state={**checkpoint, "optimizer_states": groups},
@@ -137,6 +135,7 @@ class Checkpoints:
             layout=self.config.state_dict,
             files={**files(), **self.checkpoint_files},
             rank_state=self._rng_before_window or self._rng_state(),
+            background=self.background if self._in_background else None,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

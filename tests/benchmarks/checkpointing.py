@@ -93,7 +93,7 @@ class Bench:
         return found[0]
 
     def _begin_saving(self, path: Path) -> None:
-        self._saver.save(path, tensors=self.tensors, **_REST)
+        save_checkpoint(path, tensors=self.tensors, background=self._saver, **_REST)
 
     def _saved(self, save: Callable[[Path], Any]) -> float:
         """Seconds of a save into a new folder, which is removed when all of it is there."""

@@ -48,13 +48,6 @@ CASES: list[tuple[str, int, str, str, int, int, int]] = [
     ("f", END, "fsdp1", "hybrid_shard", 4, 1, 0),
     ("g", MIDDLE, "fsdp2", "no_shard", 4, 2, 0),
 ]
-FURTHER: list[tuple[str, int, str, str, int, int, int]] = [
-    ("a", END, "ddp", "no_shard", 4, 2, 0),
-    ("c", MIDDLE, "fsdp1", "no_shard", 2, 2, 2),
-    ("e", MIDDLE, "fsdp1", "shard_grad_op", 4, 1, 2),
-    ("f", MIDDLE, "fsdp2", "full_shard", 1, 2, 0),
-]
-LONG = pytest.mark.long("a pair of values more; each value is met without it")
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +110,7 @@ def check_epochs(batches: dict[int, list[int]]) -> None:
         assert seen == Counter(range(ROWS))
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=LONG) for case in FURTHER)], ids=lambda case: "-".join(map(str, case))
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any], tmp_path: Path, case: Any) -> None:
     name, cut, *choices = case
     folder, whole = saved(name)

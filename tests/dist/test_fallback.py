@@ -27,44 +27,33 @@ NEWEST = "step-00000003"
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """``runs(folder, engine, *flags)``: ``fit`` on two ranks in the working folder, and what each rank said."""
+    """``runs(folder, *flags)``: ``fit`` on two ranks in the working folder, and what each rank said."""
     cwd = tmp_path_factory.mktemp("fallback")
     (cwd / "small.yaml").write_text(RECIPE)
 
-    def run(folder: Path, engine: str, *flags: str, verb: str = "fit") -> list[Outcome]:
+    def run(folder: Path, *flags: str, verb: str = "fit") -> list[Outcome]:
         words = [verb, "--config", "small.yaml", "--model.name", str(tiny_model)]
-        words += ["--trainer.default_root_dir", str(folder), "--trainer.strategy.init_args.engine", engine, *flags]
-        return command(2, words, cwd)
+        return command(2, [*words, "--trainer.default_root_dir", str(folder), *flags], cwd)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
-    """``three_steps(engine, folder)``: a copy of a run of three steps at ``folder``."""
-    made: dict[str, Path] = {}
-
-    def copy(engine: str, folder: Path) -> Path:
-        if engine not in made:
-            run = tmp_path_factory.mktemp("three") / engine
-            done = runs(run, engine)
-            assert [rank.code for rank in done] == [0, 0], done
-            made[engine] = run
-        return Path(shutil.copytree(made[engine], folder))
-
-    return copy
+def three_steps(runs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """``three_steps(folder)``: a copy of a run of three steps at ``folder``."""
+    made = tmp_path_factory.mktemp("three") / "run"
+    done = runs(made)
+    assert [rank.code for rank in done] == [0, 0], done
+    return lambda folder: Path(shutil.copytree(made, folder))
 
 
-@pytest.mark.parametrize(
-    "engine", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.long("the same on the other engine"))]
-)
-def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path, engine: str) -> None:
-    run, by_path = three_steps(engine, tmp_path / "run"), three_steps(engine, tmp_path / "by_path")
+def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
+    run, by_path = three_steps(tmp_path / "run"), three_steps(tmp_path / "by_path")
     newest = run / "checkpoints" / NEWEST
     file = "tensors/rank-00001.safetensors"
     flip(newest / file)
     before, recipe = content(run / "checkpoints"), (run / "recipe.yaml").read_text()
-    refused = runs(run, engine, "--ckpt_path", "last", "--trainer.max_steps", "5")
+    refused = runs(run, "--ckpt_path", "last", "--trainer.max_steps", "5")
     for rank in refused:
         assert rank.code == 1
         assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in rank.err
@@ -73,7 +62,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert (run / "recipe.yaml").read_text() == recipe  # not that of the run that was refused
 
     flags = ["--ckpt_path", "last", "--trainer.max_steps", "5", "--resume.fallback", "true"]
-    done = runs(run, engine, *flags)
+    done = runs(run, *flags)
     assert [rank.code for rank in done] == [0, 0], done
     older = run / "checkpoints" / "step-00000002"
     assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0].err
@@ -84,7 +73,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert f"moved aside: {newest} is {aside.name} now" in done[0].err
     assert content(aside) == {k.removeprefix(f"{NEWEST}/"): v for k, v in before.items() if k.startswith(NEWEST)}
 
-    same = runs(by_path, engine, "--ckpt_path", str(by_path / "checkpoints/step-00000002"), "--trainer.max_steps", "5")
+    same = runs(by_path, "--ckpt_path", str(by_path / "checkpoints/step-00000002"), "--trainer.max_steps", "5")
     assert [rank.code for rank in same] == [0, 0], same
     assert len(losses(run)) == 5
     assert losses(run) == losses(by_path)
@@ -100,12 +89,12 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
 
 
 def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:
-    run = three_steps("fsdp2", tmp_path / "run")
+    run = three_steps(tmp_path / "run")
     flip(run / "checkpoints/step-00000001/state.json")
     flip(run / "checkpoints/step-00000002/tensors/rank-00000.safetensors")
     flip(run / f"checkpoints/{NEWEST}/hf/config.json")
     before = content(run / "checkpoints")
-    for rank in runs(run, "fsdp2", "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
+    for rank in runs(run, "--ckpt_path", "last", "--trainer.max_steps", "4", "--resume.fallback", "true"):
         assert rank.code == 1
         for file in ("state.json", "tensors/rank-00000.safetensors", "hf/config.json"):
             assert f"  {file}: xxh3 differs from the manifest" in rank.err
@@ -115,11 +104,11 @@ def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Pa
 def test_a_path_is_never_replaced_and_hashes_can_be_left_out(
     runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path
 ) -> None:
-    run = three_steps("fsdp2", tmp_path / "run")
+    run = three_steps(tmp_path / "run")
     newest = run / "checkpoints" / NEWEST
     flip(newest / "tensors/rank-00001.safetensors")
-    for rank in runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.fallback", "true", verb="validate"):
+    for rank in runs(run, "--ckpt_path", str(newest), "--resume.fallback", "true", verb="validate"):
         assert rank.code == 1
         assert "rank-00001.safetensors: xxh3 differs" in rank.err
-    done = runs(run, "fsdp2", "--ckpt_path", str(newest), "--resume.verify", "false", verb="validate")
+    done = runs(run, "--ckpt_path", str(newest), "--resume.verify", "false", verb="validate")
     assert [rank.code for rank in done] == [0, 0], done

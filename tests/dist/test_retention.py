@@ -75,10 +75,8 @@ def test_a_removal_that_fails_is_tried_again(tmp_path: Path) -> None:
     assert (found["error"], found["taken"], found["there"]) == (None, 3, [1, 3])
     left = tmp_path / "checkpoints" / ".step-00000001.removed-0123456789abcdef"
     os.rename(tmp_path / "checkpoints" / "step-00000001", left)
-    again = fit(
-        tmp_path, ENGINES[0], 4, every_steps=1, keep_last=1,
-        ckpt_path=tmp_path / "checkpoints/step-00000003",
-    )  # fmt: skip
+    newest = tmp_path / "checkpoints/step-00000003"
+    again = fit(tmp_path, ENGINES[0], 4, every_steps=1, keep_last=1, ckpt_path=newest)
     assert (again["error"], again["there"]) == (None, [4])
     assert not left.exists()
 
@@ -99,23 +97,16 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    """In somebody's own Trainer, on both ranks, before anything is written."""
-    refused = fit(tmp_path / "run", ENGINES[0], 2)
-    assert f"another job is at work in this run folder: process {held.pid} on host" in refused["error"]
-    assert "name another trainer.default_root_dir" in refused["error"]
+    """In somebody's own Trainer, on both ranks, and by the command, before anything is written."""
+    who = f"another job is at work in this run folder: process {held.pid} on host"
+    (done, _) = command(2, ["fit", *SMOKE, "--trainer.default_root_dir", "run"], tmp_path, patience=1)
+    assert (done.code, who in done.err, "Traceback" in done.err) == (1, True, False)
+    assert who in fit(tmp_path / "run", ENGINES[0], 2)["error"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
     os.kill(held.pid, signal.SIGKILL)
     held.wait()
     allowed = fit(tmp_path / "run", ENGINES[0], 2)
     assert (allowed["error"], allowed["there"]) == (None, [2])
-
-
-def test_the_command_refuses_a_held_folder_before_it_writes(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    (done, _) = command(2, ["fit", *SMOKE, "--trainer.default_root_dir", "run"], tmp_path, patience=1)
-    assert done.code == 1
-    assert f"another job is at work in this run folder: process {held.pid} on host" in done.err
-    assert "Traceback" not in done.err
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
 def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:

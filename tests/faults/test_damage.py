@@ -30,18 +30,6 @@ def flip_a_bit(folder: Path, other: Path, rng: random.Random) -> str:
     return path.name
 
 
-def zero_a_page(folder: Path, other: Path, rng: random.Random) -> str:
-    """4 KiB, or the whole of a smaller file; never a place that was zero already."""
-    while True:
-        path = rng.choice(files_of(folder))
-        data = bytearray(path.read_bytes())
-        start = rng.randrange(max(len(data) - 4095, 1))
-        if any(data[start : start + 4096]):
-            data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-            path.write_bytes(data)
-            return path.name
-
-
 def cut(folder: Path, other: Path, rng: random.Random) -> str:
     path = rng.choice([path for path in files_of(folder) if path.stat().st_size])
     with path.open("r+b") as file:
@@ -75,9 +63,7 @@ def mix_two_steps(folder: Path, other: Path, rng: random.Random) -> str:
     return "mixed"
 
 
-KINDS: list[Callable[[Path, Path, random.Random], str]] = [
-    flip_a_bit, zero_a_page, cut, remove, swap_shards, mix_two_steps,
-]  # fmt: skip
+KINDS: list[Callable[[Path, Path, random.Random], str]] = [flip_a_bit, cut, remove, swap_shards, mix_two_steps]
 
 
 @pytest.mark.timeout(3600)
@@ -85,7 +71,7 @@ def test_all_damage_is_noticed(saved: Path, tmp_path: Path) -> None:
     """Also in the manifest itself; undamaged copies pass, and the way back leads to the newest sound one."""
     rng = random.Random(5)
     other, victim = step_folder(saved, 2), step_folder(tmp_path, 3)
-    for trial in range(6000 if CHAOS else 48):
+    for trial in range(5000 if CHAOS else 40):
         shutil.copytree(step_folder(saved, 3), victim)
         read_manifest(victim)
         if trial % 10 == 0:

@@ -147,29 +147,6 @@ def run_with(tiny_model: Path, folder: Path, how: str, **strategy: Any) -> tuple
     return run, outcomes
 
 
-def test_not_finite_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
-    run, outcomes = run_with(tiny_model, tmp_path, "nan", engine="fsdp2", nonfinite_gradients="error")
-    for outcome in outcomes:
-        assert outcome.code == 1
-        assert "the gradients hold inf or nan" in outcome.output
-        assert f"rank {BAD}" in outcome.output
-    run.check(may_lose=0)
-    assert run.newest() == STEP
-    run.finish()  # as if nothing had been
-
-
-def test_not_finite_is_skipped(tiny_model: Path, tmp_path: Path) -> None:
-    """On both ranks alike: parameters and optimizer stay as they were, later steps are taken."""
-    run, outcomes = run_with(tiny_model, tmp_path, "nan", engine="fsdp1", nonfinite_gradients="skip")
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].output
-    assert "step skipped" in outcomes[0].output
-    assert f"rank {BAD}" in outcomes[0].output
-    run.check(may_lose=0)
-    ((_, losses),) = run.attempts()
-    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
-    assert float(losses[6]) < float(losses[1])
-
-
 @pytest.mark.parametrize(
     ("engine", "how", "code"), [("fsdp2", "error", 1), ("fsdp1", "kill", -9), ("fsdp2", "stop", None)]
 )

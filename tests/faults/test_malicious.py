@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import pickle
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,11 +116,8 @@ def test_torch_files_of_others(marker: Path, tmp_path: Path) -> None:
 
 HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "endless": lambda data: struct.pack("<Q", 2**63) + data[8:],
-    "longer than the file": lambda data: struct.pack("<Q", len(data)) + data[8:],
     "no JSON": lambda data: data[:8] + b"x" * (len(data) - 8),
-    "a list": lambda data: struct.pack("<Q", 2) + b"[]" + data[10:],
     "far away": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 16]}}),
-    "backwards": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}),
     "overflow": lambda data: _header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}}),
     "nested": lambda data: struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
     "empty": lambda data: b"",
@@ -197,15 +192,3 @@ def test_links_out_of_the_folder(victim: Path, tmp_path: Path) -> None:
     (victim.parent / ".step-00000009.tmp-0123456789abcdef").symlink_to(outside)
     run_folder.sweep(victim.parent.parent)
     assert kept.exists()
-
-
-def test_a_zip_that_names_files_elsewhere(tmp_path: Path, marker: Path) -> None:
-    """A torch file is a zip; its entries are never unpacked to the disk."""
-    path = tmp_path / "model.pt"
-    torch.save({"a": torch.ones(2)}, path)
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("../marker", "evil")
-    with contextlib.suppress(CheckpointError):
-        importing.read_torch(path)
-    assert not marker.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt"]

@@ -51,40 +51,16 @@ class StepLog(Callback):
 
 
 class AtStep(Callback):
-    """Does harm on one rank in the middle of one step.
-
-    Args:
-        rank: Whose.
-        step: Optimizer steps done before.
-        how: ``nan``, ``error``, or as for :func:`hurt`.
-    """
+    """Does harm (``error``, or as for :func:`hurt`) on one rank in the middle of the step after ``step``."""
 
     def __init__(self, rank: int, step: int, how: str) -> None:
         self.rank, self.step, self.how = rank, step, how
-        self._hooks: list[Any] = []
-        self._is_done = False
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_here(trainer) and self.how == "nan":
-            embedding: Any = pl_module.model.get_input_embeddings()  # type: ignore[union-attr, operator]
-            self._hooks.append(embedding.register_forward_hook(lambda module, args, out: out * float("nan")))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-            self._is_done = True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if not self._is_here(trainer) or self.how == "nan":
-            return
-        if self.how == "error":
-            raise RuntimeError("made to fail")
-        hurt(self.how)
-
-    def _is_here(self, trainer: Trainer) -> bool:
-        return trainer.global_rank == self.rank and trainer.global_step == self.step and not self._is_done
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            if self.how == "error":
+                raise RuntimeError("made to fail")
+            hurt(self.how)
 
 
 def watch(run: str, stage: StageFile, fault: dict[str, Any] | None) -> None:

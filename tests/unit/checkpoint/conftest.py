@@ -20,11 +20,8 @@ TENSORS = {
     "model/model.number": torch.tensor(2.5),
     "model/model.empty": torch.empty(0, 4),
     "model/model.flags": torch.tensor([True, False, True]),
-    "optim/model.weight/step": torch.tensor(3.0),
-    "optim/model.weight/exp_avg": torch.full((5, 3), 0.25),
     "optim/model.weight/counts": torch.arange(7, dtype=torch.int8),
 }
-STATE = {"epoch": 1, "loops": {"position": (3, 4)}, "best": torch.tensor(0.5), 7: float("inf")}
 
 
 @pytest.fixture
@@ -35,26 +32,15 @@ def save(tmp_path: Path) -> Callable[..., Path]:
         folder = step_folder(tmp_path, step)
         parts: dict[str, Any] = {
             "tensors": TENSORS,
-            "state": STATE,
-            "manifest": {
-                "global_step": step,
-                "model": {"prefix": "model.", "tied": {}},
-                "metrics": {"val_loss": 1 / step},
-            },
+            "state": {"epoch": 1},
+            "manifest": {"global_step": step, "model": {"prefix": "model.", "tied": {}}},
             "files": {"hf/config.json": b'{"model_type": "toy"}'},
-            "rank_state": {"rng": torch.arange(4, dtype=torch.uint8)},
             **changes,
         }
         save_checkpoint(folder, layout=layout, **parts)
         return folder
 
     return write
-
-
-@pytest.fixture
-def blanks() -> dict[str, torch.Tensor]:
-    """Tensors of the right names, shapes and dtypes with other content."""
-    return {name: torch.full_like(tensor, 1) for name, tensor in TENSORS.items()}
 
 
 def make(run: Path, step: int, name: str | None = None, **metrics: float) -> Path:

@@ -1,88 +1,103 @@
-"""Export: what plain transformers loads equals what was trained."""
+"""Exports: loaded again and compared before they appear; adapters alone and merged; the model card."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lit_fsdp.checkpoint import export as export_module
 from lit_fsdp.checkpoint.export import export
+from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.base import base_of_folder, describe_base, weights_hash
+from lit_fsdp.models.lora import apply_lora
+from lit_fsdp.models.resolve import resolve_model
 from tests.unit.checkpoint.conftest import flip
 
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+IDS = torch.arange(14).reshape(2, 7)
+SIZES: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, **SIZES}
+CONFIGS = {
+    "llama": LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **LLAMA),
+    "untied": LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **LLAMA),
+    "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **SIZES),
+}
+TIED = {"llama": {"lm_head.weight": "model.embed_tokens.weight"}, "gpt2": {"lm_head.weight": "transformer.wte.weight"}}
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    """Two layers, tied embeddings, random weights in fp32."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+class Saved:
+    """A model with trained-looking values, its checkpoint, and its base as a folder."""
 
-
-@pytest.fixture(scope="module")
-def hf_files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What a module saves beside the tensors; the tokenizer is in tests/dist."""
-    folder = tmp_path_factory.mktemp("hf")
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    return {f"hf/{path.name}": path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, model: LlamaForCausalLM, hf_files: dict[str, bytes]) -> Callable[..., Path]:
-    """A function that saves the model the way the training module does."""
-
-    def write(layout: Any = "sharded", tied: dict[str, str] = TIED, **changes: Any) -> Path:
-        state = model.state_dict()
-        tensors = {f"model/model.{name}": tensor for name, tensor in state.items() if name not in tied}
-        tensors |= {"optim/model.norm/step": torch.tensor(1.0), "model/scale": torch.ones(1)}
-        manifest = {"global_step": 5, "model": {"prefix": "model.", "tied": tied}}
-        parts = {"tensors": tensors, "state": {}, "manifest": manifest, "files": hf_files, **changes}
-        folder = step_folder(tmp_path, 5)
-        save_checkpoint(folder, layout=layout, **parts)
-        return folder
-
-    return write
+    def __init__(
+        self, place: Path, family: str = "llama", lora: Any = None, layout: Any = "sharded", **changes: Any
+    ) -> None:
+        torch.manual_seed(2)
+        self.model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
+        self.base = place / "base"
+        self.model.save_pretrained(self.base)
+        adapter, base, frozen = None, None, set()
+        if lora is not None:
+            config = ModelConfig(name=str(self.base))
+            base = describe_base(resolve_model(config, 0), config, 0)
+            adapter = apply_lora(self.model, LoraConfig(**lora))
+            for module in self.model.modules():
+                for name, param in module._parameters.items():
+                    if param is not None and param.is_meta:
+                        module._parameters[name] = torch.nn.Parameter(torch.randn(param.shape) * 0.2)
+            self.model.eval()
+            frozen = {name for name, param in self.model.named_parameters() if not param.requires_grad}
+        tied = TIED.get(family, {})
+        not_saved = frozen | set(tied.values() if changes.pop("saves_head", False) else tied)
+        state = {f"model/model.{name}": t for name, t in self.model.state_dict().items() if name not in not_saved}
+        entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
+        metrics = {"val_loss": 1.25, "bad": float("nan")}
+        parts = {
+            "tensors": {**state, "optim/x/step": torch.tensor(1.0)},
+            "manifest": {"global_step": 5, "model": {**entry, "kept_with_adapter": []}, "metrics": metrics},
+            "files": {f"hf/{path.name}": path.read_bytes() for path in self.base.glob("*.json")},
+        }
+        self.folder = step_folder(place, 5)
+        save_checkpoint(self.folder, state={}, layout=layout, **{**parts, **changes})
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.arange(10)[None]).logits
+        return model.eval()(IDS, use_cache=False).logits
 
 
-def test_a_tie_saved_under_the_other_name_is_found(checkpoint, model, tmp_path):
-    tensors = {f"model/model.{name}": t for name, t in model.state_dict().items() if name != TIED["lm_head.weight"]}
-    export(checkpoint(tensors=tensors), tmp_path / "out")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+def test_a_tie_saved_under_the_other_name_is_found(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, saves_head=True)
+    export(saved.folder, tmp_path / "out", check=find_export_differences)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(saved.model))
 
 
-def test_a_checkpoint_of_another_module_is_refused(checkpoint, tmp_path):
+def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
     for changes, match in (
         ({"manifest": {"global_step": 5}}, "only checkpoints of a CausalLMModule"),
         ({"files": {}}, r"hf/config\.json: not in the manifest"),
         ({"files": {"hf/config.json": b"[]"}}, "not the config of a model"),
     ):
         with pytest.raises(CheckpointError, match=match):
-            export(checkpoint(**changes), tmp_path / "out")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+            export(Saved(tmp_path, **changes).folder, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
 
 
-def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
-    folder = checkpoint()
+def test_damage_and_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Saved(tmp_path).folder
 
-    def fail(*args):
+    def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -92,19 +107,102 @@ def test_damage_and_failures_leave_nothing(checkpoint, tmp_path, monkeypatch):
     flip(folder / "tensors" / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
 
 
-def test_two_exports_into_one_folder_leave_each_other_alone(checkpoint, tmp_path, monkeypatch):
+def test_two_exports_into_one_folder_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where locks tell nothing, as between two clients of a network file system; the same folder is refused."""
     monkeypatch.setattr("fcntl.flock", lambda *arguments: None)
-    folder = checkpoint()
+    folder = Saved(tmp_path).folder
 
-    def meanwhile(*arguments):
+    def meanwhile(*arguments: Any) -> list[str]:
         export(folder, tmp_path / "two")
-        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists; .*another export is writing"):
+        with pytest.raises(CheckpointError, match=r"\.one\.draft: File exists"):
             export(folder, tmp_path / "one")
         return []
 
     export(folder, tmp_path / "one", check=meanwhile)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "one", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints", "one", "two"]
+
+
+def _rewritten(change: Callable[[dict[str, torch.Tensor]], object], name: str = "model") -> Callable[[Path], None]:
+    def rewrite(place: Path) -> None:
+        tensors = load_file(place / f"{name}.safetensors")
+        change(tensors)
+        save_file(tensors, place / f"{name}.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def rewrite(place: Path) -> None:
+        file = place / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return rewrite
+
+
+def test_what_differs_is_named_and_nothing_is_published(tmp_path: Path) -> None:
+    adapter = Saved(tmp_path / "adapter", lora={"r": 2}).folder
+    folder = Saved(tmp_path).folder
+    before = sorted(path.name for path in tmp_path.iterdir())
+    changes: list[tuple[Path, Callable[[Path], Any], str]] = [
+        (folder, _rewritten(lambda t: t["model.norm.weight"].mul_(1.01)), "logits of a fixed input differ"),
+        (folder, _rewritten(lambda t: t["model.embed_tokens.weight"][47].add_(1e-6)), "tensor model.embed_tokens"),
+        (folder, _rewritten(lambda t: t.pop("model.norm.weight")), r"missing keys: model\.norm\.weight"),
+        (folder, _rewritten(lambda t: t.update(x=torch.ones(1))), "unexpected keys: x"),
+        (folder, _config(rms_norm_eps=0.1), "logits of a fixed input differ"),
+        (folder, _config(dtype="bfloat16"), r"dtype: torch\.bfloat16, not torch\.float32"),
+        (folder, lambda place: (place / "config.json").write_text("{"), "cannot be loaded"),
+        (adapter, _rewritten(lambda t: t.pop(sorted(t)[0]), "adapter_model"), "missing|other tensors than planned"),
+    ]
+    for saved, change, text in changes:
+
+        def check(place: Path, *rest: Any, change: Callable[[Path], Any] = change) -> list[str]:
+            change(place)
+            return find_export_differences(place, *rest)
+
+        with pytest.raises(CheckpointError, match=rf"not published.*\n(.*\n)*.*({text})"):
+            export(saved, tmp_path / "out", check=check)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# peft 0.21 asks transformers 5.23 by the old name of a property
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_alone_and_merged_are_the_live_model(tmp_path: Path) -> None:
+    """Also those of embeddings, biases, and whole modules beside them."""
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("llama", "full", {"target_modules": "all-linear", "r": 4, "alpha": 6}),
+        ("llama", "sharded", {"r": 3, "alpha": 2.5, "use_rslora": True}),
+        ("gpt2", "full", {"target_modules": "all-linear", "r": 4, "use_dora": True}),
+        ("untied", "sharded", {"target_modules": ["q_proj", "embed_tokens"], "r": 4}),
+        ("untied", "sharded", {"modules_to_save": ["lm_head", "norm"], "r": 4}),
+        ("gpt2", "sharded", {"r": 4, "modules_to_save": ["ln_f"]}),
+    ]
+    for number, (family, layout, lora) in enumerate(cases):
+        place = tmp_path / str(number)
+        made = Saved(place, family, lora, layout)
+        assert export(made.folder, place / "adapter", check=find_export_differences).form == "adapter"
+        files = sorted(path.name for path in (place / "adapter").iterdir())
+        assert files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        assert base_of_folder(place / "adapter")["xxh3"] == weights_hash(made.base)
+        live = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.base), place / "adapter")
+        assert torch.equal(logits(live), logits(made.model)), lora
+        assert export(made.folder, place / "merged", lora="merge", check=find_export_differences).form == "merge"
+        plain = AutoModelForCausalLM.from_pretrained(place / "merged")
+        assert type(plain) is type(made.model)
+        torch.testing.assert_close(logits(plain), logits(made.model), rtol=1e-4, atol=1e-5)
+    narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=find_export_differences)
+    assert narrow.dtype == "bfloat16"
+
+
+def test_the_card_tells_what_the_checkpoint_knows_and_no_path(tmp_path: Path) -> None:
+    for lora, library in ((None, "transformers"), ({"r": 4}, "peft")):
+        export(Saved(tmp_path / library, lora=lora).folder, tmp_path / library / "out")
+        card = (tmp_path / library / "out" / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["tags"] == ["lit_fsdp"] + ["lora"] * (lora is not None)
+        assert (head["library_name"], head["base_model"]) == (library, "tiny/llama")
+        assert "step 5" in card
+        assert "- val_loss: 1.25\n" in card
+        assert not [word for word in ("bad", str(tmp_path)) if word in card]

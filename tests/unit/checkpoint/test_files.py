@@ -1,9 +1,10 @@
-"""Hashed files, names that stay inside, folders that appear whole."""
+"""Folders that appear whole, in no place but their own."""
 
 from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,22 +12,10 @@ from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.errors import CheckpointError
 
 
-def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-    place = tmp_path / "p"
-    place.mkdir()
-    disk.write_bytes(place / "sub" / "f", b"1")
-    disk.publish(place, tmp_path / "final")
-    expected = [place / "sub" / "f", place, place / "sub", tmp_path]
-    assert synced == [str(path) for path in expected]
-
-
-def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path):
+def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path: Path):
     """And nothing else: another folder in the making beside it may belong to a process that lives."""
     dead = [tmp_path / ".step-1.tmp-0123456789abcdef", tmp_path / ".step-1.removed-0123456789abcdef"]
-    others = [tmp_path / ".tmp-x", tmp_path / ".step-1.tmp-short", tmp_path / "step-1", tmp_path / ".git"]
-    others.append(tmp_path / ".step-2.tmp-0123456789abcdef")
+    others = [tmp_path / name for name in (".tmp-x", ".step-1.tmp-short", "step-1", ".step-2.tmp-0123456789abcdef")]
     for path in dead + others:
         (path / "sub").mkdir(parents=True)
     (tmp_path / "step-1" / "manifest.json").touch()
@@ -35,7 +24,7 @@ def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path):
     assert all(path.is_dir() for path in [*others, draft])
 
 
-def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path):
+def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine").touch()
     with pytest.raises(CheckpointError, match="not replaced, because it is no checkpoint"):
@@ -52,7 +41,7 @@ def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path):
     assert (tmp_path / "notes" / "mine").exists()
 
 
-def test_an_old_one_that_cannot_get_its_name_back_is_named(tmp_path, monkeypatch):
+def test_an_old_one_that_cannot_get_its_name_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / ".step-1.replaced-0123456789abcdef").mkdir()
 
     def refused(*paths: object) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from lit_fsdp.checkpoint import run_folder
-from lit_fsdp.checkpoint.run_folder import Found, checkpoints, choose, damaged, move_newer_aside, remove, step_folder
+from lit_fsdp.checkpoint.run_folder import (
+    Found,
+    checkpoints,
+    choose,
+    move_newer_aside,
+    remove,
+    step_folder,
+    survey,
+)
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make
@@ -31,7 +39,7 @@ def test_complete_ones_and_others(four: list[Path], tmp_path: Path):
     for name in (".step-00000009.tmp-0123456789abcdef", "notes"):
         (tmp_path / "checkpoints" / name).mkdir()
     assert [(entry.path, entry.metrics) for entry in checkpoints(tmp_path)] == [(four[0], {"loss": 0.3})]
-    found = damaged(tmp_path)
+    found = [entry for entry in survey(tmp_path / "checkpoints") if entry.damage]
     assert [entry.path for entry in found] == four[1:]
     for entry, text in zip(
         found, ("No such file", "3 bytes, 4 in the manifest", "manifest.json: missing"), strict=True
@@ -56,7 +64,9 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ):
         found = pick(tmp_path, word, monitor=monitor, mode=mode)
         assert found == [step_folder(tmp_path, step) for step in steps], (word, monitor)
-    with pytest.raises(CheckpointError, match="has a value of bleu; metrics there: accuracy, loss; give last"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint has a value of bleu, but of \['accuracy', 'loss'\]; give last"
+    ):
         pick(tmp_path, "best", monitor="bleu")
     with pytest.raises(
         CheckpointError, match=r"manifest\.json: missing, so this is no checkpoint; give a folder such as"
@@ -94,7 +104,7 @@ def test_newer_ones_move_aside(four: list[Path], tmp_path: Path):
     words = [new.name.rpartition("-")[0] for new in moved.values()]
     assert words == ["superseded-step-00000002", "damaged-step-00000003", "damaged-step-00000004"]
     assert (moved[four[3]] / "data").read_bytes() == b"1234"
-    assert [entry.path for entry in run_folder.survey(tmp_path / "checkpoints")] == [four[0]]
+    assert [entry.path for entry in survey(tmp_path / "checkpoints")] == [four[0]]
     make(tmp_path, 2)  # the same step again
     assert len({*moved.values(), *move_newer_aside(tmp_path, 1).values()}) == 4
 
