@@ -53,8 +53,8 @@ class Samples(Callback):
         if self.config.every_validation and not trainer.sanity_checking:
             rows = self._ask(trainer, pl_module)
             right = [got == wanted for _, _, wanted, got in rows if wanted]
-            if right:  # all ranks have all answers
-                pl_module.log("val_exact_match", sum(right) / len(right))
+            if right:
+                pl_module.log("val_exact_match", sum(right) / len(right), sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask and show once, where that is asked for."""
