@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_fsdp.callbacks.checkpoint import Checkpoint
     from lit_fsdp.callbacks.isolation import IsolationProof
-    from lit_fsdp.callbacks.records import DataRecord
     from lit_fsdp.callbacks.samples import Samples
     from lit_fsdp.checkpoint.store import load_weights
     from lit_fsdp.cli import RecipeCLI
@@ -32,7 +31,6 @@ _HOMES = {
     "ConfigError": "errors",
     "ContractError": "errors",
     "DataError": "errors",
-    "DataRecord": "callbacks.records",
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.optimizers",
     "PreferenceModule": "preference",
@@ -50,7 +48,6 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
-    "DataRecord",
     "IsolationProof",
     "MuonWithAdamW",
     "PreferenceModule",

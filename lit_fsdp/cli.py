@@ -48,7 +48,7 @@ from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunC
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.ending import ended
-from lit_fsdp.errors import ConfigError, RefusedByLightning, require
+from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
@@ -82,28 +82,27 @@ class RecipeCLI(LightningCLI):
             such an error, with 75 or 130 after a signal.
     """
 
-    def __init__(self, model_class: Any = None, datamodule_class: Any = None, *positional: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, model_class: Any = None, datamodule_class: Any = None, save_config_callback: Any = None, **kwargs: Any
+    ) -> None:
         args = kwargs.get("args")
-        words = list(sys.argv[1:] if args is None else args) if not isinstance(args, (dict, Namespace)) else []
+        words = [] if isinstance(args, (dict, Namespace)) else list(sys.argv[1:] if args is None else args)
         self.verb = words.pop(0) if words and words[0] in _STAGES else None
         self.exit_code = 0
         own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
         self._is_foreign_model = not own_model
         speak()
-        strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False, "prog": "lit-fsdp"}
-        if kwargs.get("run", True):
-            usage = "--config RECIPE.yaml [--key value ...] [options]"  # not three screens of keys
-            for verb in self.subcommands():
-                strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
-        kwargs["parser_kwargs"] = strict | (kwargs.get("parser_kwargs") or {})
-        own = {"seed_everything_default": 0, "load_from_checkpoint_support": False, "save_config_callback": None}
-        if positional:
-            del own["save_config_callback"]
+        strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
+        usage = "--config RECIPE.yaml [--key value ...] [options]"  # not three screens of keys
+        for verb in self.subcommands() if kwargs.get("run", True) else ():
+            strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
+        kwargs["parser_kwargs"] = {"prog": "lit-fsdp", **strict} | (kwargs.get("parser_kwargs") or {})
+        own = {"seed_everything_default": 0, "load_from_checkpoint_support": False}
 
         def build() -> int:
             self.line = read_command_line(words)
             self._allow_imports(model_class, datamodule_class)
-            LightningCLI.__init__(self, model_class, datamodule_class, *positional, **own | kwargs)
+            LightningCLI.__init__(self, model_class, datamodule_class, save_config_callback, **own | kwargs)
             return self.exit_code
 
         if args is not None:
@@ -162,14 +161,13 @@ class RecipeCLI(LightningCLI):
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
         ]
         for name, base, in_mode, given in classes:
-            if self.shows_help and (in_mode or given is None):  # as a section of the class that is named, else of ours
-                parser.add_lightning_class_args(self._named_class(name), name)
-            elif in_mode or given is None:
-                parser.add_subclass_arguments(base, name, required=False)
-                if given is None and (self.model_class is None or not self._is_foreign_model):
-                    parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
-            else:
-                parser.add_lightning_class_args(base, name)
+            is_open = in_mode or given is None
+            if not is_open or self.shows_help:  # help is that of the class that is named, else of ours
+                parser.add_lightning_class_args(self._named_class(name) if is_open else base, name)
+                continue
+            parser.add_subclass_arguments(base, name, required=False)
+            if given is None and (self.model_class is None or not self._is_foreign_model):
+                parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
@@ -222,9 +220,9 @@ class RecipeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Build everything; other loggers go on in the runs they had, without that becoming part of the recipe."""
         if not self.verb:
-            return super().instantiate_classes()
-        if self.verb == "fit":
-            FLAGS.can_save = True
+            super().instantiate_classes()
+            return
+        FLAGS.can_save = FLAGS.can_save or self.verb == "fit"
         FLAGS.install()
         FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
         asked, parsed = self.config, self._section()
@@ -239,7 +237,6 @@ class RecipeCLI(LightningCLI):
         split, data = _STAGES[self.verb][0], self.datamodule
         if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):
             self.datamodule = None  # somebody else's module may bring its own loaders
-        return None
 
     def _has_own_data(self) -> bool:
         return isinstance(self.datamodule, CausalLMDataModule)
@@ -252,18 +249,20 @@ class RecipeCLI(LightningCLI):
         self.samples = None if samples.prompts is None else Samples(**vars(samples))
         callbacks += [] if self.samples is None else [self.samples]
         theirs = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
-        others = [given.get("callbacks") or [], self.trainer_defaults.get("callbacks") or [], theirs]
-        has_bar = any(isinstance(c, ProgressBar) for one in others for c in (one if isinstance(one, list) else [one]))
-        if given.get("enable_progress_bar") is not False and not has_bar:
+        others = (*theirs, *_listed(given.get("callbacks")), *_listed(self.trainer_defaults.get("callbacks")))
+        if given.get("enable_progress_bar") is not False and not any(isinstance(one, ProgressBar) for one in others):
             callbacks.append(RunProgress())
+        folder, checkpoint = Path(given["default_root_dir"]), self._get(self.config_init, "checkpoint")
         if given.get("enable_checkpointing") is not False:
-            callbacks.append(self._checkpoint_callback(given))
-        logger = given.get("logger")
-        if logger is not False:
-            own = RunCSVLogger(given["default_root_dir"], self.verb or "fit")
-            others = [] if logger in (None, True) else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+            is_ours, every = isinstance(given["strategy"], EngineStrategy), checkpoint.every_steps
+            lightnings = {"every_n_train_steps": every, "save_top_k": -1, "save_last": True}  # its strategy, its files
+            callbacks.append(
+                Checkpoint(**vars(checkpoint)) if is_ours else ModelCheckpoint(folder / "checkpoints", **lightnings)
+            )
+        if given.get("logger") is not False:
+            own = RunCSVLogger(folder, self.verb or "fit")
             callbacks.append(own)
-            kwargs["logger"] = [*others, own]  # self.logger of a module is the one its author has named
+            kwargs["logger"] = [*_listed(given.get("logger")), own]  # module.logger is the one its author has named
         if isinstance(self.model, CausalLMModule):
             for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
                 kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units says more
@@ -277,13 +276,6 @@ class RecipeCLI(LightningCLI):
         except _REFUSALS as error:
             raise RefusedByLightning(error) from error
 
-    def _checkpoint_callback(self, trainer: Any) -> Any:
-        config = self._get(self.config_init, "checkpoint")
-        if isinstance(trainer["strategy"], EngineStrategy):
-            return Checkpoint(**vars(config))
-        folder = Path(trainer["default_root_dir"]) / "checkpoints"  # somebody else's strategy writes Lightning's files
-        return ModelCheckpoint(folder, every_n_train_steps=config.every_steps, save_top_k=-1, save_last=True)
-
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Give the optimizer of ``--optimizer``, made before sharding, the parameters that are there now."""
@@ -293,10 +285,16 @@ class RecipeCLI(LightningCLI):
     # -- what runs
 
     def _run_subcommand(self, subcommand: str) -> None:
+        folder = Path(self.trainer.default_root_dir)
         try:
             self._check_run()
             self._prepare()
-            self._run(subcommand)
+            super()._run_subcommand(subcommand)
+            if dist.is_initialized():  # its threads, met by an interpreter that shuts down, may abort the process
+                dist.destroy_process_group()
+            is_real = subcommand == "fit" and not self._declared.foreign and not self._declared.model.miniature
+            if is_real and self.trainer.is_global_zero:
+                print(compared_memory(self._declared, folder), file=sys.stderr)
         except StopRequested as stop:
             if self.trainer.is_global_zero:
                 print(stop, file=sys.stderr)
@@ -307,11 +305,17 @@ class RecipeCLI(LightningCLI):
             self.end_children()
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "gpu"
-                recipe = Path(self.trainer.default_root_dir, "recipe.yaml")
-                error.add_note(advice(self._declared, recipe, kind, self.line.allow_imports))
+                error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error
             raise
+        finally:  # also of a run that was stopped or failed, once it has taken a step
+            if subcommand == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
+                print(report_of(folder), file=sys.stderr)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        options = {"return_predictions": False} if subcommand == "predict" else {}
+        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.resume.path, **options}
 
     def _find_resume(self) -> Resume:
         """The checkpoint that ``ckpt_path`` stands for; a used run folder is refused without one."""
@@ -326,7 +330,6 @@ class RecipeCLI(LightningCLI):
     def _check_run(self) -> None:
         """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
         trainer, strategy, parsed = self.trainer, self.trainer.strategy, self._section()
-        ranks = trainer.num_devices * trainer.num_nodes
         model, data = self.model, self.datamodule
         ours = {
             "model": isinstance(model, CausalLMModule),
@@ -346,12 +349,8 @@ class RecipeCLI(LightningCLI):
         self._declared = run
         for rule in RULES:
             rule(run)
-        if self.samples is not None:
-            others = " and ".join(name for name, is_ours in ours.items() if not is_ours)
-            given = f"{self.samples.config.prompts} with somebody else's {others}"
-            require(not others, "samples.prompts", given, "our own model, data and strategy", "drop samples")
         if ours["data"] and self.verb == "fit":
-            self.datamodule.fix_batches(ranks, parsed.trainer.accumulate_grad_batches)
+            self.datamodule.fix_batches(run.world_size, parsed.trainer.accumulate_grad_batches)
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.check_environment(trainer, model, str(self.verb))
@@ -395,23 +394,6 @@ class RecipeCLI(LightningCLI):
         FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
         RANKS.release()
 
-    def _run(self, verb: str) -> None:
-        options = {"return_predictions": False} if verb == "predict" else {}
-        run, folder = getattr(self, verb, getattr(self.trainer, verb)), Path(self.trainer.default_root_dir)
-        before, after = (getattr(self, f"{when}_{verb}", lambda: None) for when in ("before", "after"))
-        try:
-            before()
-            run(model=self.model, datamodule=self.datamodule, ckpt_path=self.resume.path, **options)
-            after()
-            if dist.is_initialized():  # its threads, met by an interpreter that is shutting down, may abort the process
-                dist.destroy_process_group()
-            is_real = verb == "fit" and not self._declared.foreign and not self._declared.model.miniature
-            if is_real and self.trainer.is_global_zero:
-                print(compared_memory(self._declared, folder), file=sys.stderr)
-        finally:  # also of a run that was stopped or failed, once it has taken a step
-            if verb == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
-                print(report_of(folder), file=sys.stderr)
-
     def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
         return yaml.safe_dump(redact_values(self._values() | instead), sort_keys=False, allow_unicode=True)
@@ -443,11 +425,9 @@ class RecipeCLI(LightningCLI):
 class _Reader(RecipeCLI):
     """Parses, and neither seeds nor builds nor runs anything."""
 
-    def _set_seed(self) -> None: ...
+    def _run_subcommand(self, subcommand: str = "") -> None: ...
 
-    def instantiate_classes(self) -> None: ...
-
-    def _run_subcommand(self, subcommand: str) -> None: ...
+    _set_seed = instantiate_classes = _run_subcommand
 
 
 def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
@@ -457,6 +437,11 @@ def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
         ConfigError: A key, class or value that only Lightning knows to be wrong.
     """
     return _Reader(args=[verb, *argv], auto_configure_optimizers=False)._values()
+
+
+def _listed(value: Any) -> list[Any]:
+    """What a Trainer takes as one or several, as a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value in (None, True) else [value]
 
 
 def _imported(path: str) -> Any:

@@ -17,7 +17,7 @@ from lit_fsdp.errors import (
     RefusedByLightning,
 )
 from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
-from lit_fsdp.redaction import OutputError, guarded_streams
+from lit_fsdp.redaction import guarded_streams
 
 
 def ended(act: Callable[[], int], debug: bool = False) -> int:
@@ -52,12 +52,9 @@ def _ended(act: Callable[[], int], debug: bool) -> int:
         return _say("\n".join([str(error), *lost]), EXIT_LOST if is_lost else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
-    except BrokenPipeError:
-        _drop_output()
+    except BrokenPipeError:  # who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OutputError as error:
-        _drop_output()
-        return _say(f"{error.strerror}", 1)
     except Exception as error:
         traceback.print_exc()
         return EXIT_LOST if _lost(error) else 1
@@ -66,12 +63,6 @@ def _ended(act: Callable[[], int], debug: bool) -> int:
 def _lost(error: BaseException) -> list[str]:
     """Return the strategy's notes on ranks that this one lost, if that is why it failed."""
     return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
-
-
-def _drop_output() -> None:
-    """Discard what is still to be written at the end of the process."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str, code: int) -> int:

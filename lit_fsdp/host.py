@@ -10,8 +10,6 @@ import platform
 import random
 import shutil
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,10 +24,8 @@ EXIT_LOST = 76
 GO = "LIT_FSDP_GO"
 """Holds the file descriptor at which a rank that the first one started waits for it."""
 _log = logging.getLogger(__name__)
-_REMIND_SECONDS = 30.0
 _PORTS = range(10000, 20000)
-"""Below those of outgoing connections (from 32768 on, on Linux) and those derived from the number of a SLURM job."""
-_PORTS_TRIED = 200
+"""Below those of outgoing connections, which may take a port before rank 0 listens, and those of SLURM jobs."""
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
@@ -63,10 +59,7 @@ def is_requeued() -> bool:
 
 
 def tell_job(name: str, text: str = "") -> None:
-    """Leave a small file for the batch script of this job, whole or not at all; nothing outside of one.
-
-    It is ``exit.RANK`` with an exit code, or ``saved`` once a checkpoint has been committed.
-    """
+    """Leave a small file for the batch script of this job, whole or not at all; nothing outside of one."""
     if folder := os.environ.get(EXIT_DIR):
         with suppress(OSError):  # then srun's exit code alone decides
             partial = Path(folder, f".{name}.{global_rank()}")
@@ -95,18 +88,12 @@ def wait_for_first() -> None:
 
 
 def free_port() -> int:
-    """Find a TCP port for the rendezvous, which nobody listens on.
-
-    One that the system chooses (``bind`` to port 0) may be given to an outgoing connection before rank 0 listens there.
-
-    Raises:
-        OSError: None of many is free.
-    """
-    for port in random.SystemRandom().sample(_PORTS, _PORTS_TRIED):  # processes of one seed must not choose alike
+    """Find a TCP port for the rendezvous, which nobody listens on."""
+    for port in random.SystemRandom().choices(_PORTS, k=200):  # processes of one seed must not choose alike
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise OSError(errno.EADDRINUSE, f"none of {_PORTS_TRIED} ports tried from {_PORTS[0]} to {_PORTS[-1]} is free")
+    raise OSError(errno.EADDRINUSE, "no port is free")
 
 
 def cache_root() -> Path:
@@ -124,15 +111,11 @@ def cpu_has_bf16() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give memory that has been freed back to the system now, where the C library can (glibc); else do nothing.
-
-    glibc keeps freed blocks of up to 32 MiB for later, so many short-lived ones stay resident: loading a 135M model
-    under FSDP1 left 210 MB too much in a process that held 270 MB of weights.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+    """Give memory that has been freed back to the system now, where the C library can (glibc); else do nothing."""
+    # glibc keeps freed blocks of up to 32 MiB for later: loading a 135M model under FSDP1 left 210 MB too much
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
@@ -141,16 +124,22 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
     Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
     is killed, the next takes over. Where locks hold on one machine only, each makes its own and the first one stays.
     The folder's name must identify the content, as an existing one is used as it is; the log names ``what``.
-
-    Raises:
-        CheckpointError: The disk is full, or the folder cannot be written or locked.
     """
+    from filelock import FileLock, Timeout  # a third of the time that --help takes
+
+    if folder.is_dir():
+        return folder
     try:
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.parent / f"{folder.name}.lock", what):
-                if not folder.is_dir():
-                    _make(folder, make, what)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f"{folder.name}.lock")
+        try:
+            held = lock.acquire(timeout=0.2)
+        except Timeout:
+            _log.info("%s: waiting for another process (%s)", what, lock.lock_file)
+            held = lock.acquire(poll_interval=0.2)
+        with held:
+            if not folder.is_dir():
+                _make(folder, make, what)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error}); set data.cache_dir or LIT_FSDP_CACHE to another folder"
@@ -159,7 +148,6 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
 
 
 def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
-    start = time.monotonic()
     _log.info("%s: once, into %s", what, folder)
     # one per machine: what is there was left by a killed process, as this one holds the lock
     partial = folder.parent / f".{folder.name}.{platform.node()}.partial"
@@ -178,7 +166,6 @@ def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
         sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _log.info("%s: done in %.1f s", what, time.monotonic() - start)
 
 
 def sync(path: Path) -> None:
@@ -188,22 +175,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def locked(lock: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive lock; Ctrl-C works while waiting, and the log says what is waited for."""
-    from filelock import FileLock, Timeout  # a third of the time that --help takes
-
-    mutex, start, seconds = FileLock(lock), time.monotonic(), 0.2
-    while True:
-        try:
-            mutex.acquire(timeout=seconds, poll_interval=0.2)
-            break
-        except Timeout:
-            _log.info("%s: waiting for another process (%.0f s, %s)", what, time.monotonic() - start, lock)
-            seconds = _REMIND_SECONDS
-    try:
-        yield
-    finally:
-        mutex.release()

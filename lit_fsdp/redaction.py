@@ -12,51 +12,22 @@ import json
 import os
 import re
 import sys
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
+from urllib.parse import quote
 
 HIDDEN = "***"
 _MIN_CHARS = 6
-_ENVIRONMENT = re.compile(
-    r"(^|_)(TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|PAT|CREDENTIAL|CREDENTIALS|APIKEY|KEY)(_|$)"
+_NAME = re.compile(
+    r"(?i)(^|[_.\-])(token|secrets?|passwd|password|passphrase|credentials?|authorization|signature"
+    r"|(api|access|secret|private)_?key(_id)?)$"
 )
-_NO_SECRET = re.compile(r"^PWD$|^OLDPWD$|_(PATH|FILE|DIR|FOLDER|URL|HOST|PORT|TYPE|NAME|LEN|LENGTH|TTL|ID)$")
-_KEY = re.compile(
-    r"(^|[_\-.])(token|secret|password|passwd|passphrase|api_?key|apikey|access_key|access_key_id|secret_key|private_key"
-    r"|credential|credentials|authorization|signature)$"
+_VARIABLE = re.compile(_NAME.pattern.removesuffix("$") + r"$|_(key|pass|pat|pwd)$")
+_URL = re.compile(
+    r"(?i)(:/{1,2})[^/\s:@'\"]*:[^/\s@'\"]+(?=@)|([?&][\w\-]*(?:token|secret|password|api_?key|sig)=)[^&\s'\"]+"
 )
-# Names of a tokenizer's special tokens, which end like a secret.
-_SPECIAL_TOKEN = re.compile(
-    r"(^|[_\-.])(bos|eos|pad|unk|sep|cls|mask|eot|eom|image|audio|video|start|end|begin|stop|boundary|prefix|suffix|tool"
-    r"|user|assistant|system|thinking|new|per|last|first)_token$"
-)
-_URL_USER = re.compile(r"(:/{1,2})[^/\s:@'\"]*:[^/\s@'\"]+@")  # a path has one slash of the two
-_URL_QUERY = re.compile(r"(?i)([?&][\w\-]*(?:token|secret|password|api_?key|signature|sig)=)[^&\s'\"]+")
-_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w\-.~+/]{8,}=*")
 
 _remembered: set[str] = set()
-
-
-def is_secret_key(name: str) -> bool:
-    """Whether a recipe's key (``api_key``, ``hf_token``, ``password``) names a secret."""
-    lowered = name.lower()
-    return bool(_KEY.search(lowered)) and not _SPECIAL_TOKEN.search(lowered)
-
-
-def _hides(name: str, value: Any) -> bool:
-    """Whether ``value`` is a secret under the key ``name``; a number of tokens is none."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return False
-    return is_secret_key(name) and not (isinstance(value, (int, float)) and name.lower().endswith("token"))
-
-
-def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable (``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_ACCESS_KEY_ID``) names a secret."""
-    name = name.upper()
-    if name.endswith("ACCESS_KEY_ID"):
-        return True
-    return bool(_ENVIRONMENT.search(name)) and not _NO_SECRET.search(name)
 
 
 def remember(values: Any, name: str = "") -> None:
@@ -71,23 +42,24 @@ def remember(values: Any, name: str = "") -> None:
 
 def redact(text: str) -> str:
     """``text`` with every known secret, and every password in a URL, as ``***``."""
-    pattern = _known_secrets()
-    if pattern is not None:
-        text = pattern.sub(HIDDEN, text)
-    text = _URL_USER.sub(rf"\g<1>{HIDDEN}@", text)
-    text = _URL_QUERY.sub(rf"\g<1>{HIDDEN}", text)
-    return _BEARER.sub(rf"\g<1> {HIDDEN}", text)
+    known = {value for name, value in os.environ.items() if _VARIABLE.search(name)} | _remembered
+    parts = {part.strip() for value in known for part in (value, *value.splitlines())}  # a private key has lines
+    parts = {part for part in parts if len(part) >= _MIN_CHARS and HIDDEN not in part}
+    forms = {form for part in parts for form in (part, json.dumps(part)[1:-1], repr(part)[1:-1], quote(part, safe=""))}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return _URL.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", text)
 
 
-def redact_values(values: Any, name: str = "") -> Any:
+def redact_values(values: Any) -> Any:
     """A copy of a recipe or of JSON data with ``***`` in place of secrets; keys and numbers elsewhere stay."""
 
     def shown(path: str, key: str, value: Any) -> Any:
-        if _hides(key, value) and value != "":
+        if _hides(key, value):
             return HIDDEN
         return redact(value) if isinstance(value, str) else value
 
-    return _mapped(values, shown, name=name)
+    return _mapped(values, shown)
 
 
 def hidden_keys(values: Any) -> list[str]:
@@ -97,10 +69,17 @@ def hidden_keys(values: Any) -> list[str]:
     return found
 
 
+def _hides(key: str, value: Any) -> bool:
+    """Whether ``value`` is a secret under ``key``; a number of tokens is none, nor are ``<eos>`` and ``[PAD]``."""
+    if not _NAME.search(key) or isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
+        return False
+    return not (key.lower().endswith("token") and (not isinstance(value, str) or value[0] in "<["))
+
+
 def _mapped(values: Any, act: Callable[[str, str, Any], Any], path: str = "", name: str = "") -> Any:
     """Nested data with ``act`` of the path, the key (or the one above, if that names a secret) and each value."""
     if isinstance(values, Mapping):
-        name_of = {key: name if is_secret_key(name) else str(key) for key in values}
+        name_of = {key: name if _NAME.search(name) else str(key) for key in values}
         return {k: _mapped(v, act, f"{path}.{k}" if path else str(k), name_of[k]) for k, v in values.items()}
     if isinstance(values, (list, tuple)):
         found = [_mapped(value, act, f"{path}[{index}]", name) for index, value in enumerate(values)]
@@ -119,10 +98,6 @@ def guarded_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class OutputError(OSError):
-    """Standard output or standard error cannot be written, as on a full disk."""
-
-
 class _Redacting:
     """A text stream that writes to another one what :func:`redact` leaves."""
 
@@ -130,37 +105,11 @@ class _Redacting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._call(self._stream.write, redact(text))
+        self._stream.write(redact(text))
         return len(text)
-
-    def flush(self) -> None:
-        self._call(self._stream.flush)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def _call(self, function: Callable[..., Any], *arguments: str) -> None:
-        try:
-            function(*arguments)
-        except BrokenPipeError:  # who reads has enough
-            raise
-        except OSError as error:
-            name = self._stream.name.strip("<>")
-            raise OutputError(error.errno, f"{name} cannot be written: {error.strerror}") from error
-
-
-def _known_secrets() -> re.Pattern[str] | None:
-    values = {value for name, value in os.environ.items() if is_secret_variable(name)} | _remembered
-    forms: set[str] = set()
-    for value in values:
-        plain = value.strip()
-        if len(plain) >= _MIN_CHARS and HIDDEN not in plain:
-            lines = [line.strip() for line in plain.splitlines() if len(line.strip()) >= 2 * _MIN_CHARS]
-            forms.update((plain, json.dumps(plain)[1:-1], repr(plain)[1:-1], urllib.parse.quote(plain, safe="")))
-            forms.update(lines)  # of a private key
-    if not forms:
-        return None
-    return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)))

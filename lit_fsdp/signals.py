@@ -19,11 +19,8 @@ after training, while it exits       nothing, 0                    nothing, 0; a
 
 The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
 same, except that Ctrl-C on a rank that Lightning started waits for the vote before the first batch: its parent would
-take a rank that is gone for a failure. In the first instants, while the recipe is read, Python's defaults hold; under
-srun only while Python starts, and the batch script takes a task that died of SIGUSR1 for one that stopped.
-
-SIGUSR2 stops nothing: the process writes the Python stack of each of its threads to standard error, also while it waits
-for its peers in a collective (with ``verbose`` of the strategy into ``debug/rank-N.stacks.txt``).
+take a rank that is gone for a failure. While the recipe is read, Python's defaults hold. SIGUSR2 stops nothing: the
+process writes the Python stack of each of its threads to standard error.
 """
 
 from __future__ import annotations
@@ -50,31 +47,29 @@ class SignalFlags:
     """
 
     def __init__(self, can_save: bool = True) -> None:
-        self.interrupted = self.terminated = False
-        self._is_warned = False
+        self.interrupted = self.terminated = self.training = False
         self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         """Whether other ranks exist that would wait for this one."""
         self.can_save = can_save
-        self.training = False
         self.before_exit: Callable[[], None] = lambda: None
         """Called before the process ends at once."""
-        self._installed = False
+        self._is_installed = self._is_warned = False
 
     def install(self) -> None:
         """Handle SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 from now on (main thread only); a second call changes nothing."""
-        if self._installed:
+        if self._is_installed:
             return
-        self._installed = True
+        self._is_installed = True
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, lambda number, frame: None)
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # the interpreter sets its own back, but not this
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank is started with them blocked
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
-        atexit.register(_ignore)
 
     def _listen(self, reader: int) -> None:
         while True:
@@ -112,9 +107,3 @@ def _say(text: str) -> None:
     if is_first_process():
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-
-
-def _ignore() -> None:
-    """For the last instants of the interpreter, which sets Python's handlers back to the defaults, but not this."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)

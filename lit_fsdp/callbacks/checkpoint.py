@@ -49,7 +49,7 @@ class Checkpoint(ModelCheckpoint):
     def __init__(self, **options: Any) -> None:
         self.config = build(CheckpointConfig, options, "checkpoint")
         super().__init__(save_top_k=-1, save_on_train_epoch_end=False, enable_version_counter=False)
-        self._seen_step = self._saved_step = -1
+        self._saved_step = -1
         self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
         self._begun = ""
@@ -84,7 +84,7 @@ class Checkpoint(ModelCheckpoint):
         if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
         found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
-        self._seen_step = self._saved_step = trainer.global_step
+        self._saved_step = trainer.global_step
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_score = torch.tensor(top[0].metrics[self.config.monitor], dtype=torch.float64) if top else None
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -98,11 +98,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Save after every ``every_steps`` optimizer steps and after the last one."""
-        step = trainer.global_step
-        if step == self._seen_step:  # in the middle of an accumulation
-            return
-        self._seen_step = step
-        if self._is_due(trainer):
+        if self._is_due(trainer):  # in the middle of an accumulation the step is saved, or is none to save
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,9 +112,6 @@ class Checkpoint(ModelCheckpoint):
             self.save(trainer)
         if self._saved_step == trainer.global_step and monitor in metrics:
             self._tidy(trainer, metrics)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing: checkpoints exist at optimizer steps only."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a run that something else ended, unless its last step is saved already; wait for the last save."""
@@ -181,9 +174,6 @@ class Checkpoint(ModelCheckpoint):
     def state_dict(self) -> dict[str, Any]:
         """Nothing needs to travel: what exists is read from the run folder."""
         return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`state_dict`."""
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether this step is saved in any case."""

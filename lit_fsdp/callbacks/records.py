@@ -27,20 +27,6 @@ PENDING_RECIPE = ".recipe.yaml"
 """The recipe of a run that resumes, until its checkpoint is loaded."""
 
 
-class DataRecord(Callback):
-    """Prints what a :class:`lit_fsdp.CausalLMDataModule` is about to train on and writes ``data.json``, once."""
-
-    def __init__(self) -> None:
-        self._is_shown = False
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show it; what rank 0 meets is a DataError on every rank."""
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not self._is_shown:
-            self._is_shown, folder = True, Path(trainer.default_root_dir)
-            Ranks().first("showing the data", lambda: record_data(datamodule, stage, folder))
-
-
 def record_data(datamodule: Any, stage: str, folder: Path) -> None:
     """Show what our data module is about to give; of training it leaves a record."""
     record = datamodule.describe()

@@ -56,8 +56,8 @@ class Samples(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask and show, and log how many answers are right."""
         if self.config.every_validation and not trainer.sanity_checking:
-            for name, value in self._ask(trainer, pl_module).items():  # all ranks have all answers
-                pl_module.log(name, value)
+            for name, value in self._ask(trainer, pl_module).items():
+                pl_module.log(name, value, sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same once, where that is asked for; Lightning logs nothing here."""

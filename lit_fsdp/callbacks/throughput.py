@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +25,7 @@ class Throughput(Callback):
     The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
     waited for at logged steps only, and nothing is sent between ranks. Tokens are those without padding;
     ``padding_share`` is the share of positions that hold none. ``data_wait_share`` is this rank's own: the time between
-    two forward passes, in which the next batch is waited for and moved to the device. ``mfu`` and ``hfu`` are those of
-    :class:`FlopMeter`; where one cannot be known, a line says why, once, and it is not logged.
+    two forward passes. ``mfu`` and ``hfu`` are those of :class:`FlopMeter`; one that cannot be known is not logged.
     """
 
     def __init__(self) -> None:
@@ -135,10 +133,7 @@ class FlopMeter:
         self._ranks, device, multiplies = trainer.world_size, trainer.strategy.root_device, _multiplies(trainer)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         self._peak = peak_flops(name, multiplies)
-        if self._peak is None:
-            return f"MFU –: no peak rate is known for {multiplies} on {name}"
-        is_known = self._formula.recomputed_flops(Counter(), self._words) is not None
-        return "" if is_known else "HFU –: what is recomputed is up to the compiler"
+        return "" if self._peak else f"MFU –: no peak rate is known for {multiplies} on {name}"
 
     def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Those of ``model_tflops_per_rank``, ``mfu`` and ``hfu`` that are known; the counts are over all ranks."""

@@ -117,17 +117,11 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 def train(begin: Begin, launch: type[Run], folder: Path, every: int, phase: str = "none") -> Run:
-    """An endless run with loaders; returns once it takes steps. Its phase lasts until :func:`go_on`."""
+    """An endless run with loaders; returns once it takes steps."""
     words = ["fit", "--trainer.max_steps", "1000000", "--trainer.max_epochs", "-1", "--trainer.limit_val_batches", "0"]
     run = begin(launch, *words, "--checkpoint.every_steps", str(every), "--data.num_workers", "2", phase=phase)
     wait_for(folder / "run" / "metrics.csv", run)
     return run
-
-
-def go_on(tmp_path: Path, phase: str) -> None:
-    """End the phase, a while after a signal was sent in it."""
-    time.sleep(0.3)
-    (tmp_path / f"{phase}-go").touch()
 
 
 def wait_for(path: Path, run: Run) -> None:
@@ -171,18 +165,6 @@ def steps_on_page(run: Path) -> str:
     return dict(Page((run / "report.html").read_text()).tables["At a glance"])["optimizer steps"]
 
 
-def test_with_loaders_in_a_save(tmp_path: Path, begin: Begin) -> None:
-    """That save is completed, and so is the one at the end of the step after it; the loaders live as long."""
-    run = train(begin, Forked, tmp_path, 3, phase="save")
-    wait_for(tmp_path / "save-0", run)
-    run.send(signal.SIGTERM, "all")
-    go_on(tmp_path, "save")
-    code, output = run.finish()
-    assert code == 75, output
-    assert whole_steps(tmp_path / "run", may_hide=True) == [3, 4]
-    assert "Traceback" not in output
-
-
 def test_ctrl_c_three_times_in_a_save(tmp_path: Path, begin: Begin) -> None:
     """The process ends at once; what was being written stays hidden."""
     run = train(begin, Forked, tmp_path, 3, phase="save")
@@ -208,6 +190,7 @@ def test_ctrl_c_three_times_in_a_save(tmp_path: Path, begin: Begin) -> None:
         (Command, "rows", "fit", signal.SIGUSR1, "first", 75, []),  # the other rank waits to be released
         (Command, "setup", "fit", signal.SIGINT, "child", 130, []),  # after the first collective
         (Forked, "validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
+        (Forked, "save", "fit", signal.SIGTERM, "all", 75, [2, 3]),  # with loaders, which live as long
         (Command, "exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
         (Command, "test", "test", signal.SIGTERM, "first", 75, []),
     ],
@@ -225,13 +208,15 @@ def test_in_every_phase(
     steps: list[int],
 ) -> None:
     """Neither half of a run nor a hang: what lit_fsdp/signals.py says, for every phase."""
-    run = begin(launch, verb, *(FEW_STEPS if verb == "fit" else []), "--checkpoint.every_steps", "1000", phase=phase)
+    words = [*(FEW_STEPS if verb == "fit" else []), *(["--data.num_workers", "2"] if phase == "save" else [])]
+    run = begin(launch, verb, *words, "--checkpoint.every_steps", "1000", phase=phase)
     wait_for(tmp_path / f"{phase}-{1 if whom == 'child' else 0}", run)
     for again in (number, *[signal.SIGTERM, signal.SIGUSR1] * (number != signal.SIGINT), *[signal.SIGINT] * (not code)):
         if run.is_alive():
             run.send(again, whom)
         time.sleep(0.1)
-    go_on(tmp_path, phase)
+    time.sleep(0.3)
+    (tmp_path / f"{phase}-go").touch()  # ends the phase
     found, output = run.finish()
     assert found == code, output
     assert "Traceback" not in output

@@ -98,12 +98,7 @@ def test_another_rank_says_which_it_is(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("[rank 3] error: command line: got nonsense")
 
 
-def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        assert __main__.main(["recipes", "ls"]) == 1
-        monkeypatch.undo()
-    assert capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+def test_who_reads_the_output_may_have_enough(monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:  # as behind `| head`, which has enough

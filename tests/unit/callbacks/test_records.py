@@ -1,4 +1,4 @@
-"""What a run writes down: its FSDP units, its data, and what filled a GPU that is out of memory."""
+"""What a run writes down: its FSDP units, and what filled a GPU that is out of memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_fsdp import CausalLMDataModule
-from lit_fsdp.callbacks.records import DataRecord, RunRecord, audit_lines, show
-from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.callbacks.records import RunRecord, audit_lines, show
 
 
 def unit(name: str, cls: str = "Block", **changes: Any) -> dict[str, Any]:
@@ -41,21 +39,6 @@ def test_equal_neighbors_share_a_line_of_the_audit(capsys: pytest.CaptureFixture
     ]
     assert "40 parameters (30 trained, 10 frozen) in 4 units, 20 on rank 0" in err
     assert "replaced: sharding: full_shard → no_shard" in err
-
-
-def trainer(folder: Path, data: CausalLMDataModule) -> Any:
-    return SimpleNamespace(datamodule=data, default_root_dir=str(folder))
-
-
-def test_data_are_shown_once_by_anybodys_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    data = CausalLMDataModule(train="generated:12", num_tokenizers=1)
-    data.attach(miniature_tokenizer(), 0)
-    data.prepare(["train"])
-    record = DataRecord()
-    for is_new in (True, False):
-        record.setup(trainer(tmp_path, data), None, "fit")  # type: ignore[arg-type]
-        assert ("rows read" in capsys.readouterr().err) == is_new
-    assert (tmp_path / "data.json").exists()
 
 
 def test_a_snapshot_of_a_gpu_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

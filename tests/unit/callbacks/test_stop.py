@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp import signals
@@ -60,8 +62,7 @@ def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
                 patched.setenv(name, value)
             flags, cleaned, ended = SignalFlags(), [], None
             flags.before_exit = lambda cleaned=cleaned: cleaned.append("children")
-            for name, value in attributes.items():
-                setattr(flags, name, value)
+            vars(flags).update(attributes)
             try:
                 for number in numbers:
                     flags.receive(number)
@@ -74,70 +75,49 @@ def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
 
 
-class Watched(LightningModule):
-    """Notes the handlers that are there while it works."""
+class Watch(Callback):
+    """Notes the handlers that are there while a batch is worked on; perhaps a signal comes in the second step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
+    def __init__(self, flags: SignalFlags | None = None) -> None:
+        self.flags = flags
         self.seen: list[Any] = []
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """A loss."""
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         self.seen = [signal.getsignal(number) for number in signals.STOPPING]
-        return self.weight * batch.sum()
+        if self.flags is not None:
+            self.flags.terminated = trainer.global_step == 1
 
-    validation_step = training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Any."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    on_validation_batch_start = on_train_batch_start
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
+def trainer_with(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    limits = {"max_steps": 5, "limit_val_batches": 1, "devices": 1}
+    return Trainer(callbacks=list(callbacks), default_root_dir=folder, **quiet, **limits, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path, flags):
     """Its handler of SIGUSR1 would save inside itself and requeue the job; without our callback it is there."""
     before = [signal.getsignal(number) for number in signals.STOPPING]
-    switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    for verb, ours in (("validate", True), ("fit", False)):
-        watched, environment = Watched(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
-        run = Trainer(
-            accelerator="cpu", devices=1, plugins=[environment], callbacks=[StopOnSignal(flags)] if ours else [],
-            max_steps=1, default_root_dir=tmp_path, **dict.fromkeys(switched_off, False),
-        )  # fmt: skip
-        getattr(run, verb)(watched, torch.utils.data.DataLoader([torch.ones(1)], num_workers=0))
-        assert (watched.seen == before) is ours
-        assert environment.auto_requeue is not ours
+    for verb, ours in (("validate", [StopOnSignal(flags)]), ("fit", [])):
+        watch, environment = Watch(), SLURMEnvironment(auto_requeue=True, requeue_signal=SIGUSR1)
+        trainer = trainer_with(tmp_path, watch, *ours, plugins=[environment], enable_checkpointing=False)
+        getattr(trainer, verb)(BoringModel())
+        assert (watch.seen == before) is bool(ours)
+        assert environment.auto_requeue is not bool(ours)
         assert [signal.getsignal(number) for number in signals.STOPPING] == before
 
 
-class AsksToStop(Callback):
-    """A signal during the second step."""
-
-    def __init__(self, flags: SignalFlags) -> None:
-        self.flags = flags
-
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Before ranks vote."""
-        self.flags.terminated = trainer.global_step == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:You defined a `validation_step`")
-@pytest.mark.parametrize("saves", [True, False])
-def test_where_lightnings_own_callback_saves_it_does_so_here_too(tmp_path, flags, saves):
-    theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
-    run = Trainer(
-        accelerator="cpu", devices=1, max_steps=5, logger=False, enable_checkpointing=saves,
-        callbacks=[AsksToStop(flags), StopOnSignal(flags), *theirs], enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=str(tmp_path),
-    )  # fmt: skip
-    said = "the checkpoint is complete" if saves else "which nothing saves"
-    with pytest.raises(StopRequested, match=f"after step 2.* {said}") as caught:
-        run.fit(Watched(), torch.utils.data.DataLoader([torch.ones(1)] * 5, num_workers=0))
-    assert caught.value.exit_code == 75
-    if saves:
-        saved = torch.load(tmp_path / "theirs" / "last.ckpt", weights_only=True)
-        assert saved["global_step"] == 2
+@pytest.mark.filterwarnings("ignore")
+def test_where_lightnings_own_callback_saves_it_does_so_here_too(tmp_path, flags):
+    for saves, said in ((True, "the checkpoint is complete"), (False, "which nothing saves")):
+        theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
+        trainer = trainer_with(tmp_path, Watch(flags), StopOnSignal(flags), *theirs, enable_checkpointing=saves)
+        with pytest.raises(StopRequested, match=f"after step 2.* {said}") as caught:
+            trainer.fit(BoringModel())
+        assert caught.value.exit_code == 75
+    assert torch.load(tmp_path / "theirs" / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
 CODE = """
