@@ -20,7 +20,7 @@ from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
-from lit_fsdp.report.data_tables import print_data
+from lit_fsdp.report.data_tables import data_table
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, places_table, units_table, wide_console
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class DataRecord(Callback):
         record = datamodule.describe()
         if stage == "fit":
             write_json(folder / "data.json", record)
-        print_data(record, sys.stderr)
+        wide_console(sys.stderr).print(data_table(record))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Show it, unless that was done before; what rank 0 meets is a DataError on every rank."""
