@@ -18,8 +18,8 @@ COLUMNS = (
 
 def _check_columns(columns: dict[str, str] | None) -> None:
     for ours, theirs in (columns or {}).items():
-        allowed = f"our column: the source's, as {{messages: chat}}, ours being {', '.join(COLUMNS)}"
-        require(ours in COLUMNS, f"columns.{ours}", theirs, allowed)
+        fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
+        require(ours in COLUMNS, f"columns.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

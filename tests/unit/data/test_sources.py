@@ -208,7 +208,7 @@ def test_columns_and_formats(tmp_path: Path):
     entry = SourceConfig(source=str(path), columns={"prompt": "a"})
     ((_, row),) = find_sources([entry], DataConfig(columns={"prompt": "q"}))[0].rows()
     assert row == {"prompt": "y", "q": "x"}
-    with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\{messages: chat\}"):
+    with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
 
 
